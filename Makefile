@@ -1,0 +1,39 @@
+# Every target makes its own virtual environment and installs what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test test-gpu lint format docs bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+train: $(STAMP)  ## the main job: a small GPT learns the standard library's source
+	$(BIN)/onefold train $(ARGS)
+
+test: $(STAMP)  ## the whole suite, in real gloo processes
+	$(BIN)/python -m pytest -q -m 'not gpu' $(ARGS)
+
+test-gpu:  ## tests that need a CUDA device, with the Python that has it
+	$(PYTHON) -m pytest -q -m gpu $(ARGS)
+
+lint: $(STAMP)  ## format check, lint, strict types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses
+	$(BIN)/python -m onefold.config.document > docs/config.md
+
+bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
+	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,0 +1,145 @@
+"""Runs one system in fresh processes, one a rank, and gathers what the ranks measured. A failure is an outcome too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.systems import Workload, missing_reason
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of one system: the slowest and fullest of its ranks, or the reason why there are no figures."""
+
+    system: str
+    error: str | None = None
+    num_parameters: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    startup_seconds: float = 0.0
+    resident_mb: float = 0.0
+    gpu_mb: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def step_median(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def run(system: str, workload: Workload, num_ranks: int, timeout: float) -> Outcome:
+    reason = missing_reason(system)
+    if reason is not None:
+        return Outcome(system, error=reason)
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
+        logs = [Path(folder, f"{rank}.log") for rank in range(num_ranks)]
+        ranks = _start(system, workload, results, logs)
+        problem = _wait(ranks, timeout)
+        if problem is not None:
+            rank, what = problem
+            return Outcome(system, error=f"rank {rank} {what}: {_last_words(logs[rank])}")
+        measured = [json.loads(result.read_text()) for result in results]
+    return Outcome(
+        system,
+        num_parameters=measured[0]["num_parameters"],
+        step_seconds=[max(steps) for steps in zip(*(rank["step_seconds"] for rank in measured), strict=True)],
+        startup_seconds=max(rank["startup_seconds"] for rank in measured),
+        resident_mb=max(rank["resident_mb"] for rank in measured),
+        gpu_mb=max(rank["gpu_mb"] for rank in measured),
+        losses=[statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in measured), strict=True)],
+    )
+
+
+def _start(system: str, workload: Workload, results: list[Path], logs: list[Path]) -> list[subprocess.Popen[bytes]]:
+    num_ranks = len(results)
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    if workload.device == "cpu":
+        # One thread a rank; DeepSpeed picks its accelerator from the environment.
+        shared |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    ranks = []
+    for rank, (result, log) in enumerate(zip(results, logs, strict=True)):
+        arguments = [system, json.dumps(dataclasses.asdict(workload)), str(result), str(time.time())]
+        with log.open("wb") as output:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.worker", *arguments],
+                    cwd=ROOT,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return ranks
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:
+    """Waits for all ranks; gives the first that failed and how. The others would wait for it for ever: they end too."""
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            for rank, code in enumerate(codes):
+                if code:
+                    return rank, f"ended with {code}"
+            if all(code == 0 for code in codes):
+                return None
+            if time.monotonic() > deadline:
+                return codes.index(None), f"was still running after {timeout:.0f} s"
+            time.sleep(0.05)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _last_words(log: Path) -> str:
+    """The last error line of a rank; later lines are often only noise of the shutdown."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and not line.startswith("File ")]
+    return re.sub(r"^\[rank\d+\]: ", "", (errors or lines or ["no output"])[-1])[:300]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_all(
+    systems: list[str], num_rounds: int, run_one: Callable[[str], Outcome], summary: Callable[[Outcome], str]
+) -> dict[str, list[Outcome]]:
+    """Runs every system once a round, so that a noisy minute hits all alike; prints a line and an estimate each time."""
+    outcomes: dict[str, list[Outcome]] = {system: [] for system in systems}
+    num_runs, num_done, begun = len(systems) * num_rounds, 0, time.monotonic()
+    for round_index in range(num_rounds):
+        # Each round starts elsewhere: the first run after a pause is often the fastest.
+        offset = round_index % len(systems)
+        for system in systems[offset:] + systems[:offset]:
+            failed_before = outcomes[system] and outcomes[system][-1].error
+            outcome = outcomes[system][-1] if failed_before else run_one(system)
+            outcomes[system].append(outcome)
+            num_done += 1
+            left = (time.monotonic() - begun) / num_done * (num_runs - num_done)
+            what = f"no figures, {outcome.error}" if outcome.error else summary(outcome)
+            print(f"[{num_done}/{num_runs}] {system}: {what} (about {left:.0f} s left)", flush=True)
+    return outcomes

@@ -1,0 +1,79 @@
+"""A plain GPT and its data, for all systems alike; apart from the package, so that the yardstick does not move with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    num_layers: int
+    width: int
+    num_heads: int
+    vocabulary: int
+    max_sequence: int
+
+
+# Embedding and head are not tied and vocabularies are modest: model states rather than logits fill the memory.
+PRESETS = {
+    "tiny": ModelShape(num_layers=2, width=64, num_heads=2, vocabulary=256, max_sequence=64),
+    "25m": ModelShape(num_layers=8, width=512, num_heads=8, vocabulary=2048, max_sequence=256),
+    "120m": ModelShape(num_layers=12, width=768, num_heads=12, vocabulary=20480, max_sequence=256),
+    "1.3b": ModelShape(num_layers=24, width=2048, num_heads=16, vocabulary=32000, max_sequence=1024),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.num_heads = shape.num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, width = x.shape
+        heads = self.query_key_value(self.attention_norm(x)).view(batch, sequence, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.max_sequence, shape.width)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.num_layers)])
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def make_batch(
+    shape: ModelShape, batch: int, sequence: int, seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counting sequences with a random start and stride: endless, the same everywhere, and learnable."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(shape.vocabulary, (batch, 1), generator=generator)
+    stride = torch.randint(1, 4, (batch, 1), generator=generator)
+    line = (start + stride * torch.arange(sequence + 1)) % shape.vocabulary
+    return line[:, :-1].contiguous().to(device), line[:, 1:].contiguous().to(device)

@@ -1,0 +1,160 @@
+"""The systems under test: each takes a model and gives back one function that trains it on one batch.
+
+All use the same AdamW hyperparameters and no clipping. In fp32 everything is fp32; in bf16 each system runs in its
+natural mode: autocast for plain torch and DDP, a mixed-precision policy for FSDP2, 16-bit weights with fp32 masters in the
+others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one run trains, and for how long."""
+
+    preset: str
+    dtype: str
+    batch: int
+    sequence: int
+    num_steps: int
+    num_warmup_steps: int
+    device: str
+    seed: int = 1
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
+    )
+
+
+def _torch_loop(model: nn.Module, workload: Workload, autocast: bool) -> Step:
+    optimizer = _adamw(model)
+
+    def precision() -> AbstractContextManager[Any]:
+        return torch.autocast(workload.device, torch.bfloat16) if autocast else nullcontext()
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with precision():
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _plain(model: nn.Module, workload: Workload) -> Step:
+    return _torch_loop(model, workload, autocast=workload.dtype == "bf16")
+
+
+def _ddp(model: nn.Module, workload: Workload) -> Step:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return _torch_loop(wrapped, workload, autocast=workload.dtype == "bf16")
+
+
+def _fsdp2(reshard: bool) -> Callable[[nn.Module, Workload], Step]:
+    def build(model: nn.Module, workload: Workload) -> Step:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = dist.init_device_mesh(workload.device, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy()
+        if workload.dtype == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        return _torch_loop(model, workload, autocast=False)
+
+    return build
+
+
+def _zero_config(stage: int, workload: Workload) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+        },
+        "bf16": {"enabled": workload.dtype == "bf16"},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def _engine_loop(engine: Any) -> Step:
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def _deepspeed(stage: int) -> Callable[[nn.Module, Workload], Step]:
+    def build(model: nn.Module, workload: Workload) -> Step:
+        import deepspeed
+
+        config = _zero_config(stage, workload)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        return _engine_loop(engine)
+
+    return build
+
+
+def _onefold(stage: int) -> Callable[[nn.Module, Workload], Step]:
+    def build(model: nn.Module, workload: Workload) -> Step:
+        import onefold
+
+        config = _zero_config(stage, workload)
+        config["zero_optimization"]["overlap_comm"] = True  # as DDP and FSDP2 do unasked
+        engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
+        return _engine_loop(engine)
+
+    return build
+
+
+SYSTEMS: dict[str, Callable[[nn.Module, Workload], Step]] = {
+    "torch": _plain,
+    "ddp": _ddp,
+    "fsdp2-keep": _fsdp2(reshard=False),
+    "fsdp2-reshard": _fsdp2(reshard=True),
+    **{f"deepspeed-{stage}": _deepspeed(stage) for stage in (1, 2, 3)},
+    **{f"onefold-{stage}": _onefold(stage) for stage in (0, 1, 2)},
+}
+
+
+def parse_systems(text: str) -> list[str]:
+    """A comma-separated list of names; a family name ('onefold') stands for its members."""
+    chosen: list[str] = []
+    for name in text.split(","):
+        members = [system for system in SYSTEMS if system == name or system.startswith(f"{name}-")]
+        if not members:
+            raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+        chosen += [member for member in members if member not in chosen]
+    return chosen
+
+
+def missing_reason(system: str) -> str | None:
+    """Why a system cannot run here at all, or None."""
+    package = system.split("-")[0]
+    if package in ("deepspeed", "onefold") and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    return None

@@ -1,0 +1,43 @@
+"""onefold: every byte of model state is held once.
+
+The ZeRO family on torch.distributed, behind the config and the API that DeepSpeed users already have.
+Names are loaded when they are first used, so importing this costs little beyond importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from onefold.comm import init_distributed
+    from onefold.config import ConfigError
+    from onefold.engine import Engine
+    from onefold.report.timeline import Profiling
+    from onefold.start import add_config_arguments, initialize
+
+_NAMES = {
+    "initialize": "onefold.start",
+    "add_config_arguments": "onefold.start",
+    "Engine": "onefold.engine",
+    "init_distributed": "onefold.comm",
+    "ConfigError": "onefold.config",
+    "Profiling": "onefold.report.timeline",
+}
+_MODULES = {"comm", "config", "utils", "plan", "report"}
+
+__all__ = ["ConfigError", "Engine", "Profiling", "add_config_arguments", "init_distributed", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"onefold.{name}")
+    raise AttributeError(f"module 'onefold' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES, "__version__"})

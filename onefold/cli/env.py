@@ -1,0 +1,2 @@
+"""stub"""
+def add_parser(c): pass

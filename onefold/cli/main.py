@@ -1,0 +1,58 @@
+"""The `onefold` command: one subcommand a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import onefold
+from onefold.cli import env, launch, train
+
+EPILOG = """\
+examples:
+  onefold train                             a small GPT learns the Python standard library, in under two minutes
+  onefold launch train.py --deepspeed_config ds_config.json
+                                            your own script, on every GPU of this host
+  onefold env                               versions, devices, memory, and what onefold will use here
+
+`onefold COMMAND --help` tells more.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="onefold",
+        description="Train with every byte of model state held once, from the DeepSpeed configs you already have.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (train, launch, env):
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by Ctrl-C, otherwise that of the rank that failed."""
+    options = build_parser().parse_args(arguments)
+    try:
+        exit_code: int = options.run(options)
+    except ValueError as error:
+        if not _is_users(error):
+            raise
+        print(f"onefold: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return exit_code
+
+
+def _is_users(error: ValueError) -> bool:
+    """ConfigError, DataError, HostError: raised by onefold itself, with a message for the person who typed the command."""
+    return type(error).__module__.startswith("onefold.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""How bytes travel: groups, collectives, the ledger."""
+
+from __future__ import annotations
+
+import torch
+
+from onefold.comm.collective import Collective, Pending, Reduction, broadcast_from_first, gather_scalars
+from onefold.comm.exchange import Exchange
+from onefold.comm.ledger import Ledger, Row
+from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank
+from onefold.comm.native import Native
+from onefold.comm.staged import StagedExchange
+
+__all__ = [
+    "Collective",
+    "Exchange",
+    "Group",
+    "Ledger",
+    "Native",
+    "Pending",
+    "Reduction",
+    "Row",
+    "StagedExchange",
+    "broadcast_from_first",
+    "data_group",
+    "gather_scalars",
+    "init_distributed",
+    "local_device",
+    "local_rank",
+    "make_collective",
+]
+
+
+def make_collective(kind: str, group: Group, ledger: Ledger, device: torch.device) -> Collective:
+    """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL, exchange elsewhere)."""
+    staged = group.backend == "gloo" and device.type == "cuda"
+    if kind == "native" or (kind == "auto" and group.backend == "nccl" and group.size > 1):
+        if staged:
+            raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")
+        return Native(group, ledger, device)
+    return StagedExchange(group, ledger, device) if staged and group.size > 1 else Exchange(group, ledger, device)

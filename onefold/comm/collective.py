@@ -1,0 +1,115 @@
+"""The seam between units and the network: gather and reduce-scatter, each in two halves, start and finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.ledger import Ledger
+from onefold.comm.mesh import Group
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One run's reduce-scatter: the sum over ranks of this rank's slice of `source` goes to `target`.
+
+    `target` may be this rank's slice of `source` itself. With `add`, the sum is added to what `target` holds.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    wire: torch.dtype
+    add: bool
+
+
+class Pending:
+    """A started collective. `finish` orders everything the caller does next behind it; on a GPU it blocks no host."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def finish(self) -> None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class Collective(Protocol):
+    """What a unit may ask of the network. One call may carry several runs."""
+
+    group: Group
+
+    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending: ...
+
+    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+        """Fill each line in place: every rank contributes its own slice."""
+        ...
+
+
+class Lane:
+    """Where collectives run beside the compute: a stream of their own on a GPU, nothing on a CPU.
+
+    [Note: streams]
+    Work enters the lane behind everything the compute stream has queued, and leaves it through an event that the
+    compute stream waits for. Buffers that travel are held by Python references until `finish`, and are allocated and
+    freed on one stream each, so no tensor ever needs `record_stream`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def pending(self, complete: Callable[[], None]) -> Pending:
+        """On a GPU `complete` only queues work, so it runs now; on a CPU it waits, so it runs at the finish."""
+        if self.stream is None:
+            return Pending(complete)
+        with torch.cuda.stream(self.stream):
+            complete()
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
+
+
+def gather_scalars(group: Group, values: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+    """Every rank's small vector, as rows in rank order: the one exchange of a step that the host waits for."""
+    if group.size == 1:
+        return values.unsqueeze(0)
+    staged = values.cpu() if group.backend == "gloo" else values
+    rows = [torch.empty_like(staged) for _ in range(group.size)]
+    ledger.count("gather scalars", group.axis, staged.nbytes * (group.size - 1))
+    with ledger.timed("gather scalars", group.axis):
+        dist.all_gather(rows, staged, group=group.process_group)
+    return torch.stack(rows)
+
+
+def broadcast_from_first(group: Group, tensor: torch.Tensor, ledger: Ledger) -> None:
+    """Take the first rank's values, in place."""
+    if group.size == 1 or tensor.numel() == 0:
+        return
+    # gloo carries host tensors only; NCCL only what lies on the GPU.
+    staged = tensor.cpu() if group.backend == "gloo" else tensor
+    staged = staged.contiguous()
+    wire = staged.view(torch.uint8) if staged.dtype in _AS_BYTES and staged.dim() else staged
+    ledger.count("broadcast", group.axis, staged.nbytes if group.rank == 0 else 0)
+    with ledger.timed("broadcast", group.axis):
+        dist.broadcast(wire, group.global_rank(0), group=group.process_group)
+    if staged.data_ptr() != tensor.data_ptr():
+        tensor.copy_(staged)
+
+
+# Types that some backend does not know; their bytes travel all the same.
+_AS_BYTES = {torch.bool, torch.int16, torch.bfloat16, torch.float16}

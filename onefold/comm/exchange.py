@@ -1,0 +1,136 @@
+"""Collectives by pairwise exchange. The default on gloo, whose rings are slower, and wherever stages must agree.
+
+Every rank sends each peer that peer's slice and adds what it receives in rank order, in fp32: one order of addition at
+any stage, which is what makes stages bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.collective import Lane, Pending, Reduction
+from onefold.comm.ledger import Ledger
+from onefold.comm.mesh import Group
+from onefold.tier.device import Pool
+
+
+class Exchange:
+    """Reduce-scatter and gather out of sends and receives."""
+
+    def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
+        self.group = group
+        self._ledger = ledger
+        self._lane = Lane(device)
+        self._pool = Pool(device)
+        # Exchanges in flight between two ranks are told apart by tag; all ranks start them in one order.
+        self._tag = 0
+
+    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
+        group, ledger = self.group, self._ledger
+        if group.size == 1:
+            for reduction in reductions:
+                _store(reduction.source, reduction)
+            return Pending(lambda: None)
+
+        operations: list[dist.P2POp] = []
+        sent = 0
+        jobs: list[tuple[Reduction, torch.Tensor, torch.Tensor]] = []
+        with self._lane.enter(), ledger.timed("reduce-scatter", group.axis):
+            for reduction in reductions:
+                source = self._on_wire(reduction)
+                size = source.numel() // group.size
+                inbox = self._pool.take(size * (group.size - 1), reduction.wire)
+                for row, peer in enumerate(group.peers):
+                    operations += self._swap(
+                        source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size), peer, len(jobs)
+                    )
+                sent += size * (group.size - 1) * reduction.wire.itemsize
+                jobs.append((reduction, source, inbox))
+            works = self._launch(operations, len(jobs))
+        ledger.count("reduce-scatter", group.axis, sent)
+
+        def complete() -> None:
+            with ledger.timed("reduce-scatter", group.axis):
+                for work in works:
+                    work.wait()
+                for reduction, source, inbox in jobs:
+                    self._add_in_rank_order(reduction, source, inbox)
+
+        return self._lane.pending(complete)
+
+    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+        group, ledger = self.group, self._ledger
+        if group.size == 1:
+            return Pending(lambda: None)
+        operations: list[dist.P2POp] = []
+        sent = 0
+        with self._lane.enter(), ledger.timed("gather", group.axis):
+            for index, line in enumerate(lines):
+                size = line.numel() // group.size
+                own = line.narrow(0, group.rank * size, size)
+                for peer in group.peers:
+                    operations += self._swap(own, line.narrow(0, peer * size, size), peer, index)
+                sent += own.nbytes * (group.size - 1)
+            works = self._launch(operations, len(lines))
+        ledger.count("gather", group.axis, sent)
+
+        def complete() -> None:
+            with ledger.timed("gather", group.axis):
+                for work in works:
+                    work.wait()
+
+        return self._lane.pending(complete)
+
+    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, index: int) -> list[dist.P2POp]:
+        there = self.group.global_rank(peer)
+        process_group, tag = self.group.process_group, self._tag + index
+        return [
+            dist.P2POp(dist.irecv, incoming, there, process_group, tag),
+            dist.P2POp(dist.isend, outgoing, there, process_group, tag),
+        ]
+
+    def _launch(self, operations: list[dist.P2POp], num_tags: int) -> list[dist.Work]:
+        self._tag = (self._tag + num_tags) % (1 << 20)
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+        return works
+
+    def _on_wire(self, reduction: Reduction) -> torch.Tensor:
+        if reduction.source.dtype == reduction.wire:
+            return reduction.source
+        return self._pool.take(reduction.source.numel(), reduction.wire).copy_(reduction.source)
+
+    def _add_in_rank_order(self, reduction: Reduction, source: torch.Tensor, inbox: torch.Tensor) -> None:
+        group = self.group
+        size = source.numel() // group.size
+        pieces = {peer: inbox.narrow(0, row * size, size) for row, peer in enumerate(group.peers)}
+        pieces[group.rank] = source.narrow(0, group.rank * size, size)
+        ordered = [pieces[rank] for rank in range(group.size)]
+        if reduction.wire.itemsize >= 4:
+            # Sums run in a buffer that was received: the source may be the target, or still belong to the unit.
+            spare = ordered[1] if group.rank == 0 else ordered[0]
+            total = ordered[0]
+            for piece in ordered[1:-1]:
+                total = torch.add(total, piece, out=spare)
+            if reduction.add or reduction.target.dtype != reduction.wire:
+                _store(torch.add(total, ordered[-1], out=spare), reduction)
+            else:
+                torch.add(total, ordered[-1], out=reduction.target)
+        else:
+            total = self._pool.take(size, torch.float32).copy_(ordered[0])
+            for piece in ordered[1:]:
+                total.add_(piece)
+            _store(total, reduction)
+            self._pool.give_back(total)
+        self._pool.give_back(inbox)
+        if source is not reduction.source:
+            self._pool.give_back(source)
+
+
+def _store(value: torch.Tensor, reduction: Reduction) -> None:
+    if reduction.add:
+        reduction.target.add_(value)
+    elif value.data_ptr() != reduction.target.data_ptr():
+        reduction.target.copy_(value)

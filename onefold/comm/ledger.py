@@ -1,0 +1,63 @@
+"""Counts every byte that crosses a wire, by operation and by group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Row:
+    """One line of the ledger. Bytes are those this rank sends; seconds are those its host spent launching or waiting."""
+
+    operation: str
+    group: str
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Ledger:
+    """Traffic of one engine. Cheap enough to be always on."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], Row] = {}
+
+    def count(self, operation: str, group: str, num_bytes: int) -> None:
+        row = self._row(operation, group)
+        row.calls += 1
+        row.bytes += num_bytes
+
+    @contextmanager
+    def timed(self, operation: str, group: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._row(operation, group).seconds += time.perf_counter() - start
+
+    def rows(self) -> list[Row]:
+        return sorted(self._rows.values(), key=lambda row: (row.group, row.operation))
+
+    def bytes(self, operation: str) -> int:
+        return sum(row.bytes for row in self._rows.values() if row.operation == operation)
+
+    def calls(self, operation: str) -> int:
+        return sum(row.calls for row in self._rows.values() if row.operation == operation)
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def table(self) -> str:
+        """The rows as text."""
+        lines = [f"{'operation':<16}{'group':<8}{'calls':>8}{'MB sent':>12}{'host s':>10}"]
+        lines += [
+            f"{row.operation:<16}{row.group:<8}{row.calls:>8}{row.bytes / 1e6:>12.2f}{row.seconds:>10.3f}"
+            for row in self.rows()
+        ]
+        return "\n".join(lines)
+
+    def _row(self, operation: str, group: str) -> Row:
+        return self._rows.setdefault((operation, group), Row(operation, group))

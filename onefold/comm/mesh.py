@@ -1,0 +1,109 @@
+"""Process groups: started once, named once. Everything above asks for a group by its axis."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DATA_AXIS = "data"
+DEFAULT_TIMEOUT_MINUTES = 10.0
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    distributed_port: int = 29500,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start the default process group if none runs: NCCL where there are GPUs, gloo elsewhere.
+
+    Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without any
+    of it this is a world of one rank.
+    """
+    if dist.is_initialized():
+        return
+    if "WORLD_SIZE" not in os.environ and world_size <= 0:
+        rank, world_size = 0, 1
+        init_method = init_method or f"tcp://127.0.0.1:{_free_port()}"
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    minutes = float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())
+    dist.init_process_group(
+        backend=dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or timedelta(minutes=minutes),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def local_device() -> torch.device:
+    """The device of this rank. Ranks beyond the GPUs of a host share them, which only a host-staged wire can serve."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along one axis of the mesh."""
+
+    axis: str
+    process_group: dist.ProcessGroup
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    @cached_property
+    def size(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+    @cached_property
+    def backend(self) -> str:
+        return str(dist.get_backend(self.process_group))
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.process_group, rank)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, nearest above first, so that no rank is everybody's first target."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+
+_mesh: tuple[dist.ProcessGroup, DeviceMesh] | None = None
+
+
+def data_group() -> Group:
+    """The group over which model state is sharded, out of a mesh that is made once per process group."""
+    global _mesh
+    world = dist.group.WORLD
+    assert world is not None, "init_distributed comes first"
+    if _mesh is None or _mesh[0] is not world:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        _mesh = (world, init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,)))
+    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS))

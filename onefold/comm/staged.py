@@ -1,0 +1,91 @@
+"""GPU tensors over a host backend: each exchange goes down to pinned memory, across gloo, and up again.
+
+For machines where NCCL cannot serve (two ranks on one GPU, no NCCL build). A worker thread per engine runs the host
+side in launch order, so the host that launches is never blocked and the compute stream waits on events alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from onefold.comm.collective import Lane, Pending, Reduction
+from onefold.comm.exchange import Exchange
+from onefold.comm.ledger import Ledger
+from onefold.comm.mesh import Group
+
+
+class StagedExchange:
+    """The pairwise exchange, staged through the host."""
+
+    def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
+        self.group = group
+        self._host = Exchange(group, ledger, torch.device("cpu"))
+        self._lane = Lane(device)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-staged")
+
+    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
+        down = self._down([reduction.source for reduction in reductions])
+        shards = [
+            torch.empty(line.numel() // self.group.size, dtype=r.target.dtype)
+            for line, r in zip(down.lines, reductions, strict=True)
+        ]
+
+        def across() -> None:
+            down.arrived.synchronize()
+            self._host.start_reduce_scatter(
+                [
+                    Reduction(line, shard, reduction.wire, add=False)
+                    for line, shard, reduction in zip(down.lines, shards, reductions, strict=True)
+                ]
+            ).finish()
+
+        def up() -> None:
+            for reduction, shard in zip(reductions, shards, strict=True):
+                if reduction.add:
+                    reduction.target.add_(shard.to(reduction.target.device))
+                else:
+                    reduction.target.copy_(shard)
+
+        return self._pending(self._worker.submit(across), up)
+
+    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+        down = self._down(lines)
+
+        def across() -> None:
+            down.arrived.synchronize()
+            self._host.start_gather(down.lines).finish()
+
+        def up() -> None:
+            for line, host in zip(lines, down.lines, strict=True):
+                line.copy_(host)
+
+        return self._pending(self._worker.submit(across), up)
+
+    def _down(self, lines: Sequence[torch.Tensor]) -> _Down:
+        with self._lane.enter():
+            pinned = [torch.empty(line.shape, dtype=line.dtype, pin_memory=True) for line in lines]
+            for host, line in zip(pinned, lines, strict=True):
+                host.copy_(line, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Down(pinned, arrived)
+
+    def _pending(self, crossed: Future[None], up: Callable[[], None]) -> Pending:
+        def finish() -> None:
+            crossed.result()
+            with self._lane.enter():
+                up()
+            torch.cuda.current_stream(self._lane.device).wait_stream(self._lane.stream)  # type: ignore[arg-type]
+
+        return Pending(finish)
+
+
+class _Down:
+    """Host copies on their way, and the event that says they have arrived."""
+
+    def __init__(self, lines: list[torch.Tensor], arrived: torch.cuda.Event) -> None:
+        self.lines = lines
+        self.arrived = arrived

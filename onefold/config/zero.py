@@ -1,0 +1,277 @@
+"""The section `zero_optimization` and the sections inside it."""
+# ruff: noqa: RUF009 - key() and section() return dataclasses.field(), as that rule wants.
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from onefold.config.keys import key, section
+
+Device = Literal["none", "cpu", "nvme"]
+
+_LATER = "comes with a later release"
+_QUANTIZED = f"quantized communication {_LATER}"
+
+
+@dataclass(frozen=True)
+class OffloadParam:
+    """Where the parameter shards rest between uses."""
+
+    device: Device = key(
+        "none",
+        "Where parameter shards rest.",
+        stage3=True,
+        refused=f"offloading parameters {_LATER}; leave it out today",
+    )
+    nvme_path: str | None = key(None, "Folder on the NVMe drive; required when `device` is nvme, read only then.")
+    buffer_count: int = key(5, "Staging buffers between NVMe and host.", switch="device", minimum=1)
+    buffer_size: int = key(100_000_000, "Elements of one staging buffer.", switch="device", minimum=1)
+    max_in_cpu: int = key(
+        1_000_000_000, "Elements kept in host memory when `device` is nvme.", switch="device", minimum=0
+    )
+    pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
+
+
+@dataclass(frozen=True)
+class OffloadOptimizer:
+    """Where masters and optimizer states rest, and hence where the step runs."""
+
+    device: Device = key(
+        "none",
+        "Where masters and optimizer states rest.",
+        refused=f"offloading the optimizer {_LATER}; leave it out today",
+    )
+    nvme_path: str | None = key(None, "Folder on the NVMe drive; required when `device` is nvme, read only then.")
+    buffer_count: int = key(4, "Staging buffers between NVMe and host.", switch="device", minimum=1)
+    pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
+    pipeline_read: bool = key(
+        False, "Read the next states during the step.", notice="reads always run ahead of the step"
+    )
+    pipeline_write: bool = key(
+        False, "Write the last states during the step.", notice="writes always run behind the step"
+    )
+    fast_init: bool = key(False, "Fast start on NVMe.", notice="states start as empty files, which is already fast")
+    ratio: float = key(1.0, "Share of the states that is offloaded.", switch="device", minimum=0, maximum=1)
+    super_offload: bool = key(
+        False, "DeepSpeed's variant for tightly coupled hosts.", notice="transfers and the host step always overlap"
+    )
+    cpuadam_cores_perc: float = key(
+        0.8, "Share of the cores for DeepSpeed's worker.", notice="the host step uses torch's own threads"
+    )
+    max_in_cpu: int | None = key(
+        None,
+        "Elements kept in host memory.",
+        notice="only offload_param has a host cache; states stream through buffers",
+    )
+
+
+@dataclass(frozen=True)
+class ZenFlow:
+    """DeepSpeed's asynchronous offload."""
+
+    topk_ratio: float = key(0.1, "Share of important gradients that stay on the device.")
+    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "How often the important ones are chosen.")
+    select_interval: int | None = key(None, "Steps between two choices.")
+    update_interval: int | None = key(None, "Steps between two host updates.")
+    overlap_step: bool = key(False, "Overlap the host update with the next steps.")
+    offload: bool = key(False, "Offload the selected states too.")
+    auto_ratio: float = key(0.99, "Threshold for automatic updates.")
+    full_warm_up_rounds: int = key(0, "Rounds with every gradient, at the start.")
+    pt_reserved_cores_perc: float = key(0.5, "Share of the cores kept for torch.")
+
+
+@dataclass(frozen=True)
+class LoCo:
+    """Error feedback for quantized gradients."""
+
+    err_beta: float = key(0.8, "Decay of the error buffer.")
+    reset_T: int = key(1024, "Steps between two resets of the error buffer.")
+
+
+@dataclass(frozen=True)
+class LeafModule:
+    """Modules that are never cut into smaller units."""
+
+    classes: tuple[str, ...] = key((), "Class names.", stage3=True)
+    names: tuple[str, ...] = key((), "Module names.", stage3=True)
+    name_suffixes: tuple[str, ...] = key((), "Endings of module names.", stage3=True)
+
+
+@dataclass(frozen=True)
+class ZeroOptimization:
+    """What is sharded, where it rests, and how it travels."""
+
+    stage: int = key(
+        0,
+        "0: nothing is sharded; 1: optimizer states; 2: and gradients; 3: and parameters. `true` is an old 1.",
+        refused="sharded parameters (stage 3) come with a later release; stage 2 runs today",
+        asks=lambda value: value == 3,
+        asks_text="3",
+        minimum=0,
+        maximum=3,
+        flag=True,
+    )
+    overlap_comm: bool | None = key(None, "Communicate while computing. Left out: the plan decides by stage.")
+    reduce_bucket_size: int = key(
+        500_000_000,
+        "Elements of gradient that may be in flight, and up to which small reductions are joined.",
+        aliases=("allreduce_bucket_size",),
+        minimum=1,
+    )
+    allgather_bucket_size: int = key(
+        500_000_000,
+        "Elements of parameters that may be in flight, and up to which small gathers are joined.",
+        minimum=1,
+    )
+    contiguous_gradients: bool = key(
+        True, "Gradients in contiguous memory.", notice="gradients always lie in flat buffers"
+    )
+    reduce_scatter: bool = key(
+        True, "Reduce-scatter instead of all-reduce.", notice="one and the same reduction serves every stage"
+    )
+    use_multi_rank_bucket_allreduce: bool = key(
+        True, "How stages 1 and 2 group reductions.", notice="one and the same reduction serves every stage"
+    )
+    allgather_partitions: bool = key(
+        True, "All-gather instead of broadcasts after the step.", notice="updated shards are always gathered"
+    )
+    load_from_fp32_weights: bool = key(
+        True, "Load masters rather than 16-bit weights.", notice="masters are always restored exactly"
+    )
+    elastic_checkpoint: bool = key(
+        False, "Checkpoints for another number of ranks.", notice="checkpoints never depend on the number of ranks"
+    )
+    ignore_unused_parameters: bool = key(
+        True, "Whether unused parameters are an error.", notice="a parameter without a gradient always counts as zero"
+    )
+    legacy_stage1: bool = key(
+        False, "DeepSpeed's first stage 1.", refused="it was removed from DeepSpeed too; use stage 1 and leave this out"
+    )
+    round_robin_gradients: bool = key(
+        False, "Spread gradient copies over ranks.", notice="shards are equal by construction"
+    )
+    grad_hooks: bool = key(True, "Reduce from gradient hooks.", notice="reductions always start from gradient hooks")
+    offload_param: OffloadParam = section(OffloadParam, "Where the parameter shards rest between uses.")
+    offload_optimizer: OffloadOptimizer = section(
+        OffloadOptimizer, "Where masters and optimizer states rest, and hence where the step runs."
+    )
+    cpu_offload: bool = key(False, "Masters and states rest on the host.", same_as="offload_optimizer.device")
+    cpu_offload_param: bool = key(
+        False, "Parameters rest on the host.", aliases=("cpu_offload_params",), same_as="offload_param.device"
+    )
+    cpu_offload_use_pin_memory: bool | None = key(
+        None, "Page-locked host memory.", same_as="offload_optimizer.pin_memory"
+    )
+    zenflow: ZenFlow | None = key(
+        None,
+        "DeepSpeed's asynchronous offload.",
+        refused="asynchronous offload is outside onefold's scope; leave it out",
+    )
+    sub_group_size: int = key(
+        1_000_000_000, "Elements that are stepped together.", notice="the step goes unit by unit", minimum=1
+    )
+    stage3_prefetch_bucket_size: int = key(
+        50_000_000,
+        "Elements gathered ahead of their use.",
+        aliases=("prefetch_bucket_size",),
+        one_spelling=True,
+        stage3=True,
+        minimum=0,
+    )
+    stage3_param_persistence_threshold: int = key(
+        100_000,
+        "Parameters with fewer elements stay whole on every rank.",
+        aliases=("param_persistence_threshold",),
+        one_spelling=True,
+        stage3=True,
+        minimum=0,
+    )
+    stage3_model_persistence_threshold: int = key(
+        sys.maxsize,
+        "Elements that may stay whole in all.",
+        aliases=("model_persistence_threshold",),
+        one_spelling=True,
+        stage3=True,
+        minimum=0,
+    )
+    stage3_max_live_parameters: int = key(
+        1_000_000_000,
+        "Elements that may be whole at one time.",
+        aliases=("max_live_parameters",),
+        one_spelling=True,
+        stage3=True,
+        minimum=0,
+    )
+    stage3_max_reuse_distance: int = key(
+        1_000_000_000,
+        "A unit that is used again within so many elements is not released.",
+        aliases=("max_reuse_distance",),
+        one_spelling=True,
+        stage3=True,
+        minimum=0,
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = key(
+        False,
+        "Gather whole weights when the model is saved.",
+        aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+        one_spelling=True,
+        stage3=True,
+    )
+    stage3_module_granularity_threshold: int = key(
+        0,
+        "Find leaf modules by size.",
+        aliases=("module_granularity_threshold",),
+        one_spelling=True,
+        notice="the cut into units never goes below a block",
+        minimum=0,
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = key(
+        False,
+        "Gather by all-reduce.",
+        aliases=("use_all_reduce_for_fetch_params",),
+        one_spelling=True,
+        notice="a unit is gathered by one collective already",
+    )
+    stage3_allgather_sequential: bool = key(
+        False,
+        "Gather one parameter at a time.",
+        aliases=("allgather_sequential",),
+        one_spelling=True,
+        notice="a unit is gathered by one collective already",
+    )
+    zero_hpz_partition_size: int = key(
+        1, "Ranks of a node that hold a second shard for backward (hpZ).", refused=f"hpZ {_LATER}", minimum=1
+    )
+    zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", refused=_QUANTIZED)
+    zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", refused=_QUANTIZED)
+    zero_quantized_gradients: bool = key(False, "Reduce gradients as int4 and int8 (qgZ).", refused=_QUANTIZED)
+    zeropp_loco_param: LoCo | None = key(None, "Error feedback for quantized gradients.", refused=_QUANTIZED)
+    mics_shard_size: int = key(
+        -1,
+        "Ranks in one sharding group (MiCS).",
+        refused=f"sharding over a part of the ranks {_LATER}",
+        asks=lambda value: value > 0,
+        asks_text="above 0",
+    )
+    mics_hierarchical_params_gather: bool = key(
+        False, "Two-hop gathers (MiCS).", refused=f"sharding over a part of the ranks {_LATER}"
+    )
+    memory_efficient_linear: bool = key(
+        True, "Replace `torch.nn.functional.linear`.", notice="torch's own linear saves no copy of a weight"
+    )
+    pipeline_loading_checkpoint: bool = key(
+        False, "Overlap reading and placing a checkpoint.", notice="each rank reads only its own part"
+    )
+    override_module_apply: bool = key(
+        True, "Replace `Module.apply` while a model is built.", notice="no class of torch is ever patched"
+    )
+    log_trace_cache_warnings: bool = key(
+        False, "Warn when the order of modules changes.", notice="the order is agreed on by all ranks, not traced"
+    )
+    enable_sanity_checks: bool = key(
+        False, "Check the ranks against each other.", notice="misuse raises without being asked to"
+    )
+    save_muon_momentum_buffer_in_memory: bool = key(
+        False, "Where Muon's momentum rests.", notice="Muon is not elementwise, so its states are never sharded"
+    )
+    leaf_module: LeafModule = section(LeafModule, "Modules that are never cut into smaller units.")

@@ -1,0 +1,1 @@
+"""The sharded optimizer step, the loss scale, the learning-rate schedules."""

@@ -1,0 +1,225 @@
+"""Which optimizer a user means: a name and params of the config, an instance, or a callable."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.config import ConfigError
+from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
+
+Groups = list[dict[str, Any]]
+
+ADAM_DEFAULTS = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": ADAM_DEFAULTS,
+    # As in DeepSpeed: no decay unless asked for.
+    "adamw": ADAM_DEFAULTS,
+    "sgd": {
+        "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
+    },
+    "adagrad": {
+        "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
+        "maximize": False,
+    },
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}  # fmt: skip
+RULES: dict[str, Rule] = {
+    "adam": AdamRule(),
+    "adamw": AdamRule(),
+    "sgd": SGDRule(),
+    "adagrad": AdagradRule(),
+    "lion": LionRule(),
+}
+
+# Switches of DeepSpeed's own Adam that choose between kernels; here one fused kernel serves.
+_ADAM_SWITCHES = {
+    "torch_adam",
+    "adam_w_mode",
+    "adamw_mode",
+    "fp32_optimizer_states",
+    "bias_correction",
+    "fused",
+    "foreach",
+}
+
+NOT_ELEMENTWISE = {
+    "lamb": "scales each parameter by its own norm",
+    "fusedlamb": "scales each parameter by its own norm",
+    "onebitlamb": "scales each parameter by its own norm",
+    "lars": "scales each parameter by its own norm",
+    "muon": "orthogonalises whole matrices",
+    "adafactor": "keeps row and column sums of whole matrices",
+    "shampoo": "preconditions whole matrices",
+    "soap": "preconditions whole matrices",
+    "lbfgs": "works on the whole parameter vector with line searches",
+    "sparseadam": "needs sparse gradients, and runs keep dense ones",
+}
+_OTHERS = {
+    "onebitadam": "compresses its own communication, which ZeRO replaces",
+    "zerooneadam": "compresses its own communication, which ZeRO replaces",
+    "muadam": "needs the `mup` package; pass an instance instead",
+    "muadamw": "needs the `mup` package; pass an instance instead",
+    "musgd": "needs the `mup` package; pass an instance instead",
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The optimizer to build: live groups, and either a rule (stepped by unit) or an instance (stepped once)."""
+
+    name: str
+    groups: Groups
+    rule: Rule | None
+    instance: torch.optim.Optimizer | None
+
+    @property
+    def elementwise(self) -> bool:
+        return self.name.lower() not in NOT_ELEMENTWISE
+
+
+def choose(
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    section: Any,
+    parameters: Iterable[Any],
+    *,
+    allow_untested: bool,
+) -> Chosen | None:
+    """None where the user gave no optimizer at all: an engine for evaluation."""
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            if not callable(optimizer):
+                raise TypeError(f"optimizer must be a torch optimizer or a callable, not {type(optimizer).__name__}")
+            optimizer = optimizer(list(parameters))
+        return _of_instance(optimizer, allow_untested)
+    if section is None:
+        return None
+    return _of_name(section.type, dict(section.params), _as_groups(parameters))
+
+
+def check_shardable(chosen: Chosen) -> None:
+    """Refuse, by name and by reason, what cannot run on slices of a parameter."""
+    reason = NOT_ELEMENTWISE.get(chosen.name.lower())
+    if reason:
+        raise ConfigError(
+            f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds only "
+            "a slice. Use zero_optimization.stage 0, or an elementwise optimizer such as AdamW"
+        )
+
+
+def _of_instance(optimizer: torch.optim.Optimizer, allow_untested: bool) -> Chosen:
+    if optimizer.state:
+        raise ValueError("the optimizer has already stepped: pass it to initialize before its first step")
+    kind = type(optimizer)
+    name = kind.__name__
+    known = {
+        torch.optim.Adam: "adam",
+        torch.optim.AdamW: "adamw",
+        torch.optim.SGD: "sgd",
+        torch.optim.Adagrad: "adagrad",
+    }
+    rule = RULES[known[kind]] if kind in known else None
+    groups: Groups = optimizer.param_groups
+    if rule is not None:
+        for group in groups:
+            if isinstance(rule, AdamRule):
+                group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
+        return Chosen(name, groups, rule, optimizer)
+    from_torch = kind.__module__.startswith("torch.optim")
+    if not from_torch and name.lower() not in NOT_ELEMENTWISE and not allow_untested:
+        raise ConfigError(
+            f"optimizer {kind.__module__}.{name} is not one onefold knows. If it treats every element by itself, set "
+            '"zero_allow_untested_optimizer": true; it then steps flat fp32 shards'
+        )
+    return Chosen(name, groups, None, optimizer)
+
+
+def _of_name(name: str, params: dict[str, Any], groups: Groups) -> Chosen:
+    key = name.lower()
+    if key in _OTHERS:
+        raise ConfigError(f"optimizer.type {name}: it {_OTHERS[key]}")
+    if key in DEFAULTS:
+        defaults = dict(DEFAULTS[key])
+        if key in ("adam", "adamw"):
+            # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode is false.
+            decoupled = key == "adamw" or bool(params.get("adam_w_mode", params.get("adamw_mode", True)))
+            if params.get("bias_correction", True) is not True:
+                raise ConfigError("optimizer.params.bias_correction: only true is implemented; leave it out")
+            params = {k: v for k, v in params.items() if k not in _ADAM_SWITCHES}
+            defaults["decoupled_weight_decay"] = decoupled
+        _check_known(name, params, defaults)
+        defaults.update(params)
+        if "betas" in defaults:
+            defaults["betas"] = tuple(float(beta) for beta in defaults["betas"])
+        _check_rate(defaults)
+        return Chosen(name, [{**defaults, **group} for group in groups], RULES[key], None)
+    kind = _torch_class(name)
+    try:
+        instance = kind(groups, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params do not fit torch.optim.{kind.__name__}: {error}") from error
+    return Chosen(kind.__name__, instance.param_groups, None, instance)
+
+
+def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    classes = {
+        attribute.lower(): kind
+        for attribute, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    found = classes.get(name.lower())
+    if found is None:
+        known = sorted({*DEFAULTS, *classes})
+        near = difflib.get_close_matches(name.lower(), known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        extra = f" ({NOT_ELEMENTWISE[name.lower()]})" if name.lower() in NOT_ELEMENTWISE else ""
+        raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint} Known: {', '.join(known)}")
+    return found
+
+
+def _check_known(name: str, params: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key in params:
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, 1)
+            raise ConfigError(
+                f"optimizer.params.{key} is not a parameter of {name}"
+                f"{f'; did you mean {near[0]}?' if near else ''} Known: {', '.join(sorted(defaults))}"
+            )
+
+
+def _check_rate(hyper: Mapping[str, Any]) -> None:
+    for key in ("lr", "eps", "weight_decay"):
+        if key in hyper and not float(hyper[key]) >= 0:
+            raise ConfigError(f"optimizer.params.{key} is {hyper[key]!r}; it must be a number of at least 0")
+
+
+def _as_groups(parameters: Iterable[Any]) -> Groups:
+    items = list(parameters)
+    if items and all(isinstance(item, dict) for item in items):
+        return [{**item, "params": _as_list(item["params"])} for item in items]
+    return [{"params": _only_parameters(items)}]
+
+
+def _as_list(value: Any) -> list[nn.Parameter]:
+    return _only_parameters([value] if isinstance(value, torch.Tensor) else list(value))
+
+
+def _only_parameters(items: Sequence[Any]) -> list[nn.Parameter]:
+    # Hugging Face passes (name, parameter) pairs in places; accept them.
+    plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    for item in plain:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"model_parameters must hold parameters or parameter groups, not {type(item).__name__}")
+    return plain

@@ -1,0 +1,151 @@
+"""The factor that keeps fp16 gradients from vanishing: fixed, or found while training.
+
+The engine multiplies the loss by `value`, divides the reduced gradients by that same `value`, and only then calls
+`update` with what it found: a scale that moved between the two would leave the gradients wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class LossScale(Protocol):
+    """What the engine needs of a loss scale."""
+
+    @property
+    def value(self) -> float:
+        """The factor now in force."""
+        ...
+
+    def update(self, overflow: bool) -> None:
+        """Takes note of one optimizer step: `overflow` means that it was skipped, on all ranks alike."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class LossScaleError(FloatingPointError):
+    """The loss scale cannot fall any further."""
+
+
+class StaticLossScale:
+    """A scale that never moves."""
+
+    def __init__(self, value: float) -> None:
+        self.value = float(value)
+
+    def update(self, overflow: bool) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class DynamicLossScale:
+    """Halves on overflow, doubles once `window` steps have passed without one.
+
+    `hysteresis` overflows are needed before the scale is halved, so that single bad batches do not move it. Spent
+    hysteresis comes back with the next doubling, or at the next good step when `consecutive_hysteresis` asks for
+    overflows in a row. Once spent it stays spent until then: every further overflow halves.
+    """
+
+    def __init__(
+        self,
+        initial_scale_power: int = 16,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+    ) -> None:
+        self.value = 2.0**initial_scale_power
+        self.window = window
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.min_scale = float(min_scale)
+        self.remaining_hysteresis = hysteresis
+        self.iteration = 0
+        self.last_overflow_iteration = -1
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self._shrink()
+            self.last_overflow_iteration = self.iteration
+        else:
+            self._grow()
+        self.iteration += 1
+
+    def _shrink(self) -> None:
+        if self.hysteresis > 1 and self.remaining_hysteresis > 1:
+            self.remaining_hysteresis -= 1
+            return
+        if self.value <= self.min_scale:
+            raise LossScaleError(
+                f"gradients overflowed at step {self.iteration} with the loss scale at its minimum, {self.value:g} "
+                "(fp16.min_loss_scale). Training has most likely diverged: lower the learning rate, clip gradients, "
+                "look for a loss that is not finite, or train in bf16; a smaller fp16.min_loss_scale only helps "
+                "where the loss itself is large."
+            )
+        self.value = max(self.value / 2, self.min_scale)
+
+    def _grow(self) -> None:
+        # As DeepSpeed counts: the good steps before this one, so that the scale doubles on the one after a full window.
+        good_steps = self.iteration - self.last_overflow_iteration - 1
+        doubles = good_steps > 0 and good_steps % self.window == 0
+        if self.consecutive_hysteresis or doubles:
+            self.remaining_hysteresis = self.hysteresis
+        if doubles:
+            self.value *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "remaining_hysteresis": self.remaining_hysteresis,
+            "iteration": self.iteration,
+            "last_overflow_iteration": self.last_overflow_iteration,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["value"])
+        self.remaining_hysteresis = int(state["remaining_hysteresis"])
+        self.iteration = int(state["iteration"])
+        self.last_overflow_iteration = int(state["last_overflow_iteration"])
+
+
+class Fp16Section(Protocol):
+    """The keys of a config's `fp16` section that this file reads."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def initial_scale_power(self) -> int: ...
+    @property
+    def loss_scale_window(self) -> int: ...
+    @property
+    def hysteresis(self) -> int: ...
+    @property
+    def consecutive_hysteresis(self) -> bool: ...
+    @property
+    def min_loss_scale(self) -> float: ...
+
+
+def build_loss_scale(fp16: Fp16Section) -> StaticLossScale | DynamicLossScale:
+    """The loss scale of a config: 1 without fp16, the given one, or a dynamic one where `loss_scale` is 0."""
+    if not fp16.enabled:
+        return StaticLossScale(1.0)
+    if fp16.loss_scale:
+        return StaticLossScale(fp16.loss_scale)
+    return DynamicLossScale(
+        initial_scale_power=fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_scale=fp16.min_loss_scale,
+    )

@@ -1,0 +1,141 @@
+"""Update rules of the optimizers that are stepped unit by unit, tile by tile.
+
+Each rule is elementwise: it may be applied to any stretch of a flat shard. A rule names its state tensors, and applies
+itself to one tile whose parameter, gradient and states have one dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+Hyper = Mapping[str, Any]
+
+
+class Rule(Protocol):
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]: ...
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None: ...
+
+
+@lru_cache(maxsize=4)
+def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
+    return torch.full((), float(step), device=device)
+
+
+class AdamRule:
+    """Adam and AdamW, by torch's fused kernels."""
+
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
+        extra = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in groups) else []
+        return ["exp_avg", "exp_avg_sq", *extra]
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        beta1, beta2 = hyper["betas"]
+        fused = torch._fused_adamw_ if hyper["decoupled_weight_decay"] else torch._fused_adam_
+        amsgrad = bool(hyper.get("amsgrad", False))
+        fused(
+            [parameter],
+            [gradient],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [states["max_exp_avg_sq"]] if amsgrad else [],
+            [_step_tensor(step, parameter.device)],
+            lr=float(hyper["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(hyper["weight_decay"]),
+            eps=float(hyper["eps"]),
+            amsgrad=amsgrad,
+            maximize=bool(hyper.get("maximize", False)),
+        )
+
+
+class SGDRule:
+    """SGD with momentum, dampening, Nesterov, by torch's fused kernel."""
+
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
+        return ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        momentum = float(hyper["momentum"])
+        torch._fused_sgd_(
+            [parameter],
+            [gradient],
+            [states["momentum_buffer"]] if momentum else [],
+            weight_decay=float(hyper["weight_decay"]),
+            momentum=momentum,
+            lr=float(hyper["lr"]),
+            dampening=float(hyper["dampening"]),
+            nesterov=bool(hyper["nesterov"]),
+            maximize=bool(hyper.get("maximize", False)),
+            is_first_step=step == 1,
+        )
+
+
+class AdagradRule:
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
+        return ["sum"]
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        if step == 1 and hyper.get("initial_accumulator_value"):
+            states["sum"].fill_(hyper["initial_accumulator_value"])
+        if hyper.get("maximize"):
+            gradient = gradient.neg()
+        if hyper["weight_decay"]:
+            gradient = gradient.add(parameter, alpha=hyper["weight_decay"])
+        rate = float(hyper["lr"]) / (1 + (step - 1) * hyper["lr_decay"])
+        states["sum"].addcmul_(gradient, gradient, value=1)
+        parameter.addcdiv_(gradient, states["sum"].sqrt().add_(hyper["eps"]), value=-rate)
+
+
+class LionRule:
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay."""
+
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
+        return ["exp_avg"]
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        beta1, beta2 = hyper["betas"]
+        rate, average = float(hyper["lr"]), states["exp_avg"]
+        parameter.mul_(1 - rate * hyper["weight_decay"])
+        parameter.add_(average.lerp(gradient, 1 - beta1).sign_(), alpha=-rate)
+        average.lerp_(gradient, 1 - beta2)

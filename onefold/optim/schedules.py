@@ -1,0 +1,411 @@
+"""DeepSpeed's five learning-rate schedules, and any of torch's by name.
+
+A schedule is a pure function from an iteration to one learning rate per optimizer group. The engine calls `step()`
+after each applied optimizer step, so iteration -1 gives the rate of the first step, iteration 0 that of the second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from onefold.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PerGroup = float | Sequence[float]
+
+
+class HasParamGroups(Protocol):
+    """What a schedule needs of an optimizer: torch's and onefold's own both have it."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class Schedule:
+    """The bookkeeping that all five share. A subclass says what the rates are, in `_rates_at`."""
+
+    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] = []
+        self._apply()
+
+    def _rates_at(self, iteration: int) -> list[float]:
+        raise NotImplementedError
+
+    def _apply(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # capturable optimizers hold on to the tensor itself
+            else:
+                group["lr"] = rate
+        self._last_lr = self.get_lr()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Moves to the next iteration, or to the one given, and sets the groups' learning rates."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at the present iteration."""
+        return self._rates_at(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates that were set last."""
+        return list(self._last_lr)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes back to a saved iteration; the groups' rates follow, so the next step already runs with them."""
+        self.last_batch_iteration = state["last_batch_iteration"]
+        self._apply()
+
+
+class LRRangeTest(Schedule):
+    """Raises the rate steadily, to find the largest that still trains: min_lr * (1 + step_rate * intervals)."""
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _rates_at(self, iteration: int) -> list[float]:
+        intervals = (iteration + 1) / self.step_size
+        if self.staircase:
+            intervals = math.floor(intervals)
+        return [min_lr * (1 + self.step_rate * intervals) for min_lr in self.min_lrs]
+
+
+class OneCycle(Schedule):
+    """One triangle from min to max and back while momentum (the first beta) moves the other way; then both decay."""
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
+        self.decay_step_size = _number("decay_step_size", decay_step_size)
+        self.first_size = _positive("cycle_first_step_size", cycle_first_step_size)
+        self.second_size = (
+            self.first_size
+            if cycle_second_step_size is None
+            else _positive("cycle_second_step_size", cycle_second_step_size)
+        )
+        self.first_stairs = cycle_first_stair_count
+        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.cycle_momentum = cycle_momentum
+        if cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
+            logger.warning(
+                "OneCycle: cycle_momentum has nothing to do, since %s has no betas", type(optimizer).__name__
+            )
+            self.cycle_momentum = False
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _height_at(self, position: int) -> float:
+        """How far up the triangle a position of the cycle lies: 0 at its ends, 1 at its top."""
+        if position <= self.first_size:
+            climbed, size, stairs = position, self.first_size, self.first_stairs
+        else:
+            climbed, size, stairs = self.first_size + self.second_size - position, self.second_size, self.second_stairs
+        # Multiplied before divided: a quotient a hair below a whole stair would be floored to the stair below.
+        return math.floor(climbed * stairs / size) / stairs if stairs > 0 else climbed / size
+
+    def _decay_at(self, position: int) -> float:
+        """How many decay intervals have passed since the end of the cycle; 0 throughout when there is no decay."""
+        passed = position - self.first_size - self.second_size
+        return passed / self.decay_step_size if self.decay_step_size > 0 else 0.0
+
+    def _rates_at(self, iteration: int) -> list[float]:
+        position = iteration + 1
+        if position > self.first_size + self.second_size:
+            factor = 1 + self.decay_lr_rate * self._decay_at(position)
+            return [low / factor for low in self.min_lrs]
+        height = self._height_at(position)
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _momenta_at(self, iteration: int) -> list[float]:
+        position = iteration + 1
+        if position == 0:
+            return (
+                self.min_moms
+            )  # DeepSpeed documents the lower bound as the initial momentum; the curve starts after it
+        if position > self.first_size + self.second_size:
+            factor = 1 + self.decay_mom_rate * self._decay_at(position)
+            return [high * factor for high in self.max_moms]
+        height = self._height_at(position)
+        return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+
+    def get_mom(self) -> list[float] | None:
+        """The momentum of each group at the present iteration, or None where it is not cycled."""
+        return self._momenta_at(self.last_batch_iteration) if self.cycle_momentum else None
+
+    def _apply(self) -> None:
+        super()._apply()
+        if self.cycle_momentum:
+            momenta = self._momenta_at(self.last_batch_iteration)
+            for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+                group["betas"] = (momentum, *group["betas"][1:])
+
+
+class _Warmup:
+    """The rise from 0 to 1 that the three warm-up schedules share."""
+
+    def __init__(self, num_steps: int, kind: str) -> None:
+        # Two at least: the logarithmic rise divides by log(num_steps).
+        self.num_steps = max(2, _positive("warmup_num_steps", num_steps))
+        if kind not in ("log", "linear"):
+            raise _ParameterError("warmup_type", f"is {kind!r}; known: 'log', 'linear'")
+        self.kind = kind
+
+    def covers(self, iteration: int) -> bool:
+        return iteration < self.num_steps
+
+    def height_at(self, iteration: int) -> float:
+        """0 at iteration 0 and before; 'log' arrives at 1 in the last covered iteration, 'linear' right after it."""
+        started = max(0, iteration)
+        if self.kind == "log":
+            return (1.0 / math.log(self.num_steps)) * math.log(started + 1)  # in DeepSpeed's order of rounding
+        return started / self.num_steps
+
+
+class WarmupLR(Schedule):
+    """From min to max over the warm-up, then max for good. Without `warmup_max_lr` each group rises to its own rate."""
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = (
+            _initial_rates(optimizer, last_batch_iteration)
+            if warmup_max_lr is None
+            else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        )
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _height_at(self, iteration: int) -> float:
+        return self.warmup.height_at(iteration) if self.warmup.covers(iteration) else 1.0
+
+    def _rates_at(self, iteration: int) -> list[float]:
+        height = self._height_at(iteration)
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then a straight line back to min, reached at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _height_at(self, iteration: int) -> float:
+        if self.warmup.covers(iteration):
+            return self.warmup.height_at(iteration)
+        decay_steps = max(1, self.total_num_steps - self.warmup.num_steps)
+        return max(0.0, (self.total_num_steps - iteration) / decay_steps)
+
+
+class WarmupCosineLR(Schedule):
+    """Ratios of each group's own rate: a rise from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`.
+
+    As in DeepSpeed, the first step runs with rate 0, and the cosine is one iteration ahead: it ends at
+    `total_num_steps` - 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 1e-4,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
+        self.initial_lrs = _initial_rates(optimizer, last_batch_iteration)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _ratio_at(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        if self.warmup.covers(iteration):
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.height_at(iteration)
+        cosine_steps = self.total_num_steps - self.warmup.num_steps
+        done = iteration - self.warmup.num_steps + 1
+        height = (1 + math.cos(math.pi * done / cosine_steps)) / 2 if done < cosine_steps else 0.0
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
+
+    def _rates_at(self, iteration: int) -> list[float]:
+        ratio = self._ratio_at(iteration)
+        return [rate * ratio for rate in self.initial_lrs]
+
+
+class _ParameterError(ValueError):
+    """A wrong value of one parameter; `build_scheduler` adds the path of the key."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _ParameterError(name, f"must be a number, not {value!r}")
+    return value
+
+
+def _positive(name: str, value: Any) -> int:
+    """A count of steps: a whole number above 0. JSON's 1e3 is a float, and as good as 1000."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or not float(value).is_integer():
+        raise _ParameterError(name, f"must be a whole number above 0, not {value!r}")
+    return int(value)
+
+
+def _per_group(optimizer: HasParamGroups, name: str, value: Any) -> list[float]:
+    num_groups = len(optimizer.param_groups)
+    if not isinstance(value, list | tuple):
+        return [_number(name, value)] * num_groups
+    if len(value) != num_groups:
+        raise _ParameterError(
+            name, f"has {len(value)} values for {num_groups} parameter groups; give one number, or one a group"
+        )
+    return [_number(name, entry) for entry in value]
+
+
+def _initial_rates(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
+    """The rates the groups were made with; torch's schedulers leave them in the groups as 'initial_lr'."""
+    fresh = last_batch_iteration == -1
+    return [float(group["lr"] if fresh else group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+
+def _total_steps(total_num_steps: Any, warmup_num_steps: Any) -> int:
+    total = _positive("total_num_steps", total_num_steps)
+    if total < _positive("warmup_num_steps", warmup_num_steps):
+        logger.warning("total_num_steps %d is less than warmup_num_steps %d", total, warmup_num_steps)
+    return total
+
+
+_SCHEDULES: dict[str, type[Schedule]] = {
+    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+VALID_LR_SCHEDULES: list[str] = list(_SCHEDULES)
+
+_CALLABLE = (
+    "it needs a Python function, which JSON cannot hold: pass a scheduler or a callable as `lr_scheduler` instead"
+)
+_NESTED = "it is made of other schedulers, which JSON cannot hold: pass it as `lr_scheduler` instead"
+_REFUSED = {
+    "LambdaLR": _CALLABLE,
+    "MultiplicativeLR": _CALLABLE,
+    "SequentialLR": _NESTED,
+    "ChainedScheduler": _NESTED,
+    "ReduceLROnPlateau": "it needs a metric at every step, which `engine.step()` does not have: call it yourself",
+}
+
+
+def _torch_schedules() -> dict[str, type[torch.optim.lr_scheduler.LRScheduler]]:
+    base = torch.optim.lr_scheduler.LRScheduler
+    return {
+        name: kind
+        for name, kind in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and not name.startswith("_")
+    }
+
+
+def build_scheduler(
+    type: str,
+    params: Mapping[str, Any],
+    optimizer: Any,
+) -> Schedule | torch.optim.lr_scheduler.LRScheduler:
+    """Makes the scheduler of a config's `scheduler` section: one of DeepSpeed's five, or a torch class, by name."""
+    if type in _REFUSED:
+        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]}")
+    known: dict[str, Any] = {**_torch_schedules(), **_SCHEDULES}
+    if type not in known:
+        raise ConfigError(
+            f"scheduler.type: {type!r} is not known{_nearest(type, known)}; "
+            f"known: {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
+        )
+    signature = inspect.signature(known[type]).parameters
+    accepted = [name for name in signature if name != "optimizer"]
+    # "auto" and null mean absent, here as everywhere in a config.
+    given = {name: value for name, value in params.items() if value is not None and value != "auto"}
+    for name in given:
+        if name not in accepted:
+            raise ConfigError(
+                f"scheduler.params.{name} is not a parameter of {type}{_nearest(name, accepted)}; "
+                f"known: {', '.join(accepted)}"
+            )
+    for name in accepted:
+        if signature[name].default is inspect.Parameter.empty and name not in given:
+            raise ConfigError(f"scheduler.params.{name} is missing: {type} needs it; known: {', '.join(accepted)}")
+    try:
+        built: Schedule | torch.optim.lr_scheduler.LRScheduler = known[type](optimizer, **given)
+    except _ParameterError as error:
+        raise ConfigError(f"scheduler.params.{error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.params of {type}: {error}; given: {given}") from error
+    return built
+
+
+def _nearest(name: str, known: Any) -> str:
+    by_lowercase = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
+    return f", did you mean {by_lowercase[matches[0]]!r}?" if matches else ""

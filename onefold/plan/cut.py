@@ -1,0 +1,118 @@
+"""Where a model is cut into units. The cut depends on the module tree alone, never on the stage or the world size.
+
+[Note: the structural cut]
+The first rule that finds something names the blocks: the names in `onefold.units`; the classes a Hugging Face model
+lists in `_no_split_modules`; the children of a ModuleList, Sequential or ModuleDict in which one class repeats. Blocks
+never nest: the outermost wins, so experts inside a block stay inside it. Then every module outside the blocks that
+owns at least `LARGE` elements itself (embeddings, heads) is a block of its own, and what is left belongs to the root.
+A parameter that two blocks share belongs to the root, their common ancestor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from onefold.config import ConfigError
+
+LARGE = 1 << 20
+
+
+@dataclass(frozen=True)
+class UnitCut:
+    """One unit: the module whose forward uses it, and the names of its parameters. `shared`: some have two names."""
+
+    module: str
+    parameters: tuple[str, ...]
+    shared: bool
+
+
+def cut(model: nn.Module, names: Sequence[str] = ()) -> list[UnitCut]:
+    """Cut a model into units, the root's leftovers first, then blocks in the order of the module tree."""
+    blocks = _blocks(model, names)
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+
+    members: dict[str, list[str]] = {"": [], **{block: [] for block in blocks}}
+    shared: set[str] = set()
+    for occurrences in places.values():
+        owners = {_owner(name, blocks) for name in occurrences}
+        owner = owners.pop() if len(owners) == 1 else ""
+        members[owner].append(occurrences[0])
+        if len(occurrences) > 1:
+            shared.add(owner)
+    return [UnitCut(module, tuple(found), module in shared) for module, found in members.items() if found]
+
+
+def _owner(parameter: str, blocks: Container[str]) -> str:
+    path = parameter
+    while path:
+        path = path.rpartition(".")[0]
+        if path in blocks:
+            return path
+    return ""
+
+
+def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Paths of the blocks, in the order of the module tree."""
+    if names:
+        chosen = _named(model, names)
+    else:
+        chosen = _no_split(model) or _outermost(model, _repeated(model))
+    large = {
+        path
+        for path, module in model.named_modules()
+        if sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= LARGE
+        and path
+        and not _owner(f"{path}.", chosen)
+    }
+    return [path for path, _ in model.named_modules() if path in chosen | large]
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Modules whose class name or dotted path matches one of the patterns; a pattern that matches none is an error."""
+    found: set[str] = set()
+    for pattern in names:
+        hits = {
+            path
+            for path, module in model.named_modules()
+            if path and (type(module).__name__ == pattern or fnmatchcase(path, pattern))
+        }
+        if not hits:
+            classes = sorted({type(module).__name__ for _, module in model.named_modules()})
+            raise ConfigError(
+                f"onefold.units: {pattern!r} matches no module of this model, neither by class nor by path; "
+                f"its classes are {', '.join(classes)}"
+            )
+        found |= hits
+    return _outermost(model, found)
+
+
+def _no_split(model: nn.Module) -> set[str]:
+    classes: set[str] = set()
+    for module in model.modules():
+        classes.update(getattr(module, "_no_split_modules", None) or ())
+    return _outermost(model, {path for path, module in model.named_modules() if type(module).__name__ in classes})
+
+
+def _repeated(model: nn.Module) -> set[str]:
+    """Children with parameters of a container in which one class stands at least twice."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+        counts = Counter(type(child) for child in children.values())
+        if counts and max(counts.values()) >= 2:
+            found.update(f"{path}.{name}" if path else name for name in children)
+    return found
+
+
+def _outermost(model: nn.Module, paths: set[str]) -> set[str]:
+    """Without those that lie inside another; the root itself is never a block."""
+    return {path for path in paths if path and not _owner(path, paths - {path})}

@@ -1,0 +1,172 @@
+"""The table: a config becomes placements, tiers and wires. Above this file nobody knows a stage number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from onefold.config import Config
+
+
+class Placement(Enum):
+    """Where the bytes of one kind of state are, over the ranks of the group."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+class Tier(Enum):
+    """Where bytes rest between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Wire(Enum):
+    """The form in which bytes travel."""
+
+    NATIVE = "native"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The decision for one kind of state."""
+
+    placement: Placement
+    tier: Tier = Tier.DEVICE
+    wire: Wire = Wire.NATIVE
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run. `compute` None: every parameter keeps the dtype it came with."""
+
+    compute: torch.dtype | None
+    accumulate: torch.dtype
+    communicate: torch.dtype | None
+
+    def of_parameter(self, dtype: torch.dtype) -> torch.dtype:
+        return self.compute or dtype
+
+    def of_gradient(self, dtype: torch.dtype, num_micro_steps: int) -> torch.dtype:
+        """The dtype in which a whole gradient waits for its reduction."""
+        return dtype if num_micro_steps == 1 else self._accumulate(dtype)
+
+    def of_reduced(self, dtype: torch.dtype, num_micro_steps: int, world_size: int) -> torch.dtype:
+        """The narrowest dtype that holds a reduced gradient exactly (contract point 3)."""
+        if num_micro_steps == 1 and world_size == 1:
+            return dtype
+        return self._accumulate(dtype)
+
+    def of_wire(self, dtype: torch.dtype) -> torch.dtype:
+        """Gradients travel as the parameters compute unless `communication_data_type` says otherwise."""
+        return self.communicate or dtype
+
+    def _accumulate(self, dtype: torch.dtype) -> torch.dtype:
+        # fp64 parameters keep fp64 gradients: narrowing them would lose what the user asked for.
+        return dtype if dtype == torch.float64 else self.accumulate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placement, tier and wire of parameters, gradients and states.
+
+    Gradients "replicated" means that every rank keeps its own whole partial gradient until the accumulation
+    boundary and only then reduces it; "sharded" means that each micro-step reduces into the shard.
+    """
+
+    parameters: Part
+    gradients: Part
+    states: Part
+    node_shard_size: int = 1
+    overlap: bool = False
+    reduce_bucket: int = 500_000_000
+    gather_bucket: int = 500_000_000
+
+    @property
+    def keeps_whole_gradient(self) -> bool:
+        return self.gradients.placement is Placement.REPLICATED
+
+    @property
+    def shards_states(self) -> bool:
+        return self.states.placement is Placement.SHARDED
+
+    def for_world(self, size: int) -> Plan:
+        """One rank's shard is the whole: nothing is gained by reducing a gradient to it before the boundary."""
+        if size > 1:
+            return self
+        return replace(self, gradients=replace(self.gradients, placement=Placement.REPLICATED))
+
+    def words(self) -> list[str]:
+        """The plan as three sentences, for people."""
+        if self.parameters.placement is Placement.REPLICATED:
+            parameters = "replicated: every rank holds all of them"
+        else:
+            parameters = "sharded: whole only while they are used"
+        if self.keeps_whole_gradient:
+            gradients = "whole until the accumulation boundary, then sharded"
+        else:
+            gradients = "sharded after every micro-step"
+        if self.shards_states:
+            states = "sharded: every rank holds and steps its own part"
+        else:
+            states = "replicated: every rank steps everything"
+        return [
+            f"parameters        {parameters}, {_rest(self.parameters)}",
+            f"gradients         {gradients}, {_rest(self.gradients)}",
+            f"optimizer states  {states}, {_rest(self.states)}",
+        ]
+
+
+def _rest(part: Part) -> str:
+    place = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[part.tier]
+    return place if part.wire is Wire.NATIVE else f"{place}, travelling as {part.wire.value}"
+
+
+# stage -> (parameters, gradients, states)
+TABLE: dict[int, tuple[Placement, Placement, Placement]] = {
+    0: (Placement.REPLICATED, Placement.REPLICATED, Placement.REPLICATED),
+    1: (Placement.REPLICATED, Placement.REPLICATED, Placement.SHARDED),
+    2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
+    3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
+}
+
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_plan(config: Config) -> Plan:
+    """A row of the table, with the columns that offload and quantized wires change."""
+    zero = config.zero_optimization
+    parameters, gradients, states = (Part(placement) for placement in TABLE[zero.stage])
+    if zero.zero_quantized_weights:
+        parameters = replace(parameters, wire=Wire.INT8)
+    if zero.zero_quantized_gradients:
+        gradients = replace(gradients, wire=Wire.INT4)
+    optimizer_tier = TIERS[zero.offload_optimizer.device]
+    overlap = zero.overlap_comm
+    return Plan(
+        parameters=replace(parameters, tier=TIERS[zero.offload_param.device]),
+        gradients=replace(gradients, tier=Tier.HOST if optimizer_tier is not Tier.DEVICE else Tier.DEVICE),
+        states=replace(states, tier=optimizer_tier),
+        node_shard_size=zero.zero_hpz_partition_size,
+        overlap=parameters.placement is Placement.SHARDED if overlap is None else overlap,
+        reduce_bucket=zero.reduce_bucket_size,
+        gather_bucket=zero.allgather_bucket_size,
+    )
+
+
+def make_precision(config: Config) -> Precision:
+    compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    accumulate, communicate = config.data_types.grad_accum_dtype, config.communication_data_type
+    return Precision(
+        compute=compute,
+        accumulate=DTYPES[accumulate] if accumulate else torch.float32,
+        communicate=DTYPES[communicate] if communicate else None,
+    )

@@ -1,0 +1,144 @@
+"""Where the time of a step goes: spans by phase, for `wall_clock_breakdown` and for `Profiling`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.comm import Ledger
+from onefold.report.log import logger
+from onefold.report.memory import GIB, peak_resident_bytes, used_bytes
+
+
+@dataclass(frozen=True)
+class Span:
+    phase: str
+    start: float
+    seconds: float
+    memory: int
+
+
+class Timeline:
+    """Spans of one engine. It costs nothing unless someone reads it: only then does it synchronise the device."""
+
+    def __init__(self, device: torch.device, ledger: Ledger, *, breakdown: bool) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._breakdown = breakdown
+        self._totals: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        listener = Profiling.active
+        if not self._breakdown and listener is None:
+            yield
+            return
+        self._synchronise()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronise()
+            seconds = time.perf_counter() - start
+            self._totals[phase] = self._totals.get(phase, 0.0) + seconds
+            if listener is not None:
+                listener.record(Span(phase, start, seconds, used_bytes(self._device)), self._ledger)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        totals, self._totals = self._totals, {}
+        return totals
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Profiling:
+    """`with onefold.Profiling():` around a loop: time by phase, traffic and memory, as a table and as a trace.
+
+    The trace is a JSON file that chrome://tracing and Perfetto open; one file a rank. Inside the context every phase
+    waits for the device, so overlap between phases does not show.
+    """
+
+    active: Profiling | None = None
+
+    def __init__(self, trace: str | os.PathLike[str] | None = None) -> None:
+        self.spans: list[Span] = []
+        self.seconds = 0.0
+        self._trace = trace
+        self._ledgers: list[Ledger] = []
+        self._start = 0.0
+
+    def __enter__(self) -> Profiling:
+        if Profiling.active is not None:
+            raise RuntimeError("onefold.Profiling is already active: contexts do not nest")
+        Profiling.active = self
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Profiling.active = None
+        self.seconds = time.perf_counter() - self._start
+        if self._trace is not None:
+            self.write_trace(self._trace)
+        if _rank() == 0:
+            logger.info("profile\n%s", self.table())
+
+    def record(self, span: Span, ledger: Ledger) -> None:
+        self.spans.append(span)
+        if ledger not in self._ledgers:
+            self._ledgers.append(ledger)
+
+    def by_phase(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for span in self.spans:
+            totals[span.phase] = totals.get(span.phase, 0.0) + span.seconds
+        return totals
+
+    def table(self) -> str:
+        phases = self.by_phase()
+        rows = [*phases.items(), ("outside", self.seconds - sum(phases.values()))]
+        lines = [f"{'phase':<16}{'seconds':>10}{'share':>8}"]
+        lines += [f"{name:<16}{spent:>10.3f}{spent / (self.seconds or 1):>8.1%}" for name, spent in rows]
+        lines += [ledger.table() for ledger in self._ledgers]
+        peak = max((span.memory for span in self.spans), default=0)
+        lines.append(
+            f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {peak_resident_bytes() / GIB:.2f} GiB"
+        )
+        return "\n".join(lines)
+
+    def write_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write this rank's spans; the rank goes into the name where there are several."""
+        target = Path(path)
+        if _rank() > 0:
+            target = target.with_name(f"{target.stem}.rank{_rank()}{target.suffix}")
+        events: list[dict[str, Any]] = [
+            {
+                "name": span.phase,
+                "ph": "X",
+                "ts": (span.start - self._start) * 1e6,
+                "dur": span.seconds * 1e6,
+                "pid": _rank(),
+                "tid": 0,
+                "args": {"memory_bytes": span.memory},
+            }
+            for span in self.spans
+        ]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps({"traceEvents": events}))
+        return target
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,107 @@
+"""`initialize`: from a model and a config to an engine, its optimizer, its loader and its scheduler."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from onefold.comm import data_group, init_distributed, local_device
+from onefold.config import Config, ConfigError, check_built, load_config, solve_batch
+from onefold.engine import Engine
+from onefold.optim.choose import choose
+from onefold.optim.schedules import build_scheduler
+from onefold.optim.sharded import ShardedOptimizer
+from onefold.plan import make_plan
+from onefold.report.log import logger, set_up_logging
+
+ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
+
+    `optimizer` is a torch optimizer, a callable that takes the parameters, or None for the config's own; without
+    either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes the optimizer.
+    """
+    if model is None:
+        raise ValueError("initialize needs a model")
+    if mpu is not None or mesh_param is not None:
+        raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
+    settings = load_config(_config_source(args, config, config_params))
+    check_built(settings)
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise RuntimeError("dist_init_required is False, but torch.distributed is not initialized")
+        init_distributed(distributed_port=distributed_port)
+    group, device = data_group(), local_device()
+    set_up_logging(settings.log_level, speaks=group.rank == 0)
+    if group.rank == 0:
+        for notice in settings.notices:
+            logger.info("config: %s", notice)
+
+    parameters = list(model_parameters) if model_parameters is not None else []
+    chosen = choose(
+        optimizer,
+        settings.optimizer,
+        parameters or [parameter for parameter in model.parameters() if parameter.requires_grad],
+        allow_untested=settings.zero_allow_untested_optimizer,
+    )
+    batch = solve_batch(settings, group.size)
+    engine = Engine(model, settings, batch, make_plan(settings).for_world(group.size), chosen, group, device)
+    engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    if group.rank == 0:
+        logger.info("DeepSpeed info: onefold engine\n%s", engine.describe())
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments that DeepSpeed scripts declare: --deepspeed, --deepspeed_config, --local_rank."""
+    group = parser.add_argument_group("onefold", "the same switches as DeepSpeed's")
+    group.add_argument("--deepspeed", action="store_true", help="train through initialize (a flag for the script)")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the JSON config that initialize reads")
+    if not any("--local_rank" in action.option_strings for action in parser._actions):
+        group.add_argument("--local_rank", type=int, default=-1, help="accepted; ranks come from the environment")
+    return parser
+
+
+def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [source for source in (config, config_params, from_args) if source is not None]
+    if not given:
+        raise ConfigError("no config: pass config= (a dict or a path), or --deepspeed_config on the command line")
+    if config is not None and from_args is not None and config != from_args:
+        raise ConfigError(f"two configs: config= and --deepspeed_config {from_args}; pass one")
+    return given[0]
+
+
+def _scheduler(given: Any, settings: Config, optimizer: ShardedOptimizer | None) -> Any:
+    if optimizer is None:
+        return None
+    if given is not None:
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    if settings.scheduler is None:
+        return None
+    return build_scheduler(settings.scheduler.type, dict(settings.scheduler.params), optimizer)

@@ -1,0 +1,42 @@
+"""`python -m onefold.train`: what each rank of `onefold train` runs; alone, a world of one rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from onefold.train.options import TrainOptions, add_arguments
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m onefold.train", description=__doc__)
+    add_arguments(parser)
+    options = TrainOptions.from_arguments(parser.parse_args(arguments))
+    from onefold.config import ConfigError
+    from onefold.train.data import DataError
+    from onefold.train.loop import train
+
+    try:
+        finished = train(options)
+    except (ConfigError, DataError) as error:
+        _report(error)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0 if finished else 130
+
+
+def _report(error: Exception) -> None:
+    """Through torch's error file under a launcher, which shows it once for all ranks; else straight to the terminal."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    else:
+        print(f"onefold: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

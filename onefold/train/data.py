@@ -1,0 +1,136 @@
+"""Text as bytes: what the built-in job learns from.
+
+Files are mapped, not read: the ranks of a host share one copy in the page cache, whatever the size of the text. The place of every
+sequence follows from (seed, step, rank), so ranks read different text and a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Bytes = npt.NDArray[np.uint8]
+
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
+STANDARD_LIBRARY_CAP = 16 * 2**20
+HELD_OUT_FRACTION = 0.05
+PROBED_BYTES = 4096
+
+
+class DataError(ValueError):
+    """The text a user asked for cannot be trained on; the message says why."""
+
+
+class Corpus:
+    """Many files as one line of bytes: most of it to train on, its tail held out."""
+
+    def __init__(self, pieces: Sequence[Bytes], name: str, sequence_length: int) -> None:
+        self.name = name
+        self.sequence_length = sequence_length
+        self._pieces = pieces
+        self._ends = list(accumulate(len(piece) for piece in pieces))
+        self.num_bytes = self._ends[-1] if self._ends else 0
+        self.num_held_out = max(int(self.num_bytes * HELD_OUT_FRACTION), sequence_length + 1)
+        self.num_train = self.num_bytes - self.num_held_out
+        if self.num_train <= sequence_length:
+            raise DataError(
+                f"{name} holds {self.num_bytes:,} bytes of text; sequences of {sequence_length} need at least "
+                f"{2 * sequence_length + 2:,}. Give more text with --data, or take a preset with shorter sequences."
+            )
+
+    def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of one micro-batch, at places drawn from (seed, step, rank)."""
+        places = np.random.default_rng([seed, step, rank]).integers(
+            0, self.num_train - self.sequence_length, size=batch_size
+        )
+        return self._batch(places.tolist())
+
+    def held_out_batches(
+        self, rank: int, world_size: int, batch_size: int, num_sequences: int = 64
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """About `num_sequences` sequences spread evenly over the tail and dealt out; every rank gets equally many batches."""
+        num_batches = max(1, num_sequences // (world_size * batch_size))
+        total = num_batches * world_size * batch_size
+        room = self.num_held_out - self.sequence_length - 1
+        for index in range(num_batches):
+            first = (index * world_size + rank) * batch_size
+            yield self._batch([self.num_train + room * i // total for i in range(first, first + batch_size)])
+
+    def _batch(self, places: Iterable[int]) -> tuple[Tensor, Tensor]:
+        windows = np.stack([self._window(place) for place in places])
+        tokens = torch.from_numpy(windows).long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _window(self, start: int) -> Bytes:
+        """`sequence_length + 1` bytes from `start`, across as many files as it takes."""
+        end = start + self.sequence_length + 1
+        parts = []
+        piece = bisect.bisect_right(self._ends, start)
+        while start < end:
+            begins = self._ends[piece] - len(self._pieces[piece])
+            part = self._pieces[piece][start - begins : end - begins]
+            parts.append(part)
+            start += len(part)
+            piece += 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def load_corpus(paths: Sequence[str | Path], sequence_length: int) -> Corpus:
+    """The text of these files and folders; of the Python standard library's own source when there are none."""
+    if not paths:
+        return Corpus(
+            list(_map_files(standard_library_files(), STANDARD_LIBRARY_CAP)),
+            "the Python standard library's source",
+            sequence_length,
+        )
+    files = [file for path in paths for file in _files_of(Path(path))]
+    pieces = list(_map_files(files, None))
+    name = ", ".join(str(path) for path in paths)
+    if not pieces:
+        raise DataError(f"--data {name}: no readable text there (empty files, and files with zero bytes, are left out)")
+    return Corpus(pieces, name, sequence_length)
+
+
+def standard_library_files() -> list[Path]:
+    """Every Python source file of the standard library, tests aside, in a fixed order."""
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"--data {path}: there is no such file or folder")
+    if path.is_file():
+        return [path]
+    visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    return sorted(file for file in visible if file.is_file())
+
+
+def _map_files(files: Iterable[Path], cap: int | None) -> Iterator[Bytes]:
+    total = 0
+    for file in files:
+        try:
+            size = file.stat().st_size
+            if size == 0:
+                continue
+            mapped: Bytes = np.memmap(file, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise DataError(f"--data {file}: {error.strerror or error}") from error
+        if (mapped[:PROBED_BYTES] == 0).any():  # zero bytes: not text
+            continue
+        if cap is not None and total + size > cap:
+            return
+        total += size
+        yield mapped

@@ -1,0 +1,141 @@
+"""What a person can ask of the built-in job, and how a config of any origin is made to fit it. No torch here: `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+SHIPPED_CONFIG = Path(__file__).with_name("config.json")
+DEFAULT_PRESET = "small"
+PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
+DEFAULT_STEPS = 160
+# What the job fills in where a config says nothing.
+MICRO_BATCH_SIZE = 16
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The flags of `onefold train`, as each rank reads them."""
+
+    config: str | None = None
+    stage: int | None = None
+    steps: int = DEFAULT_STEPS
+    preset: str = DEFAULT_PRESET
+    out: str | None = None
+    seed: int = 0
+    data: tuple[str, ...] = ()
+    prompt: str = "def "
+    sample_length: int = 200
+
+    @staticmethod
+    def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
+        return TrainOptions(
+            config=arguments.config,
+            stage=arguments.stage,
+            steps=arguments.steps,
+            preset=arguments.preset,
+            out=arguments.out,
+            seed=arguments.seed,
+            data=tuple(arguments.data),
+            prompt=arguments.prompt,
+            sample_length=arguments.sample_length,
+        )
+
+    def to_arguments(self) -> tuple[str, ...]:
+        """The flags that give these options again: how the command hands them to its ranks."""
+        flags = {
+            "config": self.config, "stage": self.stage, "steps": self.steps, "preset": self.preset, "out": self.out,
+            "seed": self.seed, "prompt": self.prompt, "sample-length": self.sample_length,
+        }  # fmt: skip
+        given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        return (*given, *(("--data", *self.data) if self.data else ()))
+
+
+def default_out(options: TrainOptions) -> str:
+    """A new folder under runs/ for each run, named after when it started and what it was."""
+    stage = "" if options.stage is None else f"-stage{options.stage}"
+    return str(Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{options.preset}{stage}"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 2, AdamW)")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
+    add(
+        "--steps", type=_at_least_one, default=DEFAULT_STEPS, metavar="N", help="optimizer steps (default: %(default)s)"
+    )
+    add("--preset", choices=PRESET_NAMES, default=DEFAULT_PRESET, help="size of the GPT (default: %(default)s)")
+    add("--out", metavar="FOLDER", help="where plot, metrics and summary go (default: a new folder under runs/)")
+    add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")
+    add("--data", nargs="+", default=[], metavar="PATH",
+        help="text files or folders (default: the Python standard library's own source)")  # fmt: skip
+    add("--prompt", default="def ", metavar="TEXT", help="what the sample at the end continues (default: %(default)r)")
+    add("--sample-length", type=_not_negative, default=200, metavar="N", help="bytes of sample (default: %(default)s)")
+
+
+@dataclass(frozen=True)
+class PreparedConfig:
+    """A config that the job can run, and what was done to it, a line each."""
+
+    document: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
+    """The user's config, or the shipped one, with the flags in it and its gaps filled."""
+    from onefold.config import load_config
+
+    given = load_config(options.config or SHIPPED_CONFIG)
+    document: dict[str, Any] = copy.deepcopy(dict(given.raw))
+    notes: list[str] = []
+    if options.config is None and on_gpus:
+        document["bf16"] = {"enabled": True}
+    if options.stage is not None:
+        document.pop("zero_optimization.stage", None)
+        zero = document.get("zero_optimization")
+        document["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": options.stage}
+    if given.train_batch_size is None and given.train_micro_batch_size_per_gpu is None:
+        document["train_micro_batch_size_per_gpu"] = MICRO_BATCH_SIZE
+        notes.append(f"train_micro_batch_size_per_gpu = {MICRO_BATCH_SIZE}")
+    if given.optimizer is None or not given.optimizer.type:
+        document["optimizer"] = {"type": "AdamW", "params": {"lr": LEARNING_RATE}}
+        notes.append(f"optimizer = AdamW with lr {LEARNING_RATE:g}")
+    elif "lr" not in given.optimizer.params:
+        _set_parameter(document, "optimizer", "lr", LEARNING_RATE)
+        notes.append(f"optimizer.params.lr = {LEARNING_RATE:g}")
+    if given.scheduler is not None and given.scheduler.type.startswith("Warmup"):
+        counts = {"warmup_num_steps": max(2, options.steps // 10)}
+        if given.scheduler.type != "WarmupLR":
+            counts["total_num_steps"] = max(options.steps, counts["warmup_num_steps"] + 1)
+        for name, value in counts.items():
+            if name not in given.scheduler.params:
+                _set_parameter(document, "scheduler", name, value)
+                if options.config is not None:
+                    notes.append(f"scheduler.params.{name} = {value}")
+    line = (f"the config leaves these open, filled in: {', '.join(notes)}",) if notes else ()
+    return PreparedConfig(document, line)
+
+
+def _set_parameter(document: dict[str, Any], section: str, name: str, value: float) -> None:
+    inner = document[section]
+    document[section] = {**inner, "params": {**(inner.get("params") or {}), name: value}}
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value

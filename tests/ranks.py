@@ -1,0 +1,99 @@
+"""Pools of real gloo ranks, forked once per world size from a parent that has imported torch; tests run cases in them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120.0
+
+
+class RankError(AssertionError):
+    """A rank raised; the text holds its traceback."""
+
+
+class RankPool:
+    """`world_size` processes in one gloo group. A case that breaks a rank gets a fresh pool for the next one."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[tuple[Any, Any]] = []
+
+    def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `case(*args, **kwargs)` on every rank; the results in rank order."""
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((case, args, kwargs))
+        results: list[Any] = [None] * self.world_size
+        errors: dict[int, str] = {}
+        waiting = dict(enumerate(pipe for _, pipe in self._ranks))
+        deadline = time.monotonic() + TIMEOUT
+        while waiting and time.monotonic() < deadline:
+            ready = multiprocessing.connection.wait(list(waiting.values()), timeout=1.0)
+            for rank, pipe in list(waiting.items()):
+                if pipe in ready:
+                    try:
+                        ok, value = pipe.recv()
+                    except EOFError:
+                        ok, value = False, f"rank {rank} died"
+                    if ok:
+                        results[rank] = value
+                    else:
+                        errors[rank] = value
+                        # The others may wait for this rank for ever; give them a moment to say more.
+                        deadline = min(deadline, time.monotonic() + 5)
+                    del waiting[rank]
+        if waiting and not errors:
+            errors = {rank: f"rank {rank} gave no answer within {TIMEOUT:.0f} s" for rank in waiting}
+        if errors:
+            self.stop()
+            raise RankError("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items())))
+        return results
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("fork")
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, there), daemon=True)
+            process.start()
+            self._ranks.append((process, here))
+
+    def stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    while True:
+        try:
+            case, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(1234)
+            pipe.send((True, case(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        gc.collect()

@@ -1,0 +1,780 @@
+"""The config floor by property: what loads, what is refused, what is said, and what an error tells."""
+
+import base64
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onefold.config import Batch, Config, ConfigError, check_built, load_config, solve_batch
+from onefold.config.document import document
+from onefold.config.keys import entries, walk
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples" / "configs").iterdir())
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+# The files that are shipped
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_loads_and_starts_with_a_comment(path: Path) -> None:
+    config = load_config(path)
+    assert path.read_text().startswith("# " if path.suffix == ".yaml" else "// ")
+    assert config.raw
+    stage_in_name = next((int(digit) for digit in "123" if f"zero{digit}" in path.name), None)
+    if stage_in_name is not None:
+        assert config.zero_optimization.stage == stage_in_name
+    assert bool(config.refusals) == (
+        config.zero_optimization.stage == 3 or config.zero_optimization.offload_optimizer.device != "none"
+    )
+
+
+def test_the_full_example_gives_what_it_describes() -> None:
+    config = load_config(ROOT / "examples/configs/full-zero3-offload.json")
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (128, 2)
+    assert config.zero_optimization.offload_param.device == "cpu"
+    assert config.zero_optimization.stage3_param_persistence_threshold == 1_000_000
+    assert config.optimizer is not None
+    assert config.optimizer.params["betas"] == [0.9, 0.999]
+    assert config.scheduler is not None
+    assert config.scheduler.type == "WarmupDecayLR"
+    assert config.compute_dtype == "fp16"
+    assert solve_batch(config, 4) == Batch(128, 2, 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("accelerate-zero2.yaml", {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 500_000_000}),
+        ("zero2-buckets.json", {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}),
+        ("zero2-allreduce-bucket.json", {"reduce_bucket_size": 500_000_000, "overlap_comm": True}),
+        ("zero3-auto.json", {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}),
+        ("accelerate-zero3.yaml", {"stage3_gather_16bit_weights_on_model_save": True}),
+    ],
+)
+def test_examples_give_their_values(name: str, expected: dict[str, Any]) -> None:
+    zero_optimization = load_config(ROOT / "examples/configs" / name).zero_optimization
+    assert {key: getattr(zero_optimization, key) for key in expected} == expected
+
+
+def test_infinity_reads_the_documented_spelling_of_threads() -> None:
+    config = load_config(ROOT / "examples/configs/infinity.json")
+    assert config.aio.intra_op_parallelism == 2
+    assert config.zero_optimization.offload_param.nvme_path == "/local_nvme"
+    assert not any(line.startswith("aio") for line in config.notices)
+
+
+def test_docs_are_fresh() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == document(), "run `make docs`"
+
+
+def test_docs_name_every_key() -> None:
+    text = document()
+    for path, entry in walk(Config):
+        assert f"`{path if entry.section is not None and not entry.optional else entry.name}`" in text
+
+
+# Defaults and the object
+
+
+def test_an_empty_config_has_defaults_and_nothing_to_say() -> None:
+    config = load_config({})
+    assert (config.notices, config.refusals, config.raw) == ((), (), {})
+    assert config.zero_optimization.stage == 0
+    assert config.gradient_clipping == 1.0
+    assert config.zero_optimization.overlap_comm is None
+    assert config.zero_optimization.offload_optimizer.device == "none"
+    assert config.onefold.collective == "auto"
+    assert config.optimizer is None
+    assert config.compute_dtype == "fp32"
+    check_built(config)
+
+
+def test_every_default_written_out_loads_and_refuses_nothing() -> None:
+    def written(kind: type) -> dict[str, Any]:
+        found = {}
+        for entry in entries(kind).values():
+            if entry.section is not None and not entry.optional:
+                found[entry.name] = written(entry.section)
+            elif not entry.optional and entry.name not in ("type",):
+                found[entry.name] = list(entry.default) if isinstance(entry.default, tuple) else entry.default
+        return found
+
+    config = load_config(written(Config))
+    assert config.refusals == ()
+    # What only stage 3 or NVMe reads is said even at its default; nothing else is.
+    assert all("only stage 3" in line or line.startswith("aio") for line in config.notices)
+
+
+def test_config_is_frozen_and_passes_through() -> None:
+    config = load_config(zero(stage=1))
+    assert load_config(config) is config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train_batch_size = 3  # type: ignore[misc]
+
+
+def test_raw_is_a_copy_of_what_was_given() -> None:
+    given = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "steps_per_print": math.inf}
+    config = load_config(given)
+    assert config.raw == given
+    given["zero_optimization"]["stage"] = 1  # type: ignore[index]
+    assert config.raw["zero_optimization"]["stage"] == 2
+
+
+# Absent values, dotted paths, aliases
+
+
+@pytest.mark.parametrize("absent", ["auto", None, "none", "None", "AUTO"])
+def test_absent_values_leave_the_default(absent: Any) -> None:
+    config = load_config(
+        {
+            "train_batch_size": absent,
+            "gradient_clipping": absent,
+            "communication_data_type": absent,
+            "fp16": {"enabled": absent, "loss_scale": absent},
+            "bf16": absent,
+            "optimizer": {"type": "AdamW", "params": {"lr": absent, "betas": absent, "eps": 1e-8}},
+            "scheduler": absent,
+            "onefold": {"collective": absent},
+            **zero(
+                stage=2, offload_optimizer=absent, offload_param={"device": absent, "nvme_path": absent}, zenflow=absent
+            ),
+        }
+    )
+    assert config.train_batch_size is None
+    assert config.gradient_clipping == 1.0
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"eps": 1e-8}
+    assert config.scheduler is None
+    assert config.zero_optimization.offload_param.device == "none"
+    assert (config.notices, config.refusals) == ((), ())
+
+
+def test_a_section_of_autos_is_absent() -> None:
+    params = {"type": "auto", "params": {"lr": "auto", "betas": ["auto", "auto"]}}
+    assert load_config({"optimizer": params}).optimizer is None
+
+
+def test_a_dotted_path_is_its_key() -> None:
+    config = load_config(
+        {
+            "zero_optimization.reduce_bucket_size": 5,
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+            "zero_optimization.offload_param.pin_memory": False,
+            "optimizer.type": "AdamW",
+            "optimizer.params.lr": 1e-3,
+            "bfloat16.enabled": True,
+        }
+    )
+    assert config.zero_optimization.reduce_bucket_size == 5
+    assert config.zero_optimization.stage == 2
+    assert config.zero_optimization.offload_param.pin_memory is False
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-3}
+    assert config.bf16.enabled
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_optimization.reduce_bucket_size": 5, **zero(reduce_bucket_size=6)},
+        zero(reduce_bucket_size=5e8, allreduce_bucket_size=2e8),
+        {"optimizer.params.lr": 1e-3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+        {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
+        # DeepSpeed rejects two spellings of a stage-3 key even when they agree, and so does this.
+        zero(stage=3, stage3_max_live_parameters=5, max_live_parameters=5),
+    ],
+)
+def test_two_spellings_that_disagree_are_an_error(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"one key.*keep one"):
+        load_config(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_optimization.reduce_bucket_size": 5, **zero(reduce_bucket_size=5.0)},
+        zero(reduce_bucket_size=5, allreduce_bucket_size="5"),
+        zero(allreduce_bucket_size=5),
+    ],
+)
+def test_spellings_that_agree_are_fine(given: dict[str, Any]) -> None:
+    assert load_config(given).zero_optimization.reduce_bucket_size == 5
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("prefetch_bucket_size", "stage3_prefetch_bucket_size"),
+        ("param_persistence_threshold", "stage3_param_persistence_threshold"),
+        ("model_persistence_threshold", "stage3_model_persistence_threshold"),
+        ("max_live_parameters", "stage3_max_live_parameters"),
+        ("max_reuse_distance", "stage3_max_reuse_distance"),
+        ("gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+        ("stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+    ],
+)
+def test_bare_and_old_names_of_stage_3(spelled: str, name: str) -> None:
+    assert getattr(load_config(zero(stage=3, **{spelled: True if "gather" in spelled else 7})).zero_optimization, name)
+
+
+def test_other_aliases() -> None:
+    assert load_config({"elasticity": {"prefer_large_batch": False}}).elasticity.prefer_larger_batch is False
+    assert load_config({"aio": {"thread_count": 4}}).aio.intra_op_parallelism == 4
+
+
+# Unknown keys and wrong types
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "meant"),
+    [
+        ({"stage": 2}, "stage", "zero_optimization.stage"),
+        (zero(stag=2), "zero_optimization.stag", "zero_optimization.stage"),
+        ({"zero_optimisation": {}}, "zero_optimisation", "zero_optimization"),
+        ({"zero_optimization.stge": 2}, "zero_optimization.stge", "zero_optimization.stage"),
+        ({"overlap_comm": True}, "overlap_comm", "zero_optimization.overlap_comm"),
+        (
+            zero(offload_optimizer={"devise": "cpu"}),
+            "offload_optimizer.devise",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ({"train_batchsize": 2}, "train_batchsize", "train_batch_size"),
+        ({"fp16": {"enable": True}}, "fp16.enable", "fp16.enabled"),
+        ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param", "optimizer.params"),
+        ({"aio": {"threads_count": 2}}, "aio.threads_count", "aio.thread_count"),
+        ({"onefold": {"unit": []}}, "onefold.unit", "onefold.units"),
+        ({"optimizer": {"type": "Adam", "lr": 1e-3}}, "optimizer.lr", "optimizer.params.lr"),
+        (zero(gradient_clipping=1.0), "zero_optimization.gradient_clipping", "gradient_clipping"),
+        ({"checkpoint": {"writer": {"typ": "FAST"}}}, "checkpoint.writer.typ", "checkpoint.writer.type"),
+    ],
+)
+def test_an_unknown_key_names_its_path_and_the_nearest(given: dict[str, Any], path: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert f"{path}:" in str(caught.value)
+    assert f"did you mean {meant}" in str(caught.value)
+
+
+def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
+    with pytest.raises(ConfigError, match=r"onefold\.qqqq: .*known there: collective, units"):
+        load_config({"onefold": {"qqqq": 1}})
+    with pytest.raises(ConfigError, match="none like it"):
+        load_config({"qqqq": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"train_batch_size": 1.5}, "train_batch_size = 1.5: expected a whole number"),
+        ({"train_batch_size": True}, "train_batch_size = True: expected a whole number"),
+        ({"train_batch_size": 0}, "train_batch_size = 0: expected at least 1"),
+        ({"train_batch_size": "many"}, "train_batch_size = 'many': expected a whole number"),
+        ({"train_batch_size": math.inf}, "expected a finite number"),
+        ({"gradient_clipping": -1}, "gradient_clipping = -1: expected at least 0"),
+        ({"gradient_predivide_factor": 0}, "a number above 0"),
+        (zero(stage=4), "zero_optimization.stage = 4: expected a whole number from 0 to 3"),
+        (zero(stage=-1), "from 0 to 3"),
+        (zero(overlap_comm="yes"), "zero_optimization.overlap_comm = 'yes': expected true or false"),
+        (zero(overlap_comm=1), "expected true or false"),
+        ({"zero_optimization": 2}, "zero_optimization = 2: expected an object"),
+        ({"zero_optimization": []}, "expected an object"),
+        ({"fp16": True}, "fp16 = True: expected an object"),
+        ({"fp16": {"loss_scale": True}}, "fp16.loss_scale = True: expected a number"),
+        ({"fp16": {"loss_scale": -1}}, "at least 0"),
+        ({"fp16": {"loss_scale": math.inf}}, "finite"),
+        ({"fp16": {"loss_scale": math.nan}}, "expected a number"),
+        ({"fp16": {"loss_scale_window": 0}}, "at least 1"),
+        ({"communication_data_type": "fp8"}, "communication_data_type = 'fp8': expected fp32, bf16 or fp16"),
+        ({"gradient_allreduce_op": "max"}, "one of mean, sum"),
+        (zero(offload_optimizer={"device": "gpu"}), "one of none, cpu, nvme"),
+        ({"onefold": {"units": "Block"}}, "a list of strings"),
+        ({"elasticity": {"micro_batch_sizes": [1, "two"]}}, "a list of whole numbers"),
+        ({"optimizer": {"type": 3}}, "a string"),
+        ({"log_level": "loud"}, "one of debug"),
+    ],
+)
+def test_a_wrong_value_names_path_value_and_expectation(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("spelled", [500_000_000, 5e8, "5e8", "500000000", "500_000_000", "5.0e+8"])
+def test_whole_numbers_in_all_spellings(spelled: Any) -> None:
+    size = load_config(zero(reduce_bucket_size=spelled)).zero_optimization.reduce_bucket_size
+    assert (size, type(size)) == (500_000_000, int)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("fp16", "fp16"),
+        ("half", "fp16"),
+        ("torch.float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("torch.bfloat16", "bf16"),
+        ("float", "fp32"),
+        ("FP32", "fp32"),
+        ("torch.float32", "fp32"),
+    ],
+)
+def test_dtypes_in_all_spellings(spelled: str, name: str) -> None:
+    assert load_config({"communication_data_type": spelled}).communication_data_type == name
+
+
+@pytest.mark.parametrize(("spelled", "steps"), [(math.inf, None), ("inf", None), (0, None), (10, 10), (10.0, 10)])
+def test_steps_per_print(spelled: Any, steps: int | None) -> None:
+    assert load_config({"steps_per_print": spelled}).steps_per_print == steps
+
+
+def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
+    config = load_config({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "betas": ["0.9", 0.999]}}})
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-4, "betas": [0.9, 0.999]}
+
+
+# Contradictions
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "bf16.enabled and torch_autocast.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
+        ({"gradient_allreduce_op": "sum", **zero(stage=3)}, "write mean"),
+        ({"data_types": {"param_dtype": "bf16"}}, "set bf16.enabled to true"),
+        ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "leave out data_types.param_dtype"),
+        ({"bf16": {"bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "stage 1, 2 or 3"),
+        (zero(stage=3, offload_param={"device": "nvme"}), "add zero_optimization.offload_param.nvme_path"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
+        ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
+        (
+            zero(stage=2, cpu_offload=True, offload_optimizer={"device": "cpu"}),
+            "keep zero_optimization.offload_optimizer",
+        ),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            "no number of ranks fits",
+        ),
+        ({"train_batch_size": 10, "gradient_accumulation_steps": 4}, "no number of ranks fits"),
+    ],
+)
+def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert told in str(caught.value)
+
+
+# Fates
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (zero(stage=3), "zero_optimization.stage"),
+        (zero(stage=2, offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device"),
+        (zero(stage=3, offload_param={"device": "cpu"}), "zero_optimization.offload_param.device"),
+        (zero(stage=2, cpu_offload=True), "zero_optimization.offload_optimizer.device"),
+        (zero(stage=3, cpu_offload_param=True), "zero_optimization.offload_param.device"),
+        (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
+        (zero(zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights"),
+        (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients"),
+        (zero(zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size"),
+        (zero(mics_shard_size=4), "zero_optimization.mics_shard_size"),
+        (zero(zenflow={"topk_ratio": 0.2}), "zero_optimization.zenflow"),
+        (zero(zeropp_loco_param={}), "zero_optimization.zeropp_loco_param"),
+        (zero(legacy_stage1=True), "zero_optimization.legacy_stage1"),
+        ({"activation_checkpointing": {"number_checkpoints": 4}}, "activation_checkpointing.number_checkpoints"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}, **zero(stage=2)}, "fp16.fp16_master_weights_and_grads"),
+        ({"bf16": {"bf16_master_weights_and_grads": True}, **zero(stage=2)}, "bf16.bf16_master_weights_and_grads"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+        ({"pipeline": {"stages": 2}}, "pipeline"),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp"),
+        ({"compression_training": {"weight_quantization": {"shared": {"enabled": True}}}}, "compression_training"),
+        *(
+            ({name: {"enabled": True}}, f"{name}.enabled")
+            for name in (
+                "elasticity",
+                "autotuning",
+                "flops_profiler",
+                "tensorboard",
+                "csv_monitor",
+                "wandb",
+                "comet",
+                "nebula",
+            )
+        ),
+        *(
+            ({name: {"enabled": True}}, name)
+            for name in (
+                "progressive_layer_drop",
+                "eigenvalue",
+                "curriculum_learning",
+                "data_efficiency",
+                "hybrid_engine",
+                "weight_quantization",
+                "datastates_ckpt",
+                "expert_parallel",
+                "sparse_attention",
+            )
+        ),
+    ],
+)
+def test_what_is_not_offered_loads_but_is_refused(given: dict[str, Any], path: str) -> None:
+    config = load_config(given)
+    assert any(line.startswith(path) for line in config.refusals), config.refusals
+    with pytest.raises(ConfigError) as caught:
+        check_built(config)
+    assert all(line in str(caught.value) for line in config.refusals)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        zero(stage=2, zero_quantized_weights=False, zero_hpz_partition_size=1, mics_shard_size=-1, legacy_stage1=False),
+        zero(
+            offload_optimizer={"device": "none", "nvme_path": None}, offload_param={"device": "none"}, cpu_offload=False
+        ),
+        {"amp": {"enabled": False, "opt_level": "O1"}, "eigenvalue": {"enabled": False}, "pipeline": {}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False, "bits": 8}}}},
+        {
+            "tensorboard": {"enabled": False, "output_path": "logs"},
+            "flops_profiler": {"enabled": False, "top_modules": 3},
+        },
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+        {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1, "comms_logger": {"enabled": False}},
+        {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 8}},
+        {"fp16": {"enabled": "auto", "initial_scale_power": 32}},
+    ],
+)
+def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
+    config = load_config(given)
+    assert (config.notices, config.refusals) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (zero(contiguous_gradients=False), "zero_optimization.contiguous_gradients = false"),
+        (zero(reduce_scatter=False), "zero_optimization.reduce_scatter"),
+        (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients"),
+        (zero(use_multi_rank_bucket_allreduce=False), "zero_optimization.use_multi_rank_bucket_allreduce"),
+        (zero(allgather_partitions=False), "zero_optimization.allgather_partitions"),
+        (zero(ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
+        (zero(elastic_checkpoint=True), "zero_optimization.elastic_checkpoint"),
+        (zero(grad_hooks=False), "zero_optimization.grad_hooks"),
+        (zero(stage=3, sub_group_size=5), "zero_optimization.sub_group_size"),
+        (zero(stage=True), "zero_optimization.stage = true"),
+        (zero(stage=2, cpu_offload=True), "zero_optimization.cpu_offload"),
+        (zero(stage=2, stage3_max_live_parameters=1e9), "zero_optimization.stage3_max_live_parameters"),
+        (zero(stage=2, stage3_gather_16bit_weights_on_model_save=True), "zero_optimization.stage3_gather"),
+        (zero(stage=2, leaf_module={"classes": ["Expert"]}), "zero_optimization.leaf_module.classes"),
+        (zero(stage=2, offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio"),
+        (zero(stage=2, offload_optimizer={"max_in_cpu": 1e9}), "zero_optimization.offload_optimizer.max_in_cpu"),
+        (zero(offload_optimizer={"nvme_path": "/nvme"}), "zero_optimization.offload_optimizer.nvme_path"),
+        ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
+        ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.enabled"),
+        ({"aio": {"queue_depth": 16}}, "aio"),
+        ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
+        ({"checkpoint": {"tag_validation": "fail"}}, "checkpoint.tag_validation"),
+        ({"timers": {"throughput": {"enabled": False}}}, "timers.throughput.enabled"),
+        ({"disable_allgather": True}, "disable_allgather"),
+        ({"vocabulary_size": 50257}, "vocabulary_size"),
+        ({"dump_state": True}, "dump_state"),
+        ({"zero_force_ds_cpu_optimizer": False}, "zero_force_ds_cpu_optimizer"),
+        ({"optimizer": {"type": "Adam", "legacy_fusion": True}}, "optimizer.legacy_fusion"),
+    ],
+)
+def test_what_has_nothing_to_do_is_noticed_in_one_line(given: dict[str, Any], path: str) -> None:
+    notices = load_config(given).notices
+    assert any(line.startswith(path) for line in notices), notices
+    assert all("\n" not in line for line in notices)
+
+
+def test_stage_3_keys_are_quiet_in_stage_3() -> None:
+    config = load_config(zero(stage=3, stage3_max_live_parameters=5, stage3_gather_16bit_weights_on_model_save=True))
+    assert config.notices == ()
+    assert len(config.refusals) == 1
+
+
+def test_old_offload_keys_become_the_new_ones() -> None:
+    config = load_config(zero(stage=2, cpu_offload=True, cpu_offload_use_pin_memory=False))
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+    assert config.zero_optimization.offload_optimizer.pin_memory is False
+    assert load_config(zero(stage=True)).zero_optimization.stage == 1
+
+
+def test_hugging_face_zero2_file_is_quiet() -> None:
+    config = load_config(
+        {
+            "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16}
+            | {"hysteresis": 2, "min_loss_scale": 1},
+            "bf16": {"enabled": "auto"},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            },
+            **zero(
+                stage=2,
+                allgather_partitions=True,
+                allgather_bucket_size=2e8,
+                overlap_comm=True,
+                reduce_scatter=True,
+                reduce_bucket_size=2e8,
+                contiguous_gradients=True,
+            ),
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "steps_per_print": 2000,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "wall_clock_breakdown": False,
+        }
+    )
+    assert (config.notices, config.refusals) == ((), ())
+
+
+# Text
+
+
+def test_comments_commas_and_numbers(tmp_path: Path) -> None:
+    text = """// one
+    {
+      # two
+      "train_batch_size": 1_000, /* three
+      lines */
+      "steps_per_print": Infinity,
+      "tensorboard": {"job_name": "a // b # c /* d */ 1_0 ,}", "output_path": "say \\" // x"},
+      "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8,},
+      "onefold": {"units": ["Block", "head",],},
+    } // end
+    """
+    config = load_config(write(tmp_path, "config.json", text))
+    assert config.train_batch_size == 1000
+    assert config.steps_per_print is None
+    assert config.tensorboard.job_name == "a // b # c /* d */ 1_0 ,}"
+    assert config.tensorboard.output_path == 'say " // x'
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.onefold.units == ("Block", "head")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "zero_optimization.stage is given twice"),
+        ("a.json", '// hello\n{\n  "stage" 1\n}', "line 3, column 11: Expecting ':' delimiter\n      \"stage\" 1"),
+        ("a.json", "[1]", "a config is an object"),
+        ("a.json", "", "line 1, column 1"),
+        ("a.json", '{"a": 1_000 2}', "column 13"),
+        ("a.yaml", "zero_optimization:\n  stage: 1\n  stage: 2\n", "line 3, column 3: the key 'stage' is given twice"),
+        ("a.yaml", "a: [1, 2\n", "line 2"),
+        ("a.yaml", "just words", "a config is an object"),
+    ],
+)
+def test_bad_text_says_where(tmp_path: Path, name: str, text: str, told: str) -> None:
+    path = write(tmp_path, name, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_sources_that_are_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.json: cannot read the config \(No such file"):
+        load_config(tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"json\.loads"):
+        load_config('{"train_batch_size": 1}')
+    with pytest.raises(ConfigError, match="not int"):
+        load_config(3)  # type: ignore[arg-type]
+
+
+def test_a_base64_string_is_a_config() -> None:
+    encoded = base64.urlsafe_b64encode(json.dumps(zero(stage=2)).encode()).decode()
+    assert load_config(encoded).zero_optimization.stage == 2
+
+
+# Accelerate
+
+
+def accelerate(**keys: Any) -> dict[str, Any]:
+    return {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "deepspeed_config": keys}
+
+
+def test_accelerate_keys_become_deepspeed_keys() -> None:
+    config = load_config(
+        {
+            **accelerate(
+                zero_stage=3,
+                offload_optimizer_device="nvme",
+                offload_optimizer_nvme_path="/nvme",
+                offload_param_device="none",
+                gradient_accumulation_steps=4,
+                gradient_clipping="0.5",
+                zero3_save_16bit_model=True,
+                zero3_init_flag=True,
+                deepspeed_moe_layer_cls_names="Experts, Router",
+                deepspeed_multinode_launcher="pdsh",
+                stage3_max_live_parameters="1e9",
+            ),
+            "mixed_precision": "fp16",
+            "num_processes": 8,
+            "num_machines": 2,
+            "machine_rank": 0,
+            "main_process_port": None,
+            "downcast_bf16": "no",
+            "rdzv_backend": "static",
+            "same_network": True,
+            "tpu_env": [],
+            "use_cpu": False,
+        }
+    )
+    zero_optimization = config.zero_optimization
+    assert zero_optimization.stage == 3
+    assert zero_optimization.offload_optimizer.device == "nvme"
+    assert zero_optimization.leaf_module.classes == ("Experts", "Router")
+    assert zero_optimization.stage3_gather_16bit_weights_on_model_save
+    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (4, 0.5)
+    assert config.fp16.enabled
+    assert config.fp16.auto_cast
+    assert config.raw["zero_optimization"]["stage"] == 3
+    assert config.notices == (
+        "deepspeed_config.zero3_init_flag = true: the script that builds the model reads it",
+        "deepspeed_config.deepspeed_multinode_launcher, num_processes, num_machines: "
+        "the launcher reads what starts processes; a config does not",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (accelerate(zero_stge=2), "deepspeed_config.zero_stge: .* did you mean deepspeed_config.zero_stage"),
+        ({**accelerate(), "num_process": 2}, "did you mean num_processes"),
+        ({**accelerate(), "mixed_precision": "int4"}, "expected no, fp16 or bf16"),
+        ({**accelerate(gradient_accumulation_steps=4), "gradient_accumulation_steps": 8}, "keep one of them"),
+        ({**accelerate(), "deepspeed_config": 3}, "expected an object"),
+    ],
+)
+def test_accelerate_errors(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(given)
+
+
+@pytest.mark.parametrize("value", [False, "no", None])
+def test_accelerate_without_mixed_precision_is_fp32(value: Any) -> None:
+    assert load_config({**accelerate(zero_stage=1), "mixed_precision": value}).compute_dtype == "fp32"
+
+
+def test_accelerate_for_another_trainer_is_refused() -> None:
+    given = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "mixed_precision": "fp8"}
+    assert len(load_config(given).refusals) == 3
+
+
+def test_accelerate_names_a_deepspeed_file(tmp_path: Path) -> None:
+    write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 2}, "bf16": "auto"}')
+    text = "deepspeed_config:\n  deepspeed_config_file: ds.json\n{}distributed_type: DEEPSPEED\nmixed_precision: bf16\n"
+    config = load_config(write(tmp_path, "a.yaml", text.format("")))
+    assert config.zero_optimization.stage == 2
+    assert config.bf16.enabled
+    with pytest.raises(ConfigError, match="already 2"):
+        load_config(write(tmp_path, "b.yaml", text.format("  zero_stage: 3\n")))
+
+
+def test_the_inside_of_deepspeed_config_alone_is_enough(tmp_path: Path) -> None:
+    text = "zero_stage: 3\nstage3_prefetch_bucket_size: 5e8\noffload_optimizer_device: cpu\n"
+    zero_optimization = load_config(write(tmp_path, "a.yaml", text)).zero_optimization
+    assert (zero_optimization.stage, zero_optimization.stage3_prefetch_bucket_size) == (3, 500_000_000)
+    assert zero_optimization.offload_optimizer.device == "cpu"
+
+
+def test_yaml_in_deepspeeds_own_schema(tmp_path: Path) -> None:
+    text = "train_batch_size: 8\nzero_optimization:\n  stage: 2\n  reduce_bucket_size: 5e8\n  offload_param: none\n"
+    config = load_config(write(tmp_path, "a.yml", text))
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.train_batch_size == 8
+
+
+# The batch triangle
+
+
+def batch(train: int | None, micro: int | None, accumulation: int | None) -> Config:
+    return load_config(
+        {
+            "train_batch_size": train,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+        }
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_any_two_give_the_third(world: int, micro: int, accumulation: int) -> None:
+    solved = Batch(micro * accumulation * world, micro, accumulation, world)
+    for given in (
+        (solved.train, micro, accumulation),
+        (None, micro, accumulation),
+        (solved.train, None, accumulation),
+        (solved.train, micro, None),
+    ):
+        assert solve_batch(batch(*given), world) == solved
+
+
+def test_one_alone_goes_with_an_accumulation_of_one() -> None:
+    assert solve_batch(batch(12, None, None), 3) == Batch(12, 4, 1, 3)
+    assert solve_batch(batch(None, 4, None), 3) == Batch(12, 4, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "told"),
+    [
+        ((None, None, None), 2, "add train_micro_batch_size_per_gpu or train_batch_size"),
+        ((None, None, 4), 2, "beside gradient_accumulation_steps 4"),
+        (
+            (128, 2, 16),
+            3,
+            "train_batch_size 128 is not micro 2 x accumulation 16 x world 3 = 96; write train_batch_size 96",
+        ),
+        ((128, 2, 16), 1, "it fits 4 ranks: were they all started?"),
+        ((10, None, None), 4, "train_batch_size 10 / (accumulation 1 x world 4 = 4) is 2.5, not a whole number"),
+        ((10, 2, None), 4, "gradient_accumulation_steps = train_batch_size 10 / (micro 2 x world 4 = 8) is 1.25"),
+        ((2, None, 1), 4, "write train_batch_size 4"),
+        ((8, 1, 1), 0, "world size 0"),
+    ],
+)
+def test_a_triangle_that_does_not_close_shows_the_arithmetic(
+    given: tuple[int | None, int | None, int | None], world: int, told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        solve_batch(batch(*given), world)
+    assert told in str(caught.value)
