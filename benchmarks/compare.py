@@ -23,8 +23,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="25m")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank and step (small: communication counts)")
-    parser.add_argument("--sequence", type=int, help="tokens a sequence (default: the preset's)")
+    parser.add_argument(
+        "--batch", type=int, default=1, help="sequences a rank and step (small, so that communication counts)"
+    )
+    parser.add_argument("--sequence", type=int, default=64, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=8, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--rounds", type=int, default=3)
@@ -37,7 +39,6 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
     longest = PRESETS[arguments.preset].max_sequence
-    arguments.sequence = arguments.sequence or longest
     if not 1 <= arguments.sequence <= longest:
         parser.error(f"--sequence must be 1 to {longest} for {arguments.preset}")
     return arguments

@@ -128,7 +128,7 @@ def _free_port() -> int:
 def run_all(
     systems: list[str], num_rounds: int, run_one: Callable[[str], Outcome], summary: Callable[[Outcome], str]
 ) -> dict[str, list[Outcome]]:
-    """Runs every system once a round, so that a noisy minute hits all alike; prints a line and an estimate each time."""
+    """Runs every system once a round, so that noise hits all alike; prints a line and an estimate after each run."""
     outcomes: dict[str, list[Outcome]] = {system: [] for system in systems}
     num_runs, num_done, begun = len(systems) * num_rounds, 0, time.monotonic()
     for round_index in range(num_rounds):

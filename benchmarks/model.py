@@ -1,4 +1,4 @@
-"""A plain GPT and its data, for all systems alike; apart from the package, so that the yardstick does not move with it."""
+"""A plain GPT and its data, for all systems alike; apart from the package, so that the yardstick stays put."""
 
 from __future__ import annotations
 

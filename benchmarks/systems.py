@@ -1,8 +1,8 @@
 """The systems under test: each takes a model and gives back one function that trains it on one batch.
 
 All use the same AdamW hyperparameters and no clipping. In fp32 everything is fp32; in bf16 each system runs in its
-natural mode: autocast for plain torch and DDP, a mixed-precision policy for FSDP2, 16-bit weights with fp32 masters in the
-others.
+natural mode: autocast for plain torch and DDP, a mixed-precision policy for FSDP2, 16-bit weights with fp32 masters
+in the others.
 """
 
 from __future__ import annotations

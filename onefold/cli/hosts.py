@@ -89,7 +89,7 @@ def limit(hosts: Mapping[str, Slots], num_nodes: int | None, num_slots: int | No
 
 
 def find_this_host(hosts: Mapping[str, Slots]) -> int | None:
-    """The place of this host in the list: by its name, else by the address its name stands for; None when it is not there."""
+    """The place of this host in the list: by its name, else by an address a name stands for; None if not there."""
     own_names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
     for place, host in enumerate(hosts):
         if host in own_names:

@@ -16,9 +16,9 @@ DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
 
 DESCRIPTION = """\
-Start a script on every GPU of this host (on one process where there is no GPU), by torch's elastic agent. The script finds
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment; onefold.initialize reads them. When a rank
-fails, you see its traceback, and the command ends with its exit code."""
+Start a script on every GPU of this host (one process where there is no GPU), by torch's elastic agent. The
+script finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment; onefold.initialize
+reads them. When a rank fails, you see its traceback, and the command ends with its exit code."""
 
 EPILOG = """\
 examples:

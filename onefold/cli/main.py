@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_users(error: ValueError) -> bool:
-    """ConfigError, DataError, HostError: raised by onefold itself, with a message for the person who typed the command."""
+    """ConfigError, DataError, HostError: onefold's own, with a message for the person who typed the command."""
     return type(error).__module__.startswith("onefold.")
 
 

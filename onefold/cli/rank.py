@@ -1,7 +1,8 @@
-"""What the launcher starts as each rank: `python -m onefold.cli.rank [--module] SCRIPT ...` runs SCRIPT as Python itself would.
+"""What the launcher starts as each rank: `python -m onefold.cli.rank [--module] SCRIPT ...`.
 
-One thing differs: the traceback of an uncaught exception goes to the file in which torch's elastic agent looks for it, not to the
-terminal. When one rank fails its peers fail too, on broken connections; the launcher reads the files and shows the one that matters.
+SCRIPT runs as under Python itself, with one difference: the traceback of an uncaught exception goes to the file in
+which torch's elastic agent looks for it, not to the terminal. When one rank fails its peers fail too, on broken
+connections; the launcher reads the files and shows the one that matters.
 """
 
 from __future__ import annotations

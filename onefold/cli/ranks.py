@@ -1,4 +1,4 @@
-"""Start the ranks of this host and see them through: torch's elastic agent does the work, this file chooses what a person sees of it."""
+"""Start the ranks of this host: torch's elastic agent does the work, this file chooses what a person sees of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`onefold train`: the built-in job. This process checks what was asked and starts the ranks; they run `python -m onefold.train`."""
+"""`onefold train`: the built-in job. Checks what was asked, then starts ranks that run `python -m onefold.train`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 
 from onefold.train.options import TrainOptions, add_arguments, default_out, prepare_config
@@ -10,13 +11,13 @@ from onefold.train.options import TrainOptions, add_arguments, default_out, prep
 CPU_RANKS = 2
 
 DESCRIPTION = """\
-Train a small GPT on text, from a DeepSpeed config: on every GPU, or on two processes where there is none. Shows the plan, a
-progress bar, a summary with traffic and memory, a plot and a sample of what the model writes. Ctrl-C ends it after the current
-step, with the summary of what was done."""
+Train a small GPT on text, from a DeepSpeed config: on every GPU, or on two processes where there is none. Shows
+the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes. Ctrl-C
+ends it after the current step, with the summary of what was done."""
 
 EPILOG = """\
 examples:
-  onefold train                                  under two minutes on two CPU cores; learns the standard library's source
+  onefold train                                  under two minutes on two CPU cores
   onefold train --stage 1 --ranks 4              another ZeRO stage, another number of ranks; the same losses
   onefold train --config ds_config.json          your own DeepSpeed config
   onefold train --data ~/notes README.md --steps 500
@@ -43,6 +44,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     options = TrainOptions.from_arguments(arguments)
+    if "RANK" in os.environ:  # some other launcher has started the ranks, and this is one of them
+        from onefold.train.__main__ import run_rank
+
+        return run_rank(options)
     import torch
 
     from onefold.cli.hosts import HostError

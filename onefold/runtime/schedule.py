@@ -28,6 +28,9 @@ from onefold.tier.device import Pool
 # Units smaller than this share a collective with the next one: below it latency costs more than bytes.
 SMALL_MESSAGE = 1 << 18
 
+# Reductions in flight at once where each holds a gradient slot.
+SLOT_FLIGHTS = 2
+
 
 @dataclass
 class Flight:
@@ -62,8 +65,9 @@ class Schedule:
         self._waiting: dict[Unit, int] = {}
         self._ready: set[Unit] = set()
         self._cursor = 0
-        self._landed: list[Unit] = []
-        self._used: list[Unit] = []
+        # Until the order is agreed: units by first landing and by first use.
+        self._landed: dict[Unit, None] = {}
+        self._used: dict[Unit, None] = {}
         self._agreed = False
         self._follow(reduce=self.trained[::-1], gather=self.trained)
 
@@ -71,8 +75,8 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         """The unit's module is about to run: its parameters must be whole."""
-        if not self._agreed and unit not in self._used:
-            self._used.append(unit)
+        if not self._agreed:
+            self._used[unit] = None
         self.settle(unit)
 
     def settle(self, unit: Unit) -> None:
@@ -111,7 +115,7 @@ class Schedule:
         self._waiting[unit] -= 1
         if self._waiting[unit] == 0:
             if not self._agreed:
-                self._landed.append(unit)
+                self._landed[unit] = None
             if self._reduces and not unit.shared:
                 self._ready.add(unit)
                 self._advance()
@@ -210,6 +214,10 @@ class Schedule:
     def _make_room(self, flights: deque[Flight], batch: list[Unit], limit: int, finish: Callable[[], None]) -> None:
         """Bucket sizes limit what is in flight; one batch always may be."""
         incoming = sum(unit.num_elements for unit in batch)
+        if flights is self._reducing and not self._plan.keeps_whole_gradient:
+            # Each flight holds slots: a third one would buy no overlap, only memory.
+            while len(flights) >= SLOT_FLIGHTS:
+                finish()
         while flights and sum(flight.num_elements for flight in flights) + incoming > limit:
             finish()
 
@@ -218,7 +226,7 @@ class Schedule:
         self.trained.clear()
         self._waiting.clear()
         self._ready.clear()
-        self._landed, self._used = [], []
+        self._landed, self._used = {}, {}
         self._follow(reduce=[], gather=[])
 
     # -- order --------------------------------------------------------------------------------------------------
@@ -235,7 +243,7 @@ class Schedule:
         half = len(self.trained)
         self._follow(reduce=units[:half], gather=units[half:])
         self._agreed = True
-        self._landed, self._used = [], []
+        self._landed, self._used = {}, {}
 
     def _follow(self, reduce: list[Unit], gather: list[Unit]) -> None:
         self._reduce_batches = coalesce(reduce, self._plan.reduce_bucket)
@@ -257,6 +265,5 @@ def coalesce(units: Iterable[Unit], bucket: int) -> list[list[Unit]]:
     return batches
 
 
-def _complete(recorded: list[Unit], fallback: list[Unit]) -> list[Unit]:
-    seen = set(recorded)
-    return recorded + [unit for unit in fallback if unit not in seen]
+def _complete(recorded: Iterable[Unit], fallback: list[Unit]) -> list[Unit]:
+    return list(dict.fromkeys([*recorded, *fallback]))

@@ -13,7 +13,11 @@ from onefold.train.options import TrainOptions, add_arguments
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m onefold.train", description=__doc__)
     add_arguments(parser)
-    options = TrainOptions.from_arguments(parser.parse_args(arguments))
+    return run_rank(TrainOptions.from_arguments(parser.parse_args(arguments)))
+
+
+def run_rank(options: TrainOptions) -> int:
+    """Train as the rank that the environment says, and return the exit code."""
     from onefold.config import ConfigError
     from onefold.train.data import DataError
     from onefold.train.loop import train

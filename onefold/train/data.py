@@ -1,7 +1,7 @@
 """Text as bytes: what the built-in job learns from.
 
-Files are mapped, not read: the ranks of a host share one copy in the page cache, whatever the size of the text. The place of every
-sequence follows from (seed, step, rank), so ranks read different text and a run repeats exactly.
+Files are mapped, not read: the ranks of a host share one copy in the page cache, whatever the size of the text. The
+place of every sequence follows from (seed, step, rank), so ranks read different text and a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Corpus:
     def held_out_batches(
         self, rank: int, world_size: int, batch_size: int, num_sequences: int = 64
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """About `num_sequences` sequences spread evenly over the tail and dealt out; every rank gets equally many batches."""
+        """About `num_sequences` sequences spread evenly over the tail; every rank gets equally many batches."""
         num_batches = max(1, num_sequences // (world_size * batch_size))
         total = num_batches * world_size * batch_size
         room = self.num_held_out - self.sequence_length - 1

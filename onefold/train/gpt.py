@@ -32,7 +32,7 @@ class GPTConfig:
 
 PRESETS: dict[str, GPTConfig] = {
     "tiny": GPTConfig(num_layers=2, num_heads=4, dim=192, sequence_length=64),  # 1.0M: tests
-    "small": GPTConfig(num_layers=4, num_heads=4, dim=192, sequence_length=128),  # 1.9M: the default job
+    "small": GPTConfig(num_layers=4, num_heads=5, dim=160, sequence_length=128),  # 1.3M: the default job
     "25m": GPTConfig(num_layers=8, num_heads=8, dim=512, sequence_length=256),
     "120m": GPTConfig(num_layers=14, num_heads=13, dim=832, sequence_length=256),
     "1.3b": GPTConfig(num_layers=24, num_heads=16, dim=2048, sequence_length=1024, vocab_size=50304, tied=True),
@@ -45,8 +45,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
@@ -62,8 +62,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.dim, 4 * config.dim)
-        self.out = nn.Linear(4 * config.dim, config.dim)
+        self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
+        self.out = nn.Linear(4 * config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.out(functional.gelu(self.up(x), approximate="tanh"))

@@ -1,4 +1,4 @@
-"""The built-in trainer, top to bottom: what every rank runs. The model and the loop are plain torch; the engine does the rest."""
+"""The built-in trainer, top to bottom: what every rank runs. Plain torch, but for the engine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def train_steps(
 def finish(
     engine: Engine, corpus: Corpus, options: TrainOptions, num_parameters: int, steps: list[StepMetrics]
 ) -> None:
-    """After the last step: held-out loss and sample on all ranks (a sharded model needs them all), reports on the first."""
+    """Held-out loss and sample on all ranks, for a sharded model needs them all; reports on the first."""
     engine.eval()
     held_out_loss = evaluate(engine, corpus)
     sample = write_sample(engine, options)
@@ -154,9 +154,7 @@ def finish(
 @torch.no_grad()
 def evaluate(engine: Engine, corpus: Corpus) -> float:
     """The mean loss on the held-out tail."""
-    batches = corpus.held_out_batches(
-        dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()
-    )
+    batches = corpus.held_out_batches(dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu())
     losses = [engine(tokens.to(engine.device), targets.to(engine.device)).float() for tokens, targets in batches]
     mean = torch.stack(losses).mean() / dist.get_world_size()
     dist.all_reduce(mean)

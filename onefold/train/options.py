@@ -1,4 +1,4 @@
-"""What a person can ask of the built-in job, and how a config of any origin is made to fit it. No torch here: `--help` is instant."""
+"""What can be asked of the built-in job, and how any config is made to fit it. No torch here: `--help` is instant."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
 DEFAULT_PRESET = "small"
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
-DEFAULT_STEPS = 160
+DEFAULT_STEPS = 320
 # What the job fills in where a config says nothing.
-MICRO_BATCH_SIZE = 16
+MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
 
 

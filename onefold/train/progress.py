@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -64,10 +65,11 @@ class LineProgress(SilentProgress):
 
     def update(self, metrics: StepMetrics) -> None:
         if metrics.step in (1, self._num_steps) or metrics.step % self._every == 0:
+            left = format_seconds(metrics.seconds / metrics.step * (self._num_steps - metrics.step))
             self.say(
                 f"step {metrics.step:>5}/{self._num_steps}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
                 f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-                f"memory {format_bytes(metrics.memory_bytes)}  {format_seconds(_time_left(metrics, self._num_steps))} left"
+                f"memory {format_bytes(metrics.memory_bytes)}  {left} left"
             )
 
     def say(self, text: str) -> None:
@@ -75,21 +77,29 @@ class LineProgress(SilentProgress):
 
 
 class LiveProgress(SilentProgress):
-    """For terminals: one bar with the last step's figures behind it."""
+    """For terminals: a bar, and under it the last step's figures."""
 
     def __init__(self, num_steps: int) -> None:
+        from rich.console import RenderableType
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import Progress as RichProgress
+        from rich.text import Text
+
+        class Bar(RichProgress):
+            figures = "first step ..."
+
+            def get_renderables(self) -> Iterable[RenderableType]:
+                yield self.make_tasks_table(self.tasks)
+                yield Text(self.figures, style="cyan", overflow="ellipsis", no_wrap=True)
 
         self._bar = Bar(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
             TextColumn("[bold green]{task.fields[loss]}"),
-            TextColumn("[cyan]{task.fields[figures]}"),
             TimeRemainingColumn(),
             expand=True,
         )
-        self._task = self._bar.add_task("train", total=num_steps, loss="", figures="first step ...")
+        self._task = self._bar.add_task("train", total=num_steps, loss="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -101,15 +111,11 @@ class LiveProgress(SilentProgress):
         self._bar.stop()
 
     def update(self, metrics: StepMetrics) -> None:
-        self._bar.update(
-            self._task,
-            completed=metrics.step,
-            loss=f"loss {metrics.loss:.3f}",
-            figures=(
-                f"lr {metrics.learning_rate:.1e}  norm {metrics.grad_norm:.2f}  "
-                f"{metrics.tokens_per_second:,.0f} tokens/s  {format_bytes(metrics.memory_bytes)}"
-            ),
+        self._bar.figures = (
+            f"learning rate {metrics.learning_rate:.2e}   gradient norm {metrics.grad_norm:.3f}   "
+            f"{metrics.tokens_per_second:,.0f} tokens/s   memory {format_bytes(metrics.memory_bytes)}"
         )
+        self._bar.update(self._task, completed=metrics.step, loss=f"loss {metrics.loss:.3f}")
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
@@ -128,13 +134,11 @@ def make_progress(num_steps: int, *, shows: bool) -> Progress:
 
 
 def format_bytes(value: float) -> str:
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+    if value >= 1e9:
+        return f"{value / 1e9:.2f} GB"
+    return f"{value / 1e6:.1f} MB" if value >= 1e5 else f"{value / 1e3:.1f} kB"
 
 
 def format_seconds(value: float) -> str:
     minutes, seconds = divmod(round(value), 60)
     return f"{minutes}:{seconds:02d}"
-
-
-def _time_left(metrics: StepMetrics, num_steps: int) -> float:
-    return metrics.seconds / metrics.step * (num_steps - metrics.step)

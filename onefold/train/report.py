@@ -50,9 +50,12 @@ class Summary:
             ("peak memory", f"{peaks} (by rank)"),
         ]
         rows += [
-            (f"sent: {row.operation}", f"{format_bytes(row.bytes)} in {row.calls:,} calls, {row.seconds:.2f} s ({row.group})")
+            (
+                f"sent: {row.operation}",
+                f"{format_bytes(row.bytes)} in {row.calls:,} calls, {row.seconds:.2f} s on the host",
+            )
             for row in self.traffic
-        ]  # fmt: skip
+        ]
         return rows
 
 
@@ -75,7 +78,7 @@ def show(summary: Summary) -> None:
 
 
 def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
-    """metrics.jsonl, summary.json and the plot into `folder`; the path of the plot, None where matplotlib is missing."""
+    """metrics.jsonl, summary.json and the plot into `folder`; returns the plot's path, None without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step.as_dict()) + "\n" for step in steps))
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
@@ -115,10 +118,7 @@ def _plot(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | 
     return path
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """A mean that forgets slowly, started at the first value."""
-    smoothed, current = [], values[0]
-    for value in values:
-        current = 0.9 * current + 0.1 * value
-        smoothed.append(current)
-    return smoothed
+def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
+    """The mean of each value and of up to `reach` on either side: no lag behind what it smooths."""
+    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

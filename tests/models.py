@@ -1,0 +1,132 @@
+"""Small models and a training loop that tests share."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import onefold
+
+VOCABULARY = 31
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head: sizes that divide by nothing in particular."""
+
+    def __init__(self, width: int = 21, depth: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.register_buffer("scale", torch.ones(1))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(x).float().flatten(0, 1), y.flatten())
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    """A config that says nothing it need not; sections in `more` are merged."""
+    base: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict) and key != "optimizer":
+            base[key] = {**base[key], **value}
+        else:
+            base[key] = value
+    return base
+
+
+def precision(name: str) -> dict[str, Any]:
+    # A scale that small test losses survive, and that overflows nothing.
+    return {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    }[name]
+
+
+def start(model: nn.Module, settings: dict[str, Any], **more: Any) -> onefold.Engine:
+    # CPUs without bf16 units say so at length for every kind of matrix product.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    return onefold.initialize(model=model, config={"log_level": "warning", **settings}, **more)[0]
+
+
+def batches(num: int, size: int = 4, length: int = 7, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Different on every rank, the same in every run."""
+    generator = torch.Generator().manual_seed(1000 * seed + 17 * rank() + 3)
+    found = []
+    for _ in range(num):
+        x = torch.randint(0, VOCABULARY, (size, length), generator=generator)
+        found.append((x, x.roll(-1, 1)))
+    return found
+
+
+@dataclass
+class Trace:
+    """What a run is compared by."""
+
+    losses: list[float]
+    norms: list[float | None]
+    weights: dict[str, torch.Tensor]
+
+    def same(self, other: Trace) -> bool:
+        return (
+            self.losses == other.losses
+            and self.norms == other.norms
+            and self.weights.keys() == other.weights.keys()
+            and all(torch.equal(self.weights[name], other.weights[name]) for name in self.weights)
+        )
+
+
+def train(engine: onefold.Engine, num_micro_steps: int = 4, seed: int = 0) -> Trace:
+    losses, norms = [], []
+    for x, y in batches(num_micro_steps, seed=seed):
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    return Trace(losses, norms, weights_of(engine.module))
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def net(seed: int = 5, **shape: Any) -> Net:
+    """Ranks build different weights on purpose: initialize must take rank 0's."""
+    torch.manual_seed(seed + rank())
+    return Net(**shape)

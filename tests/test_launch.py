@@ -1,0 +1,218 @@
+"""The launcher: who runs where, and what a person sees of ranks that work, fail, die or are interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from onefold.cli.hosts import HostError, choose, find_this_host, limit, parse_choice, read_hostfile
+from onefold.cli.launch import Place, place_of_this_host
+from onefold.cli.main import build_parser, main
+
+HOSTS = {"host1": (0, 1, 2, 3), "host2": (0, 1)}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "onefold.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launch(*arguments: str) -> tuple[int, str, str]:
+    process = start("launch", *arguments)
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout, stderr
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + text)
+    return str(path)
+
+
+# -- hostfiles and choices ---------------------------------------------------------------------------------------
+
+
+def test_hostfile_is_read_in_order_with_comments(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# the cluster\nhost2 slots=2\n\nhost1   slots=4  # the big one\n")
+    assert list(read_hostfile(file).items()) == [("host2", (0, 1)), ("host1", (0, 1, 2, 3))]
+
+
+@pytest.mark.parametrize("text", ["host1\n", "host1 slots=x\n", "host1 slots=2\nhost1 slots=2\n", "# nothing\n"])
+def test_bad_hostfiles_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(HostError, match="hosts"):
+        read_hostfile(file)
+
+
+def test_choices_read_as_deepspeed_writes_them() -> None:
+    assert parse_choice("host1:2,0@host2") == {"host1": (0, 2), "host2": None}
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        ("", "", HOSTS),
+        ("host1:0,2@host2", "", {"host1": (0, 2), "host2": (0, 1)}),
+        ("host2", "", {"host2": (0, 1)}),
+        ("", "host1:0,2", {"host1": (1, 3), "host2": (0, 1)}),
+        ("", "host1", {"host2": (0, 1)}),
+        ("", "host1@host2:0", {"host2": (1,)}),
+    ],
+)
+def test_include_and_exclude(include: str, exclude: str, left: dict[str, tuple[int, ...]]) -> None:
+    assert choose(HOSTS, include, exclude) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"), [("host1", "host2"), ("host3", ""), ("host2:7", ""), ("", "host1@host2"), ("host1:a", "")]
+)
+def test_impossible_choices_are_refused(include: str, exclude: str) -> None:
+    with pytest.raises(HostError):
+        choose(HOSTS, include, exclude)
+
+
+def test_limits_take_the_first_hosts_and_slots() -> None:
+    assert limit(HOSTS, 1, 2) == {"host1": (0, 1)}
+    with pytest.raises(HostError, match="only 2 slots"):
+        limit(HOSTS, None, 3)
+
+
+def test_this_host_is_found_by_name_or_address() -> None:
+    name = os.uname().nodename
+    assert find_this_host({"203.0.113.7": (0,), name: (0,)}) == 1
+    assert find_this_host({"203.0.113.7": (0,), "127.0.0.1": (0,)}) == 1
+    assert find_this_host({"203.0.113.7": (0,)}) is None
+
+
+def place(*flags: str) -> Place:
+    return place_of_this_host(build_parser().parse_args(["launch", *flags, "script.py"]))
+
+
+def test_place_alone_and_among_several(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("203.0.113.7 slots=8\n127.0.0.1 slots=4\n")
+    assert place("--num_gpus", "3") == Place(3, 1, 0, None, None)
+    assert place("--num_nodes", "2", "--node_rank", "1", "--master_addr", "a", "--nproc", "8") == Place(
+        8, 2, 1, "a", 29500
+    )
+    assert place("-H", str(hosts)) == Place(4, 2, 1, "203.0.113.7", 29500, "0,1,2,3")
+    assert place("-H", str(hosts), "-i", "127.0.0.1:1,3") == Place(2, 1, 0, None, None, "1,3")
+
+
+def test_several_hosts_get_the_exact_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("203.0.113.7 slots=8\n203.0.113.8 slots=8\n")
+    with pytest.raises(HostError, match="--node_rank"):
+        place("-H", str(hosts))
+    assert "203.0.113.8: onefold launch --node_rank 1 --master_addr 203.0.113.7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num_nodes", "2"],
+        ["--num_gpus", "0"],
+        ["--node_rank", "1"],
+        ["--hostfile", "no-such-file"],
+        ["--module", "--no_python"],
+        [],
+    ],
+)
+def test_wrong_use_is_one_message_and_exit_code_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *flags, "no-such-script.py"]) == 2
+    assert re.fullmatch(r"onefold: .+\n", capsys.readouterr().err)
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_get_their_environment_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    path = script(
+        tmp_path,
+        "import json, beside\n"
+        "names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS']\n"
+        "print(json.dumps([beside.value, sys.argv[1:], __name__] + [os.environ[name] for name in names]))\n",
+    )
+    code, stdout, stderr = launch("--nproc", "2", "--no_local_rank", path, "--stage", "2", "--nproc=9")
+    assert (code, stderr) == (0, "")
+    told = sorted((json.loads(line) for line in stdout.splitlines()), key=lambda line: line[3])
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank, line in enumerate(told):
+        assert line[:3] == [7, ["--stage", "2", "--nproc=9"], "__main__"]
+        assert line[3:6] == [str(rank), str(rank), "2"]
+        assert line[7] == os.environ.get("OMP_NUM_THREADS", threads)
+
+
+def test_a_failing_rank_shows_its_traceback_once_and_nothing_else(tmp_path: Path) -> None:
+    # Rank 0 fails as peers do: just after, and because of the first.
+    path = script(
+        tmp_path,
+        "gone = __file__ + '.gone'\n"
+        "if rank == 1:\n"
+        "    open(gone, 'w').close()\n"
+        "    raise ValueError('the cause')\n"
+        "while not os.path.exists(gone):\n"
+        "    time.sleep(0.05)\n"
+        "raise ConnectionError('the consequence')\n",
+    )
+    code, _, stderr = launch("--nproc", "2", path)
+    assert code == 1
+    lines = stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith(f'  File "{path}", line 6')
+    assert stderr.count("ValueError: the cause") == 1
+    assert "the consequence" not in stderr
+    assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: exit code 1", lines[-1])
+    assert stderr.count("Traceback") == 1
+    assert len(lines) <= 7
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    path = script(tmp_path, "if rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(0.2)\nraise ConnectionError\n")
+    code, _, stderr = launch("--nproc", "2", path)
+    assert code == 128 + signal.SIGKILL
+    assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", stderr)
+
+
+def test_a_restart_shows_why_and_goes_on(tmp_path: Path) -> None:
+    path = script(tmp_path, "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('once')\n")
+    code, _, stderr = launch("--nproc", "2", "--max-restarts", "1", path)
+    assert code == 0
+    assert stderr.count("ValueError: once") == 1
+    assert "restart 1 of 1" in stderr
+
+
+def test_interrupt_ends_the_ranks_quietly(tmp_path: Path) -> None:
+    process = start("launch", "--nproc", "2", script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(60)\n"))
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert stderr == "onefold: stopped by Ctrl-C; all ranks have ended\n"
+    time.sleep(0.1)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_other_programs_and_modules_run_too(tmp_path: Path) -> None:
+    assert launch("--no_python", "sh", "-c", "exit 5")[0] == 5
+    code, stdout, _ = launch("--module", "json.tool", "--help")
+    assert code == 0
+    assert "usage" in stdout

@@ -1,0 +1,166 @@
+"""Agreement with plain torch: DDP and torch's own optimizers, on the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Net, batches, config, net, start, weights_of
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 5
+
+
+def beside_ddp(
+    stage: int, accumulation: int, clipping: float
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[Any]]:
+    engine = start(
+        net(),
+        config(
+            stage,
+            gradient_accumulation_steps=accumulation,
+            gradient_clipping=clipping,
+            **{"zero_optimization": {"overlap_comm": True}},
+        ),
+    )
+    plain = Net()
+    plain.load_state_dict(engine.module.state_dict())
+    ddp = DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for index, (x, y) in enumerate(batches(STEPS * accumulation)):
+        mine = engine(x, y)
+        engine.backward(mine)
+        engine.step()
+        theirs = ddp(x, y)
+        (theirs / accumulation).backward()
+        losses.append((mine.item(), theirs.item()))
+        if (index + 1) % accumulation == 0:
+            if clipping:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(engine.module), weights_of(plain), losses
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.0), (3, 0.2)])
+def test_training_equals_ddp_with_adamw(on_ranks, world, stage, accumulation, clipping):
+    for mine, theirs, losses in on_ranks(world, beside_ddp, stage, accumulation, clipping):
+        for name in theirs:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=2e-5)
+        for ours, ddp in losses:
+            assert ours == pytest.approx(ddp, rel=1e-4)
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any], Any]] = [
+    ("Adam", {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}, lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1)),
+    ("Adam", {"lr": 1e-2, "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+    ("AdamW", {"lr": 1e-2, "amsgrad": True, "betas": [0.8, 0.9]}, lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, betas=(0.8, 0.9), weight_decay=0)),
+    ("SGD", {"lr": 1e-1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01)),
+    ("SGD", {"lr": 1e-1}, lambda p: torch.optim.SGD(p, lr=1e-1)),
+    ("Adagrad", {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.01}, lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.01)),
+    ("RMSprop", {"lr": 1e-3, "momentum": 0.5}, lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5)),
+    ("NAdam", {"lr": 1e-3}, lambda p: torch.optim.NAdam(p, lr=1e-3)),
+    ("Adamax", {"lr": 1e-3}, lambda p: torch.optim.Adamax(p, lr=1e-3)),
+]  # fmt: skip
+
+
+def beside_torch(index: int, stage: int, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """fp32 throughout; gradients of both ranks are the same, so plain torch on one batch is the reference."""
+    name, params, build = OPTIMIZERS[index]
+    engine = start(net(), config(stage, optimizer={"type": name, "params": params}))
+    plain = Net()
+    plain.load_state_dict(engine.module.state_dict())
+    optimizer = build(plain.parameters())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        x = torch.randint(0, 31, (4, 7), generator=generator)
+        engine.backward(engine(x, x))
+        engine.step()
+        plain(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(engine.module), weights_of(plain)
+
+
+@pytest.mark.parametrize("index", range(len(OPTIMIZERS)))
+@pytest.mark.parametrize("stage", [0, 2])
+def test_named_optimizers_equal_torchs(on_ranks, index, stage):
+    for mine, theirs in on_ranks(2, beside_torch, index, stage, "fp32"):
+        for name in theirs:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def lion(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+    model = torch.nn.Linear(8, 8, bias=False)
+    engine = start(model, config(stage, optimizer={"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.5}}))
+    expected = engine.module.weight.detach().clone()
+    momentum = torch.zeros_like(expected)
+    for step in range(3):
+        gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward((engine.module.weight * gradient).sum())
+        engine.step()
+        update = (0.9 * momentum + 0.1 * gradient).sign()
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * update
+        momentum = 0.99 * momentum + 0.01 * gradient
+    return engine.module.weight.detach().clone(), expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lion_follows_its_formula(on_ranks, stage):
+    for mine, expected in on_ranks(2, lion, stage):
+        torch.testing.assert_close(mine, expected)
+
+
+def beside_torch_bf16() -> tuple[list[float], list[float]]:
+    """bf16 compute with fp32 masters beside the same written out by hand."""
+    engine = start(net(), config(1, bf16={"enabled": True}))
+    plain = Net().bfloat16()
+    plain.load_state_dict(engine.module.state_dict())
+    masters = [parameter.detach().float().requires_grad_() for parameter in plain.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1)
+    mine, theirs = [], []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        x = torch.randint(0, 31, (4, 7), generator=generator)
+        loss = engine(x, x)
+        engine.backward(loss)
+        engine.step()
+        mine.append(loss.item())
+        loss = plain(x, x)
+        loss.backward()
+        for master, parameter in zip(masters, plain.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, plain.parameters(), strict=True):
+                parameter.copy_(master)
+        theirs.append(loss.item())
+    return mine, theirs
+
+
+def test_bf16_equals_masters_by_hand(on_ranks):
+    for mine, theirs in on_ranks(2, beside_torch_bf16):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def with_autocast() -> tuple[set[torch.dtype], float, float]:
+    engine = start(net(), config(2, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    first = train_loss = 0.0
+    for x, y in batches(8):
+        loss = engine(x, x)
+        engine.backward(loss)
+        engine.step()
+        first = first or loss.item()
+        train_loss = loss.item()
+    return {parameter.dtype for parameter in engine.module.parameters()}, first, train_loss
+
+
+def test_torch_autocast_keeps_fp32_parameters_and_learns(on_ranks):
+    for dtypes, first, last in on_ranks(2, with_autocast):
+        assert dtypes == {torch.float32}
+        assert last < first

@@ -1,0 +1,212 @@
+"""The built-in job: its data, its model, its config, and the whole command in real ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onefold.cli.main import main
+from onefold.train.data import Corpus, DataError, load_corpus
+from onefold.train.gpt import GPT, PRESETS, GPTConfig
+from onefold.train.options import PRESET_NAMES, TrainOptions, add_arguments, prepare_config
+
+# -- data --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_repeat_and_differ_by_seed_step_and_rank() -> None:
+    corpus = load_corpus([], 64)
+    first = corpus.train_batch(seed=1, step=2, rank=3, batch_size=4)
+    again = corpus.train_batch(seed=1, step=2, rank=3, batch_size=4)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
+    for other in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
+        assert not torch.equal(first[0], corpus.train_batch(*other, batch_size=4)[0])
+
+
+def test_windows_run_across_files() -> None:
+    pieces = [np.arange(start, start + size, dtype=np.uint8) for start, size in ((0, 5), (5, 1), (6, 34))]
+    corpus = Corpus(pieces, "numbers", sequence_length=7)
+    whole = np.concatenate(pieces)
+    for start in range(len(whole) - 8):
+        assert np.array_equal(corpus._window(start), whole[start : start + 8])
+
+
+def test_held_out_text_is_never_trained_on() -> None:
+    corpus = Corpus([np.arange(200, dtype=np.uint8)], "numbers", sequence_length=8)
+    trained = {int(corpus.train_batch(0, step, 0, 8)[1].max()) for step in range(50)}
+    held_out = [int(tokens.min()) for tokens, _ in corpus.held_out_batches(0, 1, 2)]
+    assert max(trained) < corpus.num_train <= min(held_out)
+
+
+def test_every_rank_gets_as_many_held_out_batches() -> None:
+    corpus = load_corpus([], 64)
+    for world_size in (1, 2, 3, 4):
+        counts = {len(list(corpus.held_out_batches(rank, world_size, 4))) for rank in range(world_size)}
+        assert len(counts) == 1
+
+
+def test_data_comes_from_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_bytes(b"a" * 500)
+    (tmp_path / "folder" / "binary").write_bytes(b"\0" * 500)
+    (tmp_path / "b.md").write_bytes(b"b" * 300)
+    assert load_corpus([tmp_path / "folder", tmp_path / "b.md"], 16).num_bytes == 800
+
+
+def test_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("short")
+    with pytest.raises(DataError, match="no such file"):
+        load_corpus([tmp_path / "missing"], 16)
+    with pytest.raises(DataError, match="no readable text"):
+        load_corpus([tmp_path / "empty"], 16)
+    with pytest.raises(DataError, match="5 bytes"):
+        load_corpus([tmp_path / "short"], 16)
+
+
+# -- model -------------------------------------------------------------------------------------------------------
+
+
+def test_presets_have_the_sizes_of_their_names() -> None:
+    assert tuple(PRESETS) == PRESET_NAMES
+    millions = {"tiny": 1.0, "small": 1.3, "25m": 25.6, "120m": 117.0, "1.3b": 1313.3}
+    for name, expected in millions.items():
+        with torch.device("meta"):
+            assert GPT(PRESETS[name]).num_parameters() / 1e6 == pytest.approx(expected, rel=0.03)
+
+
+def test_a_fresh_model_knows_nothing_and_sees_no_future() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(num_layers=2, num_heads=2, dim=32, sequence_length=16))
+    tokens = torch.randint(0, 256, (4, 16))
+    assert model(tokens, tokens).item() == pytest.approx(np.log(256), rel=0.05)
+    changed = tokens.clone()
+    changed[:, 10:] = 0
+    torch.testing.assert_close(model(tokens)[:, :10], model(changed)[:, :10])
+
+
+def test_generation_repeats_and_outgrows_the_sequence() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(num_layers=1, num_heads=2, dim=32, sequence_length=8, tied=True))
+    prompt = torch.tensor([[1, 2, 3]])
+    texts = [model.generate(prompt, 12, 0.8, torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert torch.equal(*texts)
+    assert texts[0].shape == (1, 15)
+
+
+# -- config ------------------------------------------------------------------------------------------------------
+
+
+def test_options_survive_the_way_to_the_ranks() -> None:
+    options = TrainOptions("c.json", 1, 7, "tiny", "out dir", 3, ("a", "b c"), "--x", 0)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert TrainOptions.from_arguments(parser.parse_args(list(options.to_arguments()))) == options
+
+
+def test_the_shipped_config_needs_no_words() -> None:
+    prepared = prepare_config(TrainOptions(steps=50), on_gpus=False)
+    assert prepared.notes == ()
+    assert prepared.document["zero_optimization"]["stage"] == 2
+    assert prepared.document["scheduler"]["params"]["total_num_steps"] == 50
+    assert "bf16" not in prepared.document
+    assert prepare_config(TrainOptions(), on_gpus=True).document["bf16"] == {"enabled": True}
+
+
+def test_gaps_are_filled_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": "auto",
+                "zero_optimization.stage": 2,
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+                "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 5}},
+            }
+        )
+    )
+    prepared = prepare_config(TrainOptions(config=str(file), stage=1, steps=30), on_gpus=False)
+    assert prepared.document["zero_optimization"] == {"stage": 1}
+    assert prepared.document["train_micro_batch_size_per_gpu"] > 0
+    assert prepared.document["optimizer"]["params"]["lr"] > 0
+    assert prepared.document["scheduler"]["params"] == {"total_num_steps": 30, "warmup_num_steps": 5}
+    assert len(prepared.notes) == 1
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "onefold.cli.main", "train", "--preset", "tiny", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_job_trains_and_reports(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2} // no optimizer')
+    process = start("--config", str(config), "--stage", "2", "--steps", "8", "--out", str(tmp_path / "run"))
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    for expected in (
+        "filled in: train_micro",
+        "optimizer states  sharded",
+        "step     8/8",
+        "held-out loss",
+        "a sample",
+    ):
+        assert expected in stdout
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["num_ranks"] == len(summary["peak_bytes_per_rank"]) == 2
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupt_ends_after_the_step_with_a_report(tmp_path: Path) -> None:
+    process = start("--steps", "100000", "--sample-length", "4", "--out", str(tmp_path / "run"))
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step     1/"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped"]
+    assert f"stopped by you at step {summary['steps_done']}" in stdout
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == summary["steps_done"]
+
+
+@pytest.mark.parametrize(
+    "flags", [["--config", "no-such.json"], ["--data", "no-such-folder"], ["--ranks", "0"], ["--config", "bad.json"]]
+)
+def test_mistakes_are_one_message_before_any_rank_starts(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text('{"zero_optimisation": {"stage": 2}}')
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *flags]) == 2
+    assert capsys.readouterr().err.startswith("onefold: ")
+
+
+def test_an_error_that_only_ranks_can_see_is_one_message_too(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 7}')
+    process = start("--config", str(config), "--ranks", "2", "--out", str(tmp_path / "run"))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.startswith("onefold: ConfigError: ")
+    assert "Traceback" not in stderr
