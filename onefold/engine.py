@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,14 +20,15 @@ from onefold.optim.choose import Chosen
 from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.norm import exchange_scalars
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import ModelBytes, Plan, count_bytes
-from onefold.plan.table import DTYPES, make_precision
-from onefold.report.describe import describe
+from onefold.plan import ModelBytes, Plan
+from onefold.plan.table import DTYPES, gradient_factors, make_precision
+from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, Schedule, build_units
 from onefold.tier.device import Pool
+from onefold.window import Window
 
 # One live engine a model: a second `initialize` on it retires the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
@@ -52,24 +53,18 @@ class Engine(nn.Module):
         self.plan = plan
         self.device = device
         self.ledger = Ledger()
-        self.batch = batch
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
-        self.micro_steps = 0
         self.skipped_steps = 0
         self._group = group
         self._applied = False
         self._norm: float | None = None
-        self._explicit_boundary: bool | None = None
-        self._in_no_sync = False
+        self._window = Window(batch, managed=config.managed_gradient_accumulation)
         self._scaled_losses = 0
-        # Backwards of one window divide the loss by this much less than the accumulation count.
-        self._owed_division: int | None = None
         self._loss_scale = build_loss_scale(config.fp16)
         self._checks_overflow = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
         self._precision = make_precision(config)
-        self._num_states = 0
 
         collective = make_collective(config.onefold.collective, group, self.ledger, device)
         self._collective_name = type(collective).__name__.lower()
@@ -77,31 +72,33 @@ class Engine(nn.Module):
         self._units = build_units(
             model,
             names=config.onefold.units,
-            groups=_group_of_each(chosen),
+            groups=chosen.group_of_each() if chosen else {},
             plan=plan,
             precision=self._precision,
-            accumulates=batch.accumulation > 1 or not config.managed_gradient_accumulation,
+            accumulates=self._window.accumulates,
             group=group,
             ledger=self.ledger,
             device=device,
         )
-        prescale, self._postscale = _gradient_factors(config, group.size)
+        prescale, self._postscale = gradient_factors(config, group.size)
         self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale)
         self.optimizer: ShardedOptimizer | None = None
         if chosen is not None:
             self.optimizer = ShardedOptimizer(
                 chosen, self._units, plan, self._schedule, collective, self._pool, self._loss_scale
             )
-            self._num_states = len(chosen.rule.state_names(chosen.groups)) if chosen.rule else 0
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
-        me = weakref.ref(self)
-        watch = plan.overlap and plan.shards_states and group.size > 1
-        self._hooks = Hooks(model, self._schedule, _begin_bare_backward(me), watch=watch)
+        self._hooks = Hooks(
+            model,
+            self._schedule,
+            begin=weakref.WeakMethod(self._begin_bare_backward),
+            loaded=weakref.WeakMethod(self._after_load),
+            watch=plan.overlap and plan.shards_states and group.size > 1,
+        )
         weakref.finalize(self, self._hooks.remove)
         self._modules["module"] = model
-        model.register_load_state_dict_post_hook(_after_load(me))
         self.training = model.training
-        _engines[model] = me
+        _engines[model] = weakref.ref(self)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -134,8 +131,7 @@ class Engine(nn.Module):
                 scaled.backward(retain_graph=retain_graph)
                 self._schedule.end_backward()
             except BaseException:
-                self._schedule.abort_backward()
-                self._owed_division = None
+                self._abort_backward()
                 raise
         if self.settings.memory_breakdown:
             memory_status("after backward")
@@ -152,17 +148,17 @@ class Engine(nn.Module):
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or a config with an optimizer section"
             )
-        if self._in_no_sync:
+        if self._window.in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
-        if self.is_gradient_accumulation_boundary():
+        if self._window.at_boundary:
             with self._timeline.span("step"):
                 self._take_step(self.optimizer, lr_kwargs or {})
             self.global_steps += 1
             self._print_progress()
-        self.micro_steps += 1
+        self._window.micro_steps += 1
 
     def _take_step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        if not self.settings.managed_gradient_accumulation and self.plan.keeps_whole_gradient:
+        if not self._window.managed and self.plan.keeps_whole_gradient:
             # Every step is a boundary, and only now do we know that this is one.
             self._schedule.begin_backward(boundary=True)
             self._schedule.end_backward()
@@ -170,7 +166,7 @@ class Engine(nn.Module):
         if scalars.late:
             self._schedule.reduce_late()
             scalars = self._exchange_scalars()
-        unscale = self._postscale / (self._loss_scale.value * (self._owed_division or 1))
+        unscale = self._postscale / (self._loss_scale.value * self._window.owed)
         self._norm = scalars.norm * unscale
         optimizer.overflow = scalars.overflow and self._checks_overflow
         self._applied = not optimizer.overflow
@@ -208,15 +204,13 @@ class Engine(nn.Module):
     def _begin_backward(self, *, owed: int) -> None:
         if self._schedule.in_backward:
             # A backward outside the engine raised and never ended; its gradients are worthless.
-            self._schedule.abort_backward()
-            self._owed_division = None
-        if self._owed_division not in (None, owed):
-            raise RuntimeError(
-                "engine.backward(loss) and a bare loss.backward() in one accumulation window: they divide by the "
-                "accumulation count in different places. Use one of them throughout"
-            )
-        self._owed_division = owed
-        self._schedule.begin_backward(boundary=self._reduces_now())
+            self._abort_backward()
+        self._window.owe(owed)
+        self._schedule.begin_backward(boundary=self._window.backward_is_last)
+
+    def _abort_backward(self) -> None:
+        self._schedule.abort_backward()
+        self._window.close()
 
     def _begin_bare_backward(self) -> None:
         if self.settings.fp16.enabled:
@@ -228,9 +222,13 @@ class Engine(nn.Module):
             self._scaled_losses -= 1
         self._begin_backward(owed=self.batch.accumulation)
 
+    def _after_load(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.refresh_masters()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients."""
-        self._owed_division = None
+        self._window.close()
         self._schedule.drop_gradients()
 
     def train(self, mode: bool = True) -> Engine:
@@ -244,33 +242,23 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or present) micro-step ends with an update."""
-        if not self.settings.managed_gradient_accumulation:
-            return True
-        if self._explicit_boundary is not None:
-            return self._explicit_boundary
-        return (self.micro_steps + 1) % self.batch.accumulation == 0
+        return self._window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Take the counting over: from now on the caller says, before each backward, whether a step follows."""
-        self._explicit_boundary = is_boundary
+        self._window.explicit = is_boundary
 
-    def _reduces_now(self) -> bool:
-        if not self.settings.managed_gradient_accumulation:
-            return False
-        return not self._in_no_sync and self.is_gradient_accumulation_boundary()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here are not followed by a step. Plans that shard gradients still reduce: it is linear."""
-        if self._in_no_sync:
-            raise RuntimeError("engine.no_sync() does not nest")
-        self._in_no_sync = True
-        try:
-            yield
-        finally:
-            self._in_no_sync = False
+        return self._window.no_sync()
 
-    # -- sizes --------------------------------------------------------------------------------------------------
+    @property
+    def micro_steps(self) -> int:
+        return self._window.micro_steps
+
+    @property
+    def batch(self) -> Batch:
+        return self._window.batch
 
     def train_batch_size(self) -> int:
         return self.batch.train
@@ -286,32 +274,15 @@ class Engine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation count so that a step takes this many samples."""
-        per_micro_step = self.batch.micro * self.batch.world
-        if train_batch_size < 1 or train_batch_size % per_micro_step:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of micro {self.batch.micro} x world "
-                f"{self.batch.world} = {per_micro_step}"
-            )
-        self._set_batch(self.batch.micro, train_batch_size // per_micro_step)
+        self._window.set_train(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward, and with it those of a step."""
-        if micro_batch_size < 1:
-            raise ValueError(f"the micro-batch size must be at least 1, not {micro_batch_size}")
-        self._set_batch(micro_batch_size, self.batch.accumulation)
+        self._window.set_micro(micro_batch_size)
 
     def set_gradient_accumulation_steps(self, accumulation: int) -> None:
-        if accumulation < 1:
-            raise ValueError(f"the accumulation count must be at least 1, not {accumulation}")
-        self._set_batch(self.batch.micro, accumulation)
-
-    def _set_batch(self, micro: int, accumulation: int) -> None:
-        if accumulation != self.batch.accumulation:
-            if self._schedule.late_units() or self.micro_steps % self.batch.accumulation:
-                raise RuntimeError("the accumulation count can change only between steps, not inside a window")
-            # Count windows from here: the boundary test divides micro_steps.
-            self.micro_steps = 0
-        self.batch = Batch(micro * accumulation * self.batch.world, micro, accumulation, self.batch.world)
+        """Change the micro-steps of a step, and with it its samples."""
+        self._window.set_accumulation(accumulation)
 
     # -- information --------------------------------------------------------------------------------------------
 
@@ -392,33 +363,15 @@ class Engine(nn.Module):
 
     def planned_bytes(self) -> ModelBytes:
         """The plan's arithmetic: model-state bytes of one rank."""
-        return count_bytes(
-            [run.shape for unit in self._units for run in unit.runs],
-            self.plan,
-            self._precision,
-            world_size=self._group.size,
-            num_micro_steps=self.batch.accumulation,
-            num_states=self._num_states,
-        )
+        return planned_bytes(self._units, self.plan, self._precision, self.batch, self.optimizer)
 
     def held_bytes(self) -> ModelBytes:
         """What is really allocated, counted from the tensors."""
-        runs = [run for unit in self._units for run in unit.runs]
-        return ModelBytes(
-            parameters=sum(run.full.nbytes for run in runs),
-            gradients=sum(run.gradient_bytes() for run in runs),
-            masters=self.optimizer.master_bytes() if self.optimizer else 0,
-            states=self.optimizer.state_bytes() if self.optimizer else 0,
-            largest_slot=self._pool.num_bytes,
-        )
+        return held_bytes(self._units, self._pool, self.optimizer)
 
     def describe(self) -> str:
         """The plan in words: what is replicated, what is sharded, bytes per rank."""
-        name = self.optimizer.name if self.optimizer else "no optimizer"
-        return describe(
-            self.plan, self._units, self.planned_bytes(), world_size=self.world_size, optimizer=name,
-            collective=self._collective_name,
-        )  # fmt: skip
+        return describe(self._units, self.plan, self.planned_bytes(), self.batch, self.optimizer, self._collective_name)
 
     def _print_progress(self) -> None:
         every = self.settings.steps_per_print
@@ -485,43 +438,6 @@ def _retire(model: nn.Module) -> None:
     if previous is not None:
         logger.info("the model's earlier engine is retired: its states are freed")
         previous.destroy()
-
-
-def _group_of_each(chosen: Chosen | None) -> dict[int, int]:
-    if chosen is None:
-        return {}
-    groups: dict[int, int] = {}
-    for index, group in enumerate(chosen.groups):
-        for parameter in group["params"]:
-            if groups.setdefault(id(parameter), index) != index:
-                raise ValueError(f"a parameter stands in optimizer groups {groups[id(parameter)]} and {index}")
-    return groups
-
-
-def _gradient_factors(config: Config, world_size: int) -> tuple[float, float]:
-    """What gradients are multiplied by before and after they are added over ranks."""
-    if config.gradient_allreduce_op == "sum":
-        return 1.0, 1.0
-    before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor
-    return before, 1.0 / (world_size * before)
-
-
-def _begin_bare_backward(me: weakref.ref[Engine]) -> Callable[[], None]:
-    def begin() -> None:
-        engine = me()
-        if engine is not None:
-            engine._begin_bare_backward()
-
-    return begin
-
-
-def _after_load(me: weakref.ref[Engine]) -> Callable[..., None]:
-    def hook(*args: Any) -> None:
-        engine = me()
-        if engine is not None and engine.optimizer is not None:
-            engine.optimizer.refresh_masters()
-
-    return hook
 
 
 def _to_half(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pools of real gloo ranks, forked once per world size from a parent that has imported torch; tests run cases in them."""
+"""Pools of real gloo ranks, forked once per world size from a parent that has imported torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ def launch(*arguments: str) -> tuple[int, str, str]:
 
 def script(folder: Path, text: str) -> str:
     path = folder / "script.py"
-    path.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + text)
+    # One write a line: the lines of two ranks may mix, their characters may not.
+    head = "import os, sys, time; rank = int(os.environ['RANK'])\ndef say(text): os.write(1, f'{text}\\n'.encode())\n"
+    path.write_text(head + text)
     return str(path)
 
 
@@ -146,7 +148,7 @@ def test_ranks_get_their_environment_and_arguments(tmp_path: Path) -> None:
         tmp_path,
         "import json, beside\n"
         "names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS']\n"
-        "print(json.dumps([beside.value, sys.argv[1:], __name__] + [os.environ[name] for name in names]))\n",
+        "say(json.dumps([beside.value, sys.argv[1:], __name__] + [os.environ[name] for name in names]))\n",
     )
     code, stdout, stderr = launch("--nproc", "2", "--no_local_rank", path, "--stage", "2", "--nproc=9")
     assert (code, stderr) == (0, "")
@@ -198,7 +200,7 @@ def test_a_restart_shows_why_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_interrupt_ends_the_ranks_quietly(tmp_path: Path) -> None:
-    process = start("launch", "--nproc", "2", script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(60)\n"))
+    process = start("launch", "--nproc", "2", script(tmp_path, "say(os.getpid())\ntime.sleep(60)\n"))
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGINT)

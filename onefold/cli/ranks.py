@@ -52,15 +52,18 @@ class Job:
     def launch_config(self, log_dir: str) -> LaunchConfig:
         """The same job in torchrun's terms."""
         alone = self.num_nodes == 1 and self.master_port is None
+        # With static rendezvous restarted ranks would find the addresses of the dead ones in the old store; with c10d
+        # they meet anew, and the node ranks follow from that.
+        backend = "c10d" if alone or self.max_restarts > 0 else "static"
         return LaunchConfig(
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
             nproc_per_node=self.ranks_per_node,
             run_id=f"onefold_{os.getpid()}" if alone else "onefold",
+            rdzv_backend=backend,
             # Alone, the agent takes a free port; with others, everybody must know the address beforehand.
-            rdzv_backend="c10d" if alone else "static",
             rdzv_endpoint="localhost:0" if alone else f"{self.master_addr or 'localhost'}:{self.master_port or 29500}",
-            rdzv_configs={} if alone else {"rank": self.node_rank},
+            rdzv_configs={"rank": self.node_rank} if backend == "static" else {},
             # A host often cannot resolve its own name, and alone it need not.
             local_addr="localhost" if self.num_nodes == 1 else None,
             max_restarts=self.max_restarts,

@@ -18,7 +18,7 @@ ends it after the current step, with the summary of what was done."""
 EPILOG = """\
 examples:
   onefold train                                  under two minutes on two CPU cores
-  onefold train --stage 1 --ranks 4              another ZeRO stage, another number of ranks; the same losses
+  onefold train --stage 1 --ranks 4              another ZeRO stage, another number of ranks
   onefold train --config ds_config.json          your own DeepSpeed config
   onefold train --data ~/notes README.md --steps 500
   onefold train --preset 25m --steps 20          a larger model

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Row:
-    """One line of the ledger. Bytes are those this rank sends; seconds are those its host spent launching or waiting."""
+    """One line of the ledger. Bytes are what this rank sends; seconds what its host spent launching and waiting."""
 
     operation: str
     group: str

@@ -89,6 +89,15 @@ class Chosen:
     def elementwise(self) -> bool:
         return self.name.lower() not in NOT_ELEMENTWISE
 
+    def group_of_each(self) -> dict[int, int]:
+        """The id of each parameter, and the group it stands in."""
+        groups: dict[int, int] = {}
+        for index, group in enumerate(self.groups):
+            for parameter in group["params"]:
+                if groups.setdefault(id(parameter), index) != index:
+                    raise ValueError(f"a parameter stands in optimizer groups {groups[id(parameter)]} and {index}")
+        return groups
+
 
 def choose(
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
@@ -114,8 +123,8 @@ def check_shardable(chosen: Chosen) -> None:
     reason = NOT_ELEMENTWISE.get(chosen.name.lower())
     if reason:
         raise ConfigError(
-            f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds only "
-            "a slice. Use zero_optimization.stage 0, or an elementwise optimizer such as AdamW"
+            f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
+            "only a slice. Use zero_optimization.stage 0, or an elementwise optimizer such as AdamW"
         )
 
 

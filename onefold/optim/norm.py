@@ -38,7 +38,7 @@ def exchange_scalars(
 
 
 def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in fp64 of norms of aligned blocks in fp32: torch's fp32 norm of a long vector on CPU loses 0.3%."""
+    """The fp64 sum of squares of aligned blocks' fp32 norms: torch's fp32 norm of a long vector loses 0.3% on CPU."""
     dtype = torch.promote_types(shard.dtype, torch.float32)
     blocks: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
     return blocks.double().square().sum()

@@ -28,7 +28,7 @@ class Rule(Protocol):
     ) -> None: ...
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
     return torch.full((), float(step), device=device)
 

@@ -43,6 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        # Tensors of state a parameter has; 0 where only the user's class knows.
+        self.num_states = len(chosen.rule.state_names(chosen.groups)) if chosen.rule else 0
         self.overflow = False
         self.num_steps = 0
         self._loss_scale = loss_scale

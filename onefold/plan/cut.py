@@ -60,10 +60,7 @@ def _owner(parameter: str, blocks: Container[str]) -> str:
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Paths of the blocks, in the order of the module tree."""
-    if names:
-        chosen = _named(model, names)
-    else:
-        chosen = _no_split(model) or _outermost(model, _repeated(model))
+    chosen = _named(model, names) if names else _no_split(model) or _outermost(model, _repeated(model))
     large = {
         path
         for path, module in model.named_modules()

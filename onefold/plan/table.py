@@ -170,3 +170,11 @@ def make_precision(config: Config) -> Precision:
         accumulate=DTYPES[accumulate] if accumulate else torch.float32,
         communicate=DTYPES[communicate] if communicate else None,
     )
+
+
+def gradient_factors(config: Config, world_size: int) -> tuple[float, float]:
+    """What gradients are multiplied by before and after they are added over ranks."""
+    if config.gradient_allreduce_op == "sum":
+        return 1.0, 1.0
+    before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor
+    return before, 1.0 / (world_size * before)

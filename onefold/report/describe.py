@@ -4,35 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.plan import ModelBytes, Plan
+from onefold.config import Batch
+from onefold.optim.sharded import ShardedOptimizer
+from onefold.plan import ModelBytes, Plan, Precision, count_bytes
 from onefold.runtime import Unit
+from onefold.tier.device import Pool
+
+
+def planned_bytes(
+    units: Sequence[Unit], plan: Plan, precision: Precision, batch: Batch, optimizer: ShardedOptimizer | None
+) -> ModelBytes:
+    """Model-state bytes of one rank, by arithmetic."""
+    return count_bytes(
+        [run.shape for unit in units for run in unit.runs],
+        plan,
+        precision,
+        world_size=batch.world,
+        num_micro_steps=batch.accumulation,
+        num_states=optimizer.num_states if optimizer else 0,
+    )
+
+
+def held_bytes(units: Sequence[Unit], pool: Pool, optimizer: ShardedOptimizer | None) -> ModelBytes:
+    """Model-state bytes of this rank, counted from its tensors."""
+    runs = [run for unit in units for run in unit.runs]
+    return ModelBytes(
+        parameters=sum(run.full.nbytes for run in runs),
+        gradients=sum(run.gradient_bytes() for run in runs),
+        masters=optimizer.master_bytes() if optimizer else 0,
+        states=optimizer.state_bytes() if optimizer else 0,
+        largest_slot=pool.num_bytes,
+    )
 
 
 def describe(
-    plan: Plan, units: Sequence[Unit], sizes: ModelBytes, *, world_size: int, optimizer: str, collective: str
+    units: Sequence[Unit],
+    plan: Plan,
+    sizes: ModelBytes,
+    batch: Batch,
+    optimizer: ShardedOptimizer | None,
+    collective: str,
 ) -> str:
     """What is replicated, what is sharded, and what one rank holds of each."""
     trained = sum(run.layout.numel for unit in units for run in unit.trained)
     frozen = sum(run.layout.numel for unit in units for run in unit.runs if not run.trainable)
     kinds = sorted({str(run.dtype).removeprefix("torch.") for unit in units for run in unit.runs})
-    head = f"{trained:,} trained parameters" + (f" and {frozen:,} frozen" if frozen else "")
+    held = {
+        "parameters": sizes.parameters,
+        "gradients": sizes.gradients,
+        "masters": sizes.masters,
+        "states": sizes.states,
+        "total": sizes.total,
+    }
     lines = [
-        f"{head} in {len(units)} units ({', '.join(kinds)}), {optimizer}, {world_size} rank{'s' * (world_size > 1)}, "
-        f"{collective} collectives, overlap {'on' if plan.overlap else 'off'}",
+        f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {len(units)} units "
+        f"({', '.join(kinds)}), {optimizer.name if optimizer else 'no optimizer'}, {batch.world} "
+        f"rank{'s' * (batch.world > 1)}, {collective} collectives, overlap {'on' if plan.overlap else 'off'}",
         *plan.words(),
-        "bytes per rank    "
-        + ", ".join(
-            f"{name} {megabytes(value)}"
-            for name, value in (
-                ("parameters", sizes.parameters),
-                ("gradients", sizes.gradients),
-                ("masters", sizes.masters),
-                ("states", sizes.states),
-                ("total", sizes.total),
-            )
-        ),
+        "bytes per rank    " + ", ".join(f"{name} {megabytes(value)}" for name, value in held.items()),
     ]
-    if sizes.largest_slot and world_size > 1:
+    if sizes.largest_slot:
         lines.append(f"while in backward one more buffer per open unit, {megabytes(sizes.largest_slot)} at most each")
     return "\n".join(lines)
 

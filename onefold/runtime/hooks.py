@@ -24,12 +24,25 @@ from onefold.runtime.unit import Run, Unit
 
 
 class Hooks:
-    """All hooks of one engine. `begin` is called when a bare backward starts; it calls `schedule.begin_backward`."""
+    """All hooks of one engine.
 
-    def __init__(self, model: nn.Module, schedule: Schedule, begin: Callable[[], None], *, watch: bool) -> None:
+    `begin` is called when a bare backward starts, and begins it on the schedule; `loaded` after `load_state_dict`.
+    `watch`: gathers may be in flight between steps, so reading a parameter must wait for them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        *,
+        begin: weakref.WeakMethod[Callable[[], None]],
+        loaded: weakref.WeakMethod[Callable[[], None]],
+        watch: bool,
+    ) -> None:
         self._model = weakref.ref(model)
         self._schedule = schedule
         self._begin = begin
+        self._loaded = loaded
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
         me = weakref.ref(self)
@@ -42,7 +55,9 @@ class Hooks:
                     add(parameter.register_post_accumulate_grad_hook(hook))
         add(model.register_forward_pre_hook(_recover(me)))
         add(model.register_forward_hook(_after_root_forward(me)))
-        add(model.register_state_dict_pre_hook(_before_state_dict(me)))
+        add(model.register_state_dict_pre_hook(_around_state_dict(me, Hooks.settle_all)))
+        add(model.register_load_state_dict_pre_hook(_around_state_dict(me, Hooks.settle_all)))
+        add(model.register_load_state_dict_post_hook(_around_state_dict(me, Hooks.after_load)))
         if watch:
             self._watch(model, me)
 
@@ -72,7 +87,10 @@ class Hooks:
     def begin_bare_backward(self) -> None:
         if self._schedule.in_backward:
             return
-        self._begin()
+        begin = self._begin()
+        if begin is None:
+            return
+        begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._schedule.end_backward)  # type: ignore[attr-defined]
 
     def land(self, unit: Unit, run: Run, index: int) -> None:
@@ -88,6 +106,15 @@ class Hooks:
 
     def settle_all(self) -> None:
         self._schedule.settle_all()
+
+    def after_load(self) -> None:
+        loaded = self._loaded()
+        if loaded is not None:
+            loaded()
+
+    def serves(self, module: nn.Module) -> bool:
+        """A deep copy of the model carries these hooks along; it is not ours to serve."""
+        return self._model() is module
 
     def recover(self) -> None:
         """A bare backward that raised never reached its callback: the next forward outside any backward says so."""
@@ -157,7 +184,7 @@ def _on_gradient(
 def _recover(me: weakref.ref[Hooks]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         hooks = me()
-        if hooks is not None:
+        if hooks is not None and hooks.serves(module):
             hooks.recover()
 
     return hook
@@ -166,7 +193,8 @@ def _recover(me: weakref.ref[Hooks]) -> Callable[..., None]:
 def _after_root_forward(me: weakref.ref[Hooks]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         # A recomputation inside a backward belongs to that backward.
-        if not torch.is_grad_enabled() or inside_backward():
+        hooks = me()
+        if hooks is None or not hooks.serves(module) or not torch.is_grad_enabled() or inside_backward():
             return
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if tensors:
@@ -180,11 +208,11 @@ def _after_root_forward(me: weakref.ref[Hooks]) -> Callable[..., None]:
     return hook
 
 
-def _before_state_dict(me: weakref.ref[Hooks]) -> Callable[..., None]:
+def _around_state_dict(me: weakref.ref[Hooks], act: Callable[[Hooks], None]) -> Callable[..., None]:
     def hook(*args: Any) -> None:
         hooks = me()
         if hooks is not None:
-            hooks.settle_all()
+            act(hooks)
 
     return hook
 

@@ -13,7 +13,7 @@ from typing import Any
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
 DEFAULT_PRESET = "small"
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
-DEFAULT_STEPS = 320
+DEFAULT_STEPS = 300
 # What the job fills in where a config says nothing.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3

@@ -1,0 +1,1239 @@
+"""Cases that broke other implementations, each beside plain torch, on real ranks and in every stage."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block, batches, config, net, precision, rank, start, train, weights_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onefold
+from onefold.runtime.unit import ParameterState
+
+STAGES = [0, 1, 2]
+WIDTH = 10
+STEPS = 3
+# Plain SGD shows a wrong factor that Adam would hide.
+RATE, MOMENTUM, DECAY = 0.05, 0.9, 0.01
+SGD = {"type": "SGD", "params": {"lr": RATE, "momentum": MOMENTUM, "weight_decay": DECAY}}
+
+Weights = dict[str, torch.Tensor]
+
+
+def data(step: int, *shape: int) -> torch.Tensor:
+    """Different on every rank and in every step."""
+    generator = torch.Generator().manual_seed(100 * step + rank() + 7)
+    return torch.randn(shape or (4, WIDTH), generator=generator)
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(100 * step + rank()))
+
+
+class Reference:
+    """Plain torch: autograd on this rank's data, the average over ranks, torch's SGD on fp32 masters.
+
+    As everywhere in the ZeRO family, a parameter without a gradient counts as one whose gradient is zero.
+    """
+
+    def __init__(self, model: nn.Module, groups: Iterable[dict[str, Any]] | None = None) -> None:
+        self.model = model
+        self._masters = {p: p.detach().float().clone() for p in model.parameters() if p.requires_grad}
+        settings = groups or [{"params": list(self._masters)}]
+        self._optimizer = torch.optim.SGD(
+            [{**group, "params": [self._masters[p] for p in group["params"]]} for group in settings],
+            lr=RATE,
+            momentum=MOMENTUM,
+            weight_decay=DECAY,
+        )
+
+    def step(self) -> None:
+        for parameter, master in self._masters.items():
+            gradient = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_dense().float()
+            dist.all_reduce(gradient)
+            master.grad = gradient / dist.get_world_size()
+            parameter.grad = None
+        self._optimizer.step()
+        with torch.no_grad():
+            for parameter, master in self._masters.items():
+                parameter.copy_(master)
+
+
+def twin(engine: onefold.Engine, build: Callable[[], nn.Module]) -> nn.Module:
+    """A model of plain torch with the engine's weights."""
+    plain = build()
+    plain.load_state_dict(engine.module.state_dict())
+    return plain
+
+
+def assert_close(mine: Weights, theirs: Weights, label: Any = "") -> None:
+    assert mine.keys() == theirs.keys()
+    # 16-bit gradients accumulate in fp32 here and in 16 bits in plain torch.
+    coarse = any(weight.dtype != torch.float32 for weight in theirs.values())
+    for name, expected in theirs.items():
+        torch.testing.assert_close(
+            mine[name],
+            expected,
+            rtol=1e-2 if coarse else 2e-5,
+            atol=1e-3 if coarse else 2e-6,
+            msg=lambda text, name=name: f"{label} {name}: {text}",
+        )
+
+
+def equal(mine: Weights, other: Weights) -> bool:
+    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Blocks in a list between two projections; subclasses change what is done with them."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+        self.leave = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.step = 0
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.leave(self.run(self.enter(x)))
+
+
+class TiedInOneUnit(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave.weight = self.enter.weight
+
+
+class TiedAcrossUnits(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.leave.weight = self.enter.weight
+
+
+class Frozen(Stack):
+    """A whole unit, the root's weights, and single biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[0].norm.bias.requires_grad_(False)
+        self.enter.weight.requires_grad_(False)
+
+
+class MixedDtypes(Stack):
+    """One unit all bf16, one half and half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].bfloat16()
+        self.blocks[2].up.bfloat16()
+        self.blocks[2].down.bfloat16()
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[1](self.blocks[0](h).bfloat16()).float()
+        last = self.blocks[2]
+        return h + last.down(torch.tanh(last.up(last.norm(h).bfloat16()))).float()
+
+
+class NoRootParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(WIDTH), Block(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class OnlyOneModule(nn.Linear):
+    """The root is the only module there is."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class UnusedOnSomeRanks(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[0](h)
+        if rank() == 0:
+            h = self.blocks[1](h)
+        return self.blocks[2].down(torch.tanh(self.blocks[2].up(h)))
+
+
+class UnusedOnAllRanks(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2].norm(self.blocks[0](h))
+
+
+class RunTwice(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.blocks[2](self.blocks[1](self.blocks[0](h))))
+
+
+class Skipped(Stack):
+    """Another block is left out in each step, and the order of the blocks changes after the first."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        blocks = list(self.blocks)
+        if self.training:
+            self.step += 1
+        del blocks[self.step % 3]
+        for block in reversed(blocks) if self.step % 2 else blocks:
+            h = block(h)
+        return h
+
+
+class SharedBetweenPlaces(Stack):
+    """One module registered under two names, inside the list and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+        self.extra = self.blocks[1]
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        return self.extra(super().run(h))
+
+
+class OutputView(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1, 2, WIDTH // 2)[:, 0]
+
+
+class InPlaceInside(Stack):
+    """Each block's output is a view that the next line changes in place."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block(h).view(-1, WIDTH)
+            h.mul_(0.5).add_(0.1)
+        return h
+
+
+class DictOutput(Stack):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        h = self.run(self.enter(x))
+        return {"h": h, "outputs": [self.leave(h), None, "text"]}
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    extras: tuple[torch.Tensor, ...]
+
+
+class DataclassOutput(Stack):
+    def forward(self, x: torch.Tensor) -> Output:
+        h = self.run(self.enter(x))
+        return Output(loss=self.leave(h).square().mean(), extras=(h, h.detach()))
+
+
+class OpaqueOutput(Stack):
+    """An output that no hook can look into."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return lambda: out
+
+
+class Reentrant(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return h
+
+
+class NonReentrant(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return h
+
+
+class ReentrantTwice(Stack):
+    """A block that two checkpoints run: its gradients come twice, the second time late."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 0, 2, 1):
+            h = checkpoint(self.blocks[index], h, use_reentrant=True)
+        return h
+
+
+class NonReentrantTwice(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 0, 2, 1):
+            h = checkpoint(self.blocks[index], h, use_reentrant=False)
+        return h
+
+
+class ReentrantTied(Stack):
+    """A weight that two checkpoints use, once through another unit's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return h
+
+
+class ReentrantForeign(Stack):
+    """Checkpointed functions that read a weight of another unit, which nothing in the module tree shows."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = checkpoint(self._one, block, h, use_reentrant=True)
+        return h
+
+    def _one(self, block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return block(h) + F.linear(h, self.blocks[2].up.weight[:WIDTH])
+
+
+class ReentrantTwiceOnOneRank(Stack):
+    """Only one rank has late gradients."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 0, 2) if rank() == 0 else (0, 1, 2):
+            h = checkpoint(self.blocks[index], h, use_reentrant=True)
+        return h
+
+
+class RankDivergent(Stack):
+    """In each step every rank goes through other blocks, and in another order."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.step += 1
+        first = (rank() + self.step) % 3
+        h = self.blocks[first](h)
+        return self.blocks[(first + 1 + rank()) % 3](h) if rank() else h
+
+
+class Experts(Stack):
+    """Experts inside one unit: each rank's data choose others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(Block(WIDTH) for _ in range(2)) for _ in range(2))
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = layer[rank() % 2](h)
+        return h
+
+
+class ZeroSized(Stack):
+    """Empty parameters in the root, and a unit that holds nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
+        self.nothing = nn.ModuleList([Empty(), Empty()])
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        h = super().run(h) + self.empty.sum()
+        for module in self.nothing:
+            h = module(h)
+        return h
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 0))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.weight.sum()
+
+
+class OneElement(nn.Module):
+    """Fewer elements than ranks; one parameter has no dimension at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(()))
+        self.shift = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH, sparse=True)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+class StridedParameters(nn.Module):
+    """Parameters that are not contiguous, and one whose gradient is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) + self.bias
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def square(model: Any, step: int) -> torch.Tensor:
+    return (model(data(step)) - data(step + 50)).square().mean()
+
+
+def of_grad_inputs(model: Any, step: int) -> torch.Tensor:
+    return model(data(step).requires_grad_()).square().mean()
+
+
+def of_tokens(model: Any, step: int) -> torch.Tensor:
+    return model(tokens(step)).square().mean()
+
+
+def of_view(model: Any, step: int) -> torch.Tensor:
+    out = model(data(step))
+    out += 1
+    out[:, 0].mul_(2)
+    return out.square().mean()
+
+
+def of_dict(model: Any, step: int) -> torch.Tensor:
+    out = model(data(step))
+    return out["outputs"][0].square().mean() + out["h"].abs().mean()
+
+
+def of_dict_in_part(model: Any, step: int) -> torch.Tensor:
+    return model(data(step))["h"].square().mean()
+
+
+def of_dataclass(model: Any, step: int) -> torch.Tensor:
+    out = model(data(step))
+    return out.loss + out.extras[0].square().mean()
+
+
+def of_opaque(model: Any, step: int) -> torch.Tensor:
+    return model(data(step))().square().mean()
+
+
+def reads_weight(model: Any, step: int) -> torch.Tensor:
+    return F.linear(model(data(step)), model.leave.weight).square().mean() + model.blocks[1].up.weight.square().mean()
+
+
+def around_the_root(model: Any, step: int) -> torch.Tensor:
+    """The root's own forward never runs."""
+    return model.leave(model.run(model.enter(data(step)))).square().mean()
+
+
+def two_forwards(model: Any, step: int) -> torch.Tensor:
+    return model(data(step)).square().mean() + (model(data(step + 50)) - 1).square().mean()
+
+
+def forward_of_forward(model: Any, step: int) -> torch.Tensor:
+    return model(model(data(step))).square().mean()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tensor]]] = {
+    "plain": (Stack, square),
+    "inputs that need grad": (Stack, of_grad_inputs),
+    "tied in one unit": (TiedInOneUnit, square),
+    "tied across units": (TiedAcrossUnits, square),
+    "frozen": (Frozen, square),
+    "mixed dtypes": (MixedDtypes, square),
+    "no root parameters": (NoRootParameters, square),
+    "only one module": (OnlyOneModule, square),
+    "unused on some ranks": (UnusedOnSomeRanks, square),
+    "unused on all ranks": (UnusedOnAllRanks, square),
+    "run twice": (RunTwice, square),
+    "skipped": (Skipped, square),
+    "shared between places": (SharedBetweenPlaces, square),
+    "output view": (OutputView, of_view),
+    "in place inside": (InPlaceInside, square),
+    "dict": (DictOutput, of_dict),
+    "dict in part": (DictOutput, of_dict_in_part),
+    "dataclass": (DataclassOutput, of_dataclass),
+    "opaque output": (OpaqueOutput, of_opaque),
+    "reentrant": (Reentrant, square),
+    "non-reentrant": (NonReentrant, square),
+    "reentrant twice": (ReentrantTwice, square),
+    "non-reentrant twice": (NonReentrantTwice, square),
+    "reentrant tied": (ReentrantTied, square),
+    "reentrant foreign": (ReentrantForeign, square),
+    "reentrant twice on one rank": (ReentrantTwiceOnOneRank, square),
+    "around the root": (Stack, around_the_root),
+    "reentrant around the root": (Reentrant, around_the_root),
+    "reentrant twice around the root": (ReentrantTwice, around_the_root),
+    "rank-divergent": (RankDivergent, square),
+    "experts": (Experts, square),
+    "zero-sized": (ZeroSized, square),
+    "one element": (OneElement, square),
+    "sparse embedding": (SparseEmbedding, of_tokens),
+    "strided parameters": (StridedParameters, square),
+    "weight read outside": (Stack, reads_weight),
+    "two forwards": (Stack, two_forwards),
+    "forward of forward": (Stack, forward_of_forward),
+}
+
+
+def train_case(case: str, stage: int, *, bare: bool = False, accumulation: int = 1, overlap: bool = False) -> Weights:
+    build, loss_of = CASES[case]
+    torch.manual_seed(5 + rank())
+    engine = start(build(), settings(stage, accumulation, overlap))
+    for step in range(STEPS * accumulation):
+        loss = loss_of(engine, step)
+        loss.backward() if bare else engine.backward(loss)
+        engine.step()
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    assert engine.global_steps == STEPS
+    weights = weights_of(engine.module)
+    engine.destroy()
+    return weights
+
+
+def train_reference(case: str, accumulation: int) -> Weights:
+    build, loss_of = CASES[case]
+    torch.manual_seed(5)
+    reference = Reference(build())
+    for step in range(STEPS * accumulation):
+        (loss_of(reference.model, step) / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            reference.step()
+    return weights_of(reference.model)
+
+
+def settings(stage: int, accumulation: int = 1, overlap: bool = False, **more: Any) -> dict[str, Any]:
+    return config(
+        stage,
+        optimizer=SGD,
+        gradient_accumulation_steps=accumulation,
+        zero_optimization={"overlap_comm": overlap},
+        **more,
+    )
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "engine.backward": {},
+    "overlapped": {"overlap": True},
+    "bare": {"bare": True},
+    "bare, overlapped": {"bare": True, "overlap": True},
+    "accumulated": {"accumulation": 2},
+    "bare, accumulated, overlapped": {"bare": True, "accumulation": 2, "overlap": True},
+}
+
+
+def beside_torch(case: str, stage: int) -> tuple[dict[str, Weights], dict[int, Weights]]:
+    mine = {label: train_case(case, stage, **variant) for label, variant in VARIANTS.items()}
+    return mine, {accumulation: train_reference(case, accumulation) for accumulation in (1, 2)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_case_equals_plain_torch(on_ranks, case, stage):
+    results = on_ranks(2, beside_torch, case, stage)
+    for mine, theirs in results:
+        for label, variant in VARIANTS.items():
+            assert_close(mine[label], theirs[variant.get("accumulation", 1)], label)
+            assert equal(mine[label], results[0][0][label]), f"{label}: ranks differ"
+        # When things move never moves a bit, nor does who calls backward.
+        for label in ("overlapped", "bare", "bare, overlapped"):
+            assert equal(mine[label], mine["engine.backward"]), label
+        assert equal(mine["bare, accumulated, overlapped"], mine["accumulated"])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_case_equals_plain_torch_at_other_world_sizes(on_ranks, case, world):
+    for mine, theirs in on_ranks(world, beside_torch, case, 2):
+        for label, variant in VARIANTS.items():
+            assert_close(mine[label], theirs[variant.get("accumulation", 1)], label)
+
+
+def every_stage(case: str, accumulation: int) -> list[Weights]:
+    return [train_case(case, stage, accumulation=accumulation) for stage in STAGES]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case_is_bit_equal_in_every_stage(on_ranks, case):
+    for zero, one, two in on_ranks(2, every_stage, case, 1):
+        assert equal(zero, one)
+        assert equal(zero, two)
+    for zero, one, _ in on_ranks(2, every_stage, case, 2):
+        assert equal(zero, one)
+
+
+def scaled_around_the_root(stage: int) -> Weights:
+    """fp16, reentrant checkpoints, the root's forward never runs: the backward begins inside a nested graph task."""
+    torch.manual_seed(5)
+    engine = start(Reentrant(), settings(stage, **precision("fp16")))
+    for step in range(STEPS):
+        x = data(step).half()
+        module = engine.module
+        engine.scale(module.leave(module.run(module.enter(x))).float().square().mean()).backward()
+        engine.step()
+    assert engine.skipped_steps == 0
+    return weights_of(engine.module)
+
+
+def fp16_reference() -> Weights:
+    torch.manual_seed(5)
+    reference = Reference(Reentrant().half())
+    for step in range(STEPS):
+        module = reference.model
+        loss = module.leave(module.run(module.enter(data(step).half()))).float().square().mean()
+        (loss * 256).backward()
+        for parameter in module.parameters():
+            parameter.grad /= 256
+        reference.step()
+    return weights_of(reference.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_scaled_bare_backward_may_begin_inside_a_checkpoint(on_ranks, stage):
+    for mine in on_ranks(2, scaled_around_the_root, stage):
+        assert_close(mine, on_ranks(2, fp16_reference)[0])
+
+
+# -- losses and backwards ----------------------------------------------------------------------------------------------
+
+
+def two_losses(stage: int, bare: bool, accumulation: int, overlap: bool) -> tuple[Weights, Weights]:
+    """Two losses of one forward, two backwards, one step; with accumulation, that twice."""
+    torch.manual_seed(5 + rank())
+    engine = start(DictOutput(), settings(stage, accumulation, overlap))
+    reference = Reference(twin(engine, DictOutput))
+    for step in range(STEPS * accumulation):
+        out = engine(data(step))
+        first, second = out["outputs"][0].square().mean(), out["h"].abs().mean()
+        if bare:
+            first.backward(retain_graph=True)
+            second.backward()
+        else:
+            engine.backward(first, retain_graph=True)
+            engine.backward(second)
+        engine.step()
+        out = reference.model(data(step))
+        ((out["outputs"][0].square().mean() + out["h"].abs().mean()) / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            reference.step()
+    return weights_of(engine.module), weights_of(reference.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_backwards_before_one_step(on_ranks, stage, bare, accumulation, overlap):
+    for mine, theirs in on_ranks(2, two_losses, stage, bare, accumulation, overlap):
+        assert_close(mine, theirs)
+
+
+def two_forwards_two_backwards(stage: int, bare: bool) -> tuple[Weights, Weights]:
+    """Both forwards of a window run before its first backward."""
+    torch.manual_seed(5 + rank())
+    engine = start(Stack(), settings(stage, 2, True))
+    reference = Reference(twin(engine, Stack))
+    for step in range(0, 2 * STEPS, 2):
+        losses = [square(engine, step), square(engine, step + 1)]
+        for loss in losses:
+            loss.backward() if bare else engine.backward(loss)
+            engine.step()
+        ((square(reference.model, step) + square(reference.model, step + 1)) / 2).backward()
+        reference.step()
+    return weights_of(engine.module), weights_of(reference.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("bare", [False, True])
+def test_two_forwards_before_the_first_backward(on_ranks, stage, bare):
+    for mine, theirs in on_ranks(2, two_forwards_two_backwards, stage, bare):
+        assert_close(mine, theirs)
+
+
+def gradients_of_inputs(stage: int, bare: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    engine = start(Stack(), settings(stage))
+    plain = twin(engine, Stack)
+    found = []
+    for model in (engine, plain):
+        x = data(0).requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward() if bare or model is plain else engine.backward(loss)
+        found.append(x.grad)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("bare", [False, True])
+def test_inputs_get_their_gradients(on_ranks, stage, bare):
+    for mine, theirs in on_ranks(2, gradients_of_inputs, stage, bare):
+        torch.testing.assert_close(mine, theirs)
+
+
+# -- a backward that raises --------------------------------------------------------------------------------------------
+
+
+class Fuse(torch.autograd.Function):
+    """Raises in backward while it is blown."""
+
+    blown = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Fuse.blown:
+            Fuse.blown = False
+            raise ArithmeticError("in the middle of backward")
+        return gradient
+
+
+class Fused(Stack):
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.blocks[1](Fuse.apply(self.blocks[0](h))))
+
+
+def going_on(stage: int, bare: bool, around: bool, overlap: bool, zeroed: bool, when: int) -> tuple[Weights, Weights]:
+    """The second of three steps raises in backward and is tried again with the same data."""
+    Fuse.blown = False
+    torch.manual_seed(5 + rank())
+    # Buckets this small launch every unit by itself.
+    engine = start(Fused(), settings(stage, 1, overlap) | {"zero_optimization": {
+        "stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 2}})  # fmt: skip
+    reference = Reference(twin(engine, Fused))
+    loss_of = around_the_root if around else square
+    for step in range(STEPS):
+        if step == when:
+            Fuse.blown = True
+            loss = loss_of(engine, step)
+            with pytest.raises(ArithmeticError):
+                loss.backward() if bare else engine.backward(loss)
+            if zeroed:
+                engine.zero_grad()
+        loss = loss_of(engine, step)
+        loss.backward() if bare else engine.backward(loss)
+        engine.step()
+        loss_of(reference.model, step).backward()
+        reference.step()
+    return weights_of(engine.module), weights_of(reference.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_training_goes_on_after_a_backward_that_raised(on_ranks, stage, bare, overlap, zeroed):
+    for when in (0, 1):
+        for mine, theirs in on_ranks(2, going_on, stage, bare, False, overlap, zeroed, when):
+            assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("bare", [False, True])
+def test_training_goes_on_where_the_roots_forward_never_runs(on_ranks, stage, bare):
+    for mine, theirs in on_ranks(2, going_on, stage, bare, True, False, False, 1):
+        assert_close(mine, theirs)
+
+
+# -- evaluation, accumulation, construction ----------------------------------------------------------------------------
+
+
+def evaluated(stage: int, overlap: bool, bare_module: bool) -> tuple[Weights, Weights, list[float], list[float]]:
+    torch.manual_seed(5 + rank())
+    engine = start(Stack(), settings(stage, 2, overlap))
+    reference = Reference(twin(engine, Stack))
+    mine, theirs = [], []
+    for step in range(2 * STEPS):
+        # Before the first step, inside a window, and right after a step that may still be in flight.
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                engine.eval()
+                called = engine.module if bare_module else engine
+                mine.append(square(called, 99).item())
+                theirs.append(square(reference.model, 99).item())
+                engine.train()
+        engine.backward(square(engine, step))
+        engine.step()
+        (square(reference.model, step) / 2).backward()
+        if step % 2:
+            reference.step()
+    return weights_of(engine.module), weights_of(reference.model), mine, theirs
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("bare_module", [False, True])
+def test_evaluation_between_steps(on_ranks, stage, overlap, bare_module):
+    for mine, theirs, losses, expected in on_ranks(2, evaluated, stage, overlap, bare_module):
+        assert_close(mine, theirs)
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def with_other_counts(stage: int, dtype: str) -> tuple[Weights, Weights]:
+    torch.manual_seed(5 + rank())
+    engine = start(Stack(), settings(stage, 1, **precision(dtype)))
+    reference = Reference(twin(engine, lambda: Stack().to(torch.bfloat16 if dtype == "bf16" else torch.float32)))
+    cast = engine.module.leave.weight.dtype
+    step = 0
+    for count in (1, 3, 2, 1):
+        engine.set_train_batch_size(4 * dist.get_world_size() * count)
+        assert engine.gradient_accumulation_steps() == count
+        for index in range(2 * count):
+            out = engine(data(step).to(cast)).float().square().mean()
+            engine.backward(out)
+            engine.step()
+            (reference.model(data(step).to(cast)).float().square().mean() / count).backward()
+            if (index + 1) % count == 0:
+                reference.step()
+            step += 1
+    assert engine.global_steps == 8
+    return weights_of(engine.module), weights_of(reference.model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_changed_accumulation_count(on_ranks, world, stage, dtype):
+    for mine, theirs in on_ranks(world, with_other_counts, stage, dtype):
+        if dtype == "fp32":
+            assert_close(mine, theirs)
+        for name in theirs:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=3e-2, atol=1e-2)
+
+
+class OnMeta(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.leave = nn.Linear(WIDTH, 12, bias=False)
+        self.leave.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.leave(h)
+
+
+def from_meta(stage: int, own_optimizer: bool) -> tuple[Weights, Weights, Weights, bool]:
+    torch.manual_seed(5 + rank())
+    with torch.device("meta"):
+        model = OnMeta()
+    before = dict(model.named_parameters())
+    optimizer = None
+    if own_optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
+    engine = start(model, settings(stage), optimizer=optimizer)
+    after = dict(engine.module.named_parameters())
+    same = before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    first = weights_of(engine.module)
+    reference = Reference(twin(engine, OnMeta))
+    for step in range(STEPS):
+        engine.backward(of_tokens(engine, step))
+        engine.step()
+        of_tokens(reference.model, step).backward()
+        reference.step()
+    return first, weights_of(engine.module), weights_of(reference.model), same
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_a_model_built_on_the_meta_device(on_ranks, stage, own_optimizer):
+    results = on_ranks(2, from_meta, stage, own_optimizer)
+    for first, mine, theirs, same in results:
+        assert same
+        assert equal(first, results[0][0])
+        assert first["embed.weight"].std().item() == pytest.approx(1, abs=0.3)
+        assert torch.equal(first["blocks.0.norm.weight"], torch.ones(WIDTH))
+        assert_close(mine, theirs)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def refused_meta(kind: str) -> str:
+    with torch.device("meta"):
+        model = NoReset() if kind == "parameter" else nn.BatchNorm1d(3)
+        if kind == "buffer":
+            model = nn.Module()
+            model.add_module("linear", nn.Linear(3, 3))
+            model.register_buffer("table", torch.zeros(3))
+    with pytest.raises(ValueError, match="meta") as caught:
+        start(model, config(0))
+    return str(caught.value)
+
+
+def test_meta_tensors_without_values_are_refused(on_ranks):
+    assert "reset_parameters" in on_ranks(1, refused_meta, "parameter")[0]
+    assert "buffer" in on_ranks(1, refused_meta, "buffer")[0]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def live_tensors() -> int:
+    gc.collect()
+    with contextlib.suppress(ReferenceError):
+        return sum(1 for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter))
+    raise AssertionError
+
+
+def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool) -> list[tuple[Any, ...]]:
+    """What is held after each step, the first two left out: they build the order and the buffers."""
+    engine = start(net(), config(
+        stage, gradient_accumulation_steps=accumulation, zero_optimization={"overlap_comm": overlap}, **precision(dtype)
+    ))  # fmt: skip
+    found = []
+    for index in range(5):
+        for x, y in batches(accumulation, seed=index):
+            loss = engine(x, y)
+            if bare:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        del loss, x, y
+        engine.module  # noqa: B018 - whatever is in flight arrives
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
+        assert all(run.grad is None and run.reduced is None for unit in engine._units for run in unit.runs)
+        found.append((engine.held_bytes(), live_tensors()))
+    planned, held = engine.planned_bytes(), engine.held_bytes()
+    for part in ("parameters", "gradients", "masters", "states"):
+        assert getattr(planned, part) == getattr(held, part), part
+    return found[2:]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("dtype", "accumulation", "overlap", "bare"), [
+    ("fp32", 1, False, False), ("fp32", 2, True, True), ("bf16", 1, True, False), ("fp16", 2, False, True),
+])  # fmt: skip
+def test_memory_returns_to_rest_after_each_step(on_ranks, stage, dtype, accumulation, overlap, bare):
+    for found in on_ranks(2, at_rest, stage, dtype, accumulation, overlap, bare):
+        assert all(held == found[0] for held in found), found
+
+
+def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]]:
+    before = live_tensors()
+    model = net()
+    engine, optimizer, _, _ = onefold.initialize(
+        model=model, config=config(stage, zero_optimization={"overlap_comm": overlap}, bf16={"enabled": True},
+                                   log_level="warning")
+    )  # fmt: skip
+    train(engine, 2)
+    held = {
+        f"{unit.name}.{name}": weakref.ref(value)
+        for unit in engine._units
+        for run in unit.runs
+        for name, value in [("run", run), ("gradient", run._whole), ("shard", run._shard)]
+        if value is not None
+    }
+    held["master"] = weakref.ref(optimizer._pieces[engine._units[0].trained[0]].master)
+    held["state"] = weakref.ref(optimizer._pieces[engine._units[0].trained[0]].states["exp_avg"])
+    if end == "destroy":
+        engine.destroy()
+        del optimizer
+    else:
+        del engine, optimizer
+    gc.collect()
+    alive = [name for name, reference in held.items() if reference() is not None]
+    with torch.no_grad():
+        x, y = batches(1)[0]
+        assert torch.isfinite(model(x, y))
+    del model, x, y
+    if end == "destroy":
+        del engine
+    return before, live_tensors(), alive
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("end", ["del", "destroy"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_that_is_gone_holds_nothing(on_ranks, stage, end, overlap):
+    for before, after, alive in on_ranks(2, after_life, stage, end, overlap):
+        assert alive == []
+        assert after <= before
+
+
+# -- several engines ---------------------------------------------------------------------------------------------------
+
+
+def interleaved(stages: tuple[int, int], overlap: bool) -> tuple[list[Weights], list[Weights]]:
+    """Two engines of different models take turns within each step."""
+    torch.manual_seed(5 + rank())
+    engines = [
+        start(build(), settings(stage, 1, overlap))
+        for build, stage in zip((Stack, TiedAcrossUnits), stages, strict=True)
+    ]
+    references = [Reference(twin(engines[0], Stack)), Reference(twin(engines[1], TiedAcrossUnits))]
+    for step in range(STEPS):
+        losses = [square(engine, step) for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in reversed(engines):
+            engine.step()
+        for reference in references:
+            square(reference.model, step).backward()
+            reference.step()
+    return [weights_of(engine.module) for engine in engines], [weights_of(ref.model) for ref in references]
+
+
+@pytest.mark.parametrize("stages", [(0, 2), (1, 1), (2, 2)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_engines_in_one_process(on_ranks, stages, overlap):
+    for mine, theirs in on_ranks(2, interleaved, stages, overlap):
+        for weights, expected in zip(mine, theirs, strict=True):
+            assert_close(weights, expected)
+
+
+def chained(stage: int, overlap: bool) -> tuple[list[Weights], list[Weights]]:
+    """One loss through two engines: the second one's backward is a bare one to the first."""
+    torch.manual_seed(5 + rank())
+    first, second = (start(Stack(), settings(stage, 1, overlap)) for _ in range(2))
+    references = [Reference(twin(engine, Stack)) for engine in (first, second)]
+    for step in range(STEPS):
+        second.backward(second(first(data(step))).square().mean())
+        first.step()
+        second.step()
+        references[1].model(references[0].model(data(step))).square().mean().backward()
+        for reference in references:
+            reference.step()
+    return [weights_of(engine.module) for engine in (first, second)], [weights_of(ref.model) for ref in references]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_loss_through_two_engines(on_ranks, stage, overlap):
+    for mine, theirs in on_ranks(2, chained, stage, overlap):
+        for weights, expected in zip(mine, theirs, strict=True):
+            assert_close(weights, expected)
+
+
+def initialized_twice(stages: tuple[int, int], overlap: bool) -> tuple[Weights, Weights, str]:
+    torch.manual_seed(5 + rank())
+    model = Stack()
+    first = start(model, settings(stages[0], 1, overlap))
+    first.backward(square(first, 0))
+    first.step()
+    second = start(model, settings(stages[1], 1, overlap))
+    reference = Reference(twin(second, Stack))
+    for step in range(STEPS):
+        second.backward(square(second, step))
+        second.step()
+        square(reference.model, step).backward()
+        reference.step()
+    with pytest.raises(RuntimeError) as caught:
+        first.step()
+    return weights_of(second.module), weights_of(reference.model), str(caught.value)
+
+
+@pytest.mark.parametrize("stages", [(0, 0), (1, 2), (2, 0), (2, 2)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_initialize_twice_on_one_model(on_ranks, stages, overlap):
+    for mine, theirs, message in on_ranks(2, initialized_twice, stages, overlap):
+        assert_close(mine, theirs)
+        assert "optimizer" in message
+
+
+# -- overflow and groups -----------------------------------------------------------------------------------------------
+
+
+def overflowing(stage: int, bad_rank: int, accumulation: int) -> list[tuple[Weights, int, float, bool]]:
+    """One rank's loss is infinite in the second step."""
+    engine = start(net(), config(
+        stage, gradient_accumulation_steps=accumulation, 
+        fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    ))  # fmt: skip
+    found = []
+    for index, (x, y) in enumerate(batches(3 * accumulation)):
+        loss = engine(x, y)
+        if index == accumulation and rank() == bad_rank:
+            loss = loss * 1e30
+        engine.backward(loss)
+        engine.step()
+        if engine.micro_steps % accumulation == 0:
+            found.append(
+                (weights_of(engine.module), engine.skipped_steps, engine.loss_scale(), engine.was_step_applied())
+            )
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("bad_rank", "accumulation"), [(0, 1), (1, 1), (1, 2)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(on_ranks, stage, bad_rank, accumulation):
+    results = on_ranks(2, overflowing, stage, bad_rank, accumulation)
+    for found in results:
+        assert [(skipped, scale, applied) for _, skipped, scale, applied in found] == [
+            (0, 256.0, True),
+            (1, 128.0, False),
+            (1, 128.0, True),
+        ]
+        assert equal(found[1][0], found[0][0])
+        assert not equal(found[2][0], found[1][0])
+        assert all(torch.isfinite(weight).all() for weight in found[2][0].values())
+        assert equal(found[2][0], results[0][2][0])
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases and norms do not decay; one block learns faster."""
+    fast = list(model.blocks[1].parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in fast)]
+    return [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0, "lr": 0.01},
+        {"params": fast, "lr": 0.2, "momentum": 0.5},
+    ]
+
+
+def with_groups(stage: int, how: str) -> tuple[Weights, Weights, list[float]]:
+    torch.manual_seed(5 + rank())
+    model = Stack()
+    given: dict[str, Any] = {"model_parameters": grouped(model)}
+    if how == "instance":
+        optimizer = torch.optim.SGD(grouped(model), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
+        given = {"optimizer": optimizer}
+    engine = start(model, settings(stage), **given)
+    plain = twin(engine, Stack)
+    reference = Reference(plain, grouped(plain))
+    for step in range(STEPS):
+        engine.backward(square(engine, step))
+        engine.step()
+        square(plain, step).backward()
+        reference.step()
+    return weights_of(engine.module), weights_of(plain), engine.get_lr()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["model_parameters", "instance"])
+def test_groups_with_their_own_decay_and_rate(on_ranks, world, stage, how):
+    for mine, theirs, rates in on_ranks(world, with_groups, stage, how):
+        assert_close(mine, theirs)
+        assert rates == [RATE, 0.01, 0.2]
+
+
+# -- what is seen from outside -----------------------------------------------------------------------------------------
+
+
+def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.Tensor]:
+    """With gathers in flight, someone reads the head's weight without going through the engine."""
+    torch.manual_seed(5 + rank())
+    model = Stack()
+    engine = start(model, settings(2, 1, True))
+    for step in range(2):
+        engine.backward(square(engine, step))
+        engine.step()
+    in_flight = any(unit.parameter is ParameterState.GATHERING for unit in engine._units)
+    read = {
+        "attribute": lambda: model.leave.weight,
+        "through the engine": lambda: engine.leave.weight,
+        "parameters()": lambda: list(model.parameters())[-1],
+        "get_parameter": lambda: model.get_parameter("leave.weight"),
+        "state_dict": lambda: model.state_dict()["leave.weight"],
+        "state_dict of a submodule": lambda: model.leave.state_dict()["weight"],
+        "deepcopy": lambda: copy.deepcopy(model).leave.weight,
+        "deepcopy of a submodule": lambda: copy.deepcopy(model.leave).weight,
+        "functional_call": lambda: torch.func.functional_call(model.leave, {}, (torch.eye(WIDTH),)).t(),
+    }[how]
+    value = read().detach().clone()
+    owner = next(
+        unit for unit in engine._units if any(p is model.leave.weight for r in unit.runs for p in r.parameters)
+    )
+    arrived = owner.parameter is ParameterState.FULL
+    return in_flight, arrived, value, engine.module.leave.weight.detach().clone()
+
+
+@pytest.mark.parametrize("how", [
+    "attribute", "through the engine", "parameters()", "get_parameter", "state_dict", "state_dict of a submodule",
+    "deepcopy", "deepcopy of a submodule", "functional_call",
+])  # fmt: skip
+def test_a_step_in_flight_is_finished_before_anyone_sees_it(on_ranks, how):
+    results = on_ranks(2, seen_right_after_a_step, how)
+    for in_flight, arrived, value, expected in results:
+        assert in_flight
+        assert arrived
+        assert torch.equal(value, expected)
+        assert torch.equal(value, results[0][2])
+
+
+def arrived_by_reading(how: str) -> bool:
+    """The same without the white look: reading must itself have finished the gather."""
+    torch.manual_seed(5 + rank())
+    model = Stack()
+    engine = start(model, settings(1, 1, True))
+    engine.backward(square(engine, 0))
+    engine.step()
+    copied = copy.deepcopy(model) if how == "model" else copy.deepcopy(model.blocks)
+    units = [unit for unit in engine._units if how == "model" or unit.name.startswith("blocks")]
+    arrived = all(unit.parameter is ParameterState.FULL for unit in units)
+    mine = model.state_dict() if how == "model" else model.blocks.state_dict()
+    return arrived and equal(dict(copied.state_dict()), dict(mine))
+
+
+@pytest.mark.parametrize("how", ["model", "part"])
+def test_a_copy_is_made_of_whole_parameters(on_ranks, how):
+    assert on_ranks(2, arrived_by_reading, how) == [True, True]
+
+
+def beside_a_copy(stage: int, overlap: bool, copies: bool) -> tuple[Weights, int, bool]:
+    """A copy of the module trains in plain torch, also inside the engine's accumulation window."""
+    torch.manual_seed(5 + rank())
+    engine = start(Stack(), settings(stage, 2, overlap))
+    moved = True
+    traffic = 0
+    for step in range(2 * STEPS):
+        engine.backward(square(engine, step))
+        if copies:
+            before = sum(row.calls for row in engine.ledger.rows())
+            other = copy.deepcopy(engine.module)
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            square(other, step).backward()
+            moved = moved and all(parameter.grad is not None for parameter in other.parameters())
+            optimizer.step()
+            moved = moved and not equal(dict(other.state_dict()), dict(engine.module.state_dict()))
+            traffic += sum(row.calls for row in engine.ledger.rows()) - before
+        engine.step()
+    return weights_of(engine.module), traffic, moved
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_copy_of_the_module_is_plain_torch(on_ranks, stage, overlap):
+    with_copies = on_ranks(2, beside_a_copy, stage, overlap, True)
+    without = on_ranks(2, beside_a_copy, stage, overlap, False)
+    for (mine, traffic, moved), (expected, _, _) in zip(with_copies, without, strict=True):
+        assert moved
+        assert traffic == 0, "the copy's training moved the engine's bytes"
+        assert equal(mine, expected)

@@ -1,0 +1,107 @@
+"""The house: floors import downwards only, a stage number lives in config and plan, files stay rooms."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "onefold"
+
+# The floor of each room; a file at the top of the package is a room of its own.
+FLOORS = {
+    "config": 0,
+    "plan": 0,
+    "comm": 1,
+    "tier": 1,
+    "runtime": 2,
+    "optim": 2,
+    "loader": 2,
+    "window": 2,
+    "report": 3,
+    "engine": 3,
+    "start": 4,
+    "utils": 4,
+    "train": 5,
+    "compat": 6,
+    "cli": 7,
+    "env_report": 7,
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("onefold"):
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("onefold.")}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_floors_import_downwards_only(path):
+    if room(path) == "__init__":
+        pytest.skip("the front door opens every floor, lazily")
+    for other in imported_rooms(path) & FLOORS.keys():
+        assert FLOORS[other] <= FLOORS[room(path)], f"{path} imports upwards: {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_rooms(path):
+    assert len(path.read_text().splitlines()) <= 450
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_stage_number_above_the_plan(path):
+    """Nobody above `plan` compares a stage with a number."""
+    if room(path) in ("config", "plan"):
+        pytest.skip("this is where stages are known")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = {part.attr for side in sides for part in ast.walk(side) if isinstance(part, ast.Attribute)}
+            names |= {part.id for side in sides for part in ast.walk(side) if isinstance(part, ast.Name)}
+            numbers = [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, int)]
+            assert not (numbers and any("stage" in name for name in names)), f"{path}:{node.lineno}"
+
+
+def test_the_package_stays_small():
+    assert sum(len(path.read_text().splitlines()) for path in FILES) < 10_000
+
+
+def test_importing_onefold_does_nothing():
+    """No torch.distributed group, no logging handler, no compiler, no plotting, no output."""
+    code = (
+        "import sys, logging, onefold\n"
+        "heavy = {'matplotlib', 'rich', 'torch._dynamo', 'onefold.engine'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert not logging.getLogger('onefold').handlers\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_training_needs_no_compiler_at_run_time():
+    """Initialising and stepping imports neither torch's compiler nor a C++ toolchain."""
+    code = (
+        "import sys, torch, onefold\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "config = {'train_batch_size': 1, 'optimizer': {'type': 'AdamW'}, 'log_level': 'warning'}\n"
+        "engine, *_ = onefold.initialize(model=model, config=config)\n"
+        "engine.backward(engine(torch.ones(1, 4)).sum()); engine.step()\n"
+        "heavy = {'torch._dynamo', 'torch._inductor', 'torch.utils.cpp_extension'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

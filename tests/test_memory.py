@@ -1,0 +1,119 @@
+"""Model-state bytes per rank equal the plan's arithmetic exactly, and nothing grows."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from models import batches, config, net, precision, start
+
+
+def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, Any]:
+    engine = start(net(), config(stage, gradient_accumulation_steps=accumulation, **precision(dtype)))
+    at_start = engine.held_bytes()
+    for x, y in batches(2 * accumulation):
+        engine.backward(engine(x, y))
+        engine.step()
+    runs = [run for unit in engine._units for run in unit.runs]
+    return {
+        "planned": engine.planned_bytes(),
+        "start": at_start,
+        "end": engine.held_bytes(),
+        "numel": sum(run.layout.total for run in runs),
+        "slots": engine._pool.num_bytes,
+        "largest": engine.planned_bytes().largest_slot,
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
+def test_held_bytes_equal_the_plan(on_ranks, world, stage, dtype, accumulation):
+    for got in on_ranks(world, bytes_after_steps, stage, dtype, accumulation):
+        planned = got["planned"]
+        for held in (got["start"], got["end"]):
+            assert held.parameters == planned.parameters
+            assert held.gradients == planned.gradients
+            assert held.masters == planned.masters
+            assert held.states == planned.states
+        # The arithmetic itself, written out: 16-bit parameters keep 4 bytes of master, Adam 8 bytes of moments.
+        size, shards = (4 if dtype == "fp32" else 2), (world if stage > 0 else 1)
+        assert planned.parameters == size * got["numel"]
+        assert planned.masters == (0 if dtype == "fp32" else 4 * got["numel"] // shards)
+        assert planned.states == 8 * got["numel"] // shards
+
+
+def test_sharded_gradients_cost_a_shard_and_a_slot(on_ranks):
+    whole, sharded = on_ranks(4, bytes_after_steps, 1, "fp32", 1)[0], on_ranks(4, bytes_after_steps, 2, "fp32", 1)[0]
+    assert sharded["planned"].gradients * 4 == whole["planned"].gradients
+    # All units of this small model travel in one batch, so each has one slot; none is made twice.
+    assert sharded["slots"] <= whole["planned"].gradients
+
+
+def tensors_from_step_to_step(stage: int, overlap: bool) -> list[tuple[int, int]]:
+    engine = start(net(), config(stage, gradient_accumulation_steps=2, zero_optimization={"overlap_comm": overlap}))
+    counts = []
+    for x, y in batches(8):
+        engine.backward(engine(x, y))
+        engine.step()
+        if engine.micro_steps % 2 == 0:
+            engine.module  # noqa: B018 - waits for what is in flight
+            counts.append(live_tensors())
+    return counts
+
+
+def live_tensors() -> tuple[int, int]:
+    """How many tensors there are, and of how many elements."""
+    gc.collect()
+    # The type itself, not isinstance: that would wake lazy proxies among all objects.
+    sizes = [item.numel() for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
+    return len(sizes), sum(sizes)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_grows_from_step_to_step(on_ranks, stage, overlap):
+    counts = on_ranks(2, tensors_from_step_to_step, stage, overlap)[0]
+    assert counts[1] == counts[2] == counts[3]
+
+
+def peak_while_building() -> tuple[int, int]:
+    """Flattening holds at most one unit twice: count the bytes of parameters and lines alive at each new line."""
+    model = net(width=64, depth=8)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    peak, zeros = [0], torch.zeros
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = zeros(*args, **kwargs)
+        storages = {
+            item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+            for item in gc.get_objects()
+            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.dtype == torch.float32
+        }
+        peak[0] = max(peak[0], sum(storages.values()) - before)
+        return made
+
+    gc.collect()
+    before = sum(
+        {
+            item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+            for item in gc.get_objects()
+            if type(item) in (torch.Tensor, torch.nn.Parameter)
+        }.values()
+    )
+    torch.zeros = counting  # type: ignore[assignment]
+    try:
+        settings = config(0)
+        del settings["optimizer"]
+        start(model, settings)
+    finally:
+        torch.zeros = zeros
+    return peak[0], total + block
+
+
+def test_building_holds_one_unit_twice_at_most(on_ranks):
+    peak, total_and_block = on_ranks(1, peak_while_building)[0]
+    assert 0 < peak < total_and_block // 4

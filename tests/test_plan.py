@@ -1,0 +1,154 @@
+"""The table, the layout and the cut: pure decisions, no process group."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from onefold.config import ConfigError, load_config
+from onefold.plan import Layout, Placement, Tier, Wire, cut, make_plan
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "configs"
+R, S = Placement.REPLICATED, Placement.SHARDED
+
+
+@pytest.mark.parametrize(("stage", "row"), [(0, (R, R, R)), (1, (R, R, S)), (2, (R, S, S)), (3, (S, S, S))])
+def test_each_stage_is_a_row(stage, row):
+    plan = make_plan(load_config({"zero_optimization": {"stage": stage}}))
+    assert (plan.parameters.placement, plan.gradients.placement, plan.states.placement) == row
+    assert {plan.parameters.tier, plan.gradients.tier, plan.states.tier} == {Tier.DEVICE}
+
+
+def test_offload_and_wires_change_columns():
+    plan = make_plan(
+        load_config(
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+                    "zero_quantized_weights": True,
+                    "zero_quantized_gradients": True,
+                    "zero_hpz_partition_size": 8,
+                }
+            }
+        )
+    )
+    assert plan.states.tier is Tier.HOST
+    assert plan.gradients.tier is Tier.HOST
+    assert plan.parameters.tier is Tier.NVME
+    assert plan.parameters.wire is Wire.INT8
+    assert plan.gradients.wire is Wire.INT4
+    assert plan.node_shard_size == 8
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_every_example_gives_the_plan_it_describes(path):
+    """What a file says in its own letters (stage, devices) is what its plan holds."""
+    text = path.read_text()
+    config = load_config(path)
+    plan = make_plan(config)
+    body = "\n".join(line for line in text.splitlines() if not line.strip().startswith(("//", "#")))
+    compact = body.replace(" ", "").replace('"', "")
+    for stage in range(4):
+        if f"stage:{stage}" in compact or f"zero_stage:{stage}" in compact:
+            assert (plan.states.placement is S) == (stage >= 1)
+            assert (plan.gradients.placement is S) == (stage >= 2)
+            assert (plan.parameters.placement is S) == (stage >= 3)
+    if "offload_optimizer:" not in compact.replace("\n", "") and "offload_optimizer_device:cpu" not in compact:
+        assert plan.states.tier is Tier.DEVICE
+    assert (plan.parameters.wire is Wire.INT8) == ("zero_quantized_weights:true" in compact)
+
+
+def test_the_plan_says_itself_in_words():
+    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}})).words())
+    assert "replicated: every rank holds all of them" in words
+    assert "sharded after every micro-step" in words
+    assert "every rank holds and steps its own part" in words
+
+
+def test_a_layout_covers_every_parameter_once():
+    layout = Layout.of([("a", (3, 5), 1), ("b", (), 0), ("c", (0,), 0), ("d", (130,), 1)], num_shards=3)
+    assert [member.name for member in layout.members] == ["b", "c", "a", "d"]
+    assert all(member.start % 64 == 0 for member in layout.members)
+    assert layout.total % (3 * 2048) == 0
+    ends = 0
+    for member in layout.members:
+        assert member.start >= ends
+        ends = member.stop
+    assert layout.numel == 15 + 1 + 130
+
+
+def test_segments_of_all_shards_are_the_group_ranges():
+    layout = Layout.of([("a", (5000,), 0), ("b", (3000,), 1), ("c", (100,), 2)], num_shards=4)
+    for group_range in layout.group_ranges:
+        covered = []
+        for rank in range(4):
+            covered += [
+                (segment.start, segment.stop)
+                for segment in layout.segments(*layout.shard_range(rank))
+                if segment.group == group_range.group
+            ]
+        assert covered[0][0] == group_range.start
+        assert covered[-1][1] == group_range.stop
+        for (_, stop), (start, _) in pairwise(covered):
+            assert stop == start
+
+
+def test_a_layout_of_nothing_is_empty():
+    layout = Layout.of([("a", (0,), 0)], num_shards=2)
+    assert layout.total == 0
+    assert list(layout.segments(0, 0)) == []
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1 << 15, 64)
+        self.layers = nn.ModuleList(Expert() for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+
+
+def test_repeated_blocks_large_modules_and_the_rest():
+    units = cut(Model())
+    assert [unit.module for unit in units] == ["", "embed", "layers.0", "layers.1"]
+    assert units[0].parameters == ("norm.weight", "norm.bias")
+    assert len(units[2].parameters) == 6  # experts stay inside their block
+
+
+def test_explicit_names_win():
+    assert [unit.module for unit in cut(Model(), ["Linear"])][:2] == ["", "embed"]
+    assert len(cut(Model(), ["Linear"])) == 2 + 6
+    assert [unit.module for unit in cut(Model(), ["layers.0"])] == ["", "embed", "layers.0"]
+    with pytest.raises(ConfigError, match=r"onefold.units.*'Blok'.*Expert"):
+        cut(Model(), ["Blok"])
+
+
+def test_hugging_face_classes_are_units():
+    model = Model()
+    model._no_split_modules = ["Expert"]
+    assert [unit.module for unit in cut(model)] == ["", "embed", "layers.0", "layers.1"]
+
+
+def test_shared_parameters_belong_to_the_root():
+    model = Model()
+    model.layers[0].experts[0].weight = model.layers[1].experts[0].weight
+    units = {unit.module: unit for unit in cut(model)}
+    assert "layers.0.experts.0.weight" in units[""].parameters
+    assert units[""].shared
+    assert not units["layers.0"].shared
+
+
+def test_the_cut_names_every_parameter_once():
+    model = Model()
+    names = [name for unit in cut(model) for name in unit.parameters]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
