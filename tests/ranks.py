@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import time
@@ -23,10 +24,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes in one gloo group. A case that breaks a rank gets a fresh pool for the next one."""
+    """`world_size` processes in one group. A case that breaks a rank gets a fresh pool for the next one."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self._backend = backend
         self._ranks: list[tuple[Any, Any]] = []
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -45,7 +47,7 @@ class RankPool:
                 if pipe in ready:
                     try:
                         ok, value = pipe.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         ok, value = False, f"rank {rank} died"
                     if ok:
                         results[rank] = value
@@ -65,10 +67,13 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("fork")
+        # Forking is fast, but CUDA cannot start in a fork of a process that has asked for it.
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         for rank in range(self.world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, port, self._backend, there), daemon=True
+            )
             process.start()
             self._ranks.append((process, here))
 
@@ -80,12 +85,14 @@ class RankPool:
         self._ranks = []
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     while True:
         try:
             case, args, kwargs = pipe.recv()

@@ -104,6 +104,6 @@ def data_group() -> Group:
     world = dist.group.WORLD
     assert world is not None, "init_distributed comes first"
     if _mesh is None or _mesh[0] is not world:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
         _mesh = (world, init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,)))
     return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS))

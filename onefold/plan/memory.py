@@ -22,7 +22,7 @@ class RunShape:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Resting bytes of one rank. Plans that shard gradients also hold a slot per open unit while in backward."""
+    """Bytes of one rank when backward ends. Where gradients are sharded by then, each open unit held a slot before."""
 
     parameters: int
     gradients: int
@@ -50,14 +50,11 @@ def count_bytes(
         parameters += run.layout.total * run.dtype.itemsize
         if not run.trainable:
             continue
-        whole = precision.of_gradient(run.dtype, num_micro_steps)
-        reduced = precision.of_reduced(run.dtype, num_micro_steps, world_size)
-        if plan.keeps_whole_gradient:
-            gradients += run.layout.total * whole.itemsize
+        if reduces_in_place(plan, run.dtype, precision, world_size, num_micro_steps):
+            gradients += run.layout.total * precision.of_gradient(run.dtype, num_micro_steps).itemsize
         else:
+            gradients += run.layout.shard_size * precision.of_reduced(run.dtype, num_micro_steps, world_size).itemsize
             largest_slot = max(largest_slot, run.layout.total * run.dtype.itemsize)
-        if not reduces_in_place(plan, run.dtype, precision, world_size, num_micro_steps):
-            gradients += run.layout.shard_size * reduced.itemsize
         stepped = run.layout.shard_size if plan.shards_states else run.layout.total
         master = master_dtype(run.dtype)
         masters += 0 if master == run.dtype else stepped * master.itemsize

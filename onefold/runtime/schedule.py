@@ -28,7 +28,7 @@ from onefold.tier.device import Pool
 # Units smaller than this share a collective with the next one: below it latency costs more than bytes.
 SMALL_MESSAGE = 1 << 18
 
-# Reductions in flight at once where each holds a gradient slot.
+# Reductions in flight at once where each holds slots that go back when it ends.
 SLOT_FLIGHTS = 2
 
 
@@ -101,7 +101,7 @@ class Schedule:
         if not boundary:
             for unit in self.trained:
                 for run in unit.trained:
-                    run.accumulate()
+                    run.accumulate(self._pool)
 
     def land(self, unit: Unit, run: Run, index: int) -> None:
         """Autograd has produced one parameter's gradient."""
@@ -214,8 +214,8 @@ class Schedule:
     def _make_room(self, flights: deque[Flight], batch: list[Unit], limit: int, finish: Callable[[], None]) -> None:
         """Bucket sizes limit what is in flight; one batch always may be."""
         incoming = sum(unit.num_elements for unit in batch)
-        if flights is self._reducing and not self._plan.keeps_whole_gradient:
-            # Each flight holds slots: a third one would buy no overlap, only memory.
+        if flights is self._reducing and not all(run.in_place for unit in batch for run in unit.trained):
+            # Each flight holds slots that go back: a third one would buy no overlap, only memory.
             while len(flights) >= SLOT_FLIGHTS:
                 finish()
         while flights and sum(flight.num_elements for flight in flights) + incoming > limit:

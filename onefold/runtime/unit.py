@@ -19,10 +19,11 @@ class Run:
 
     [Note: where a gradient is]
     Autograd hands each gradient over as a fresh tensor; `land` moves it into the run's line and clears `p.grad`, so
-    nothing a user does to `p.grad` (zero_grad, create_graph) can detach the line. The line (`grad`) is the run's own
-    where the plan keeps whole gradients, otherwise a slot of the pool, held from the first gradient to the reduction.
-    The reduction leaves this rank's sum in `reduced`: in its own slice of the line where the dtypes allow, otherwise
-    in a shard of its own. `reduced` is a sum over ranks and micro-steps; the step divides it.
+    nothing a user does to `p.grad` (zero_grad, create_graph) can detach the line. The line (`grad`) is a slot of the
+    pool, taken at the first gradient. Where the plan keeps whole gradients it gathers micro-steps until the boundary;
+    elsewhere every micro-step ends in a reduction. The reduction leaves this rank's sum in `reduced`: in its own slice
+    of the slot where the dtypes allow and the slot is not wanted back, otherwise in a shard of its own. `reduced` is a
+    sum over ranks and micro-steps; the step divides it.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Run:
         self._precision = precision
         self._rank = rank
         self._accumulates = accumulates
-        self._whole: torch.Tensor | None = None
+        self._sum_slot: torch.Tensor | None = None
         self._shard: torch.Tensor | None = None
         self._take_parameters()
         if trainable:
-            self._allocate_gradients()
+            self._allocate_shard()
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -101,36 +102,31 @@ class Run:
         return 2 if self._accumulates else 1
 
     @property
-    def _in_place(self) -> bool:
+    def in_place(self) -> bool:
+        """Whether the sum stays in the slot; otherwise the slot goes back as soon as it is reduced."""
         return reduces_in_place(self._plan, self.dtype, self._precision, self.layout.num_shards, self._num_micro_steps)
 
-    def _allocate_gradients(self) -> None:
-        if self._plan.keeps_whole_gradient:
-            self._whole = torch.zeros(self.layout.total, dtype=self._grad_dtype, device=self.device)
-        if not self._in_place:
+    def _allocate_shard(self) -> None:
+        if not self.in_place:
             self._shard = torch.zeros(self.layout.shard_size, dtype=self._reduced_dtype, device=self.device)
 
-    def accumulate(self) -> None:
-        """From now on several micro-steps add up: widen what was sized for one."""
-        if self._accumulates or not self.trainable:
+    def accumulate(self, pool: Pool) -> None:
+        """From now on several micro-steps add up: widen what was meant for one."""
+        if self._accumulates:
             return
-        old_whole = self._whole
         self._accumulates = True
-        self._allocate_gradients()
-        if self.grad is not None and self.grad is old_whole:
-            assert self._whole is not None
-            self.grad = self._whole.copy_(self.grad)
-        if self.reduced is not None:
+        self._allocate_shard()
+        if self.grad is not None and self.grad.dtype != self._grad_dtype:
+            wide = pool.take(self.layout.total, self._grad_dtype, self.layout.shape_key).copy_(self.grad)
+            pool.give_back(self.grad, self.layout.shape_key)
+            self.grad = wide
+        if self.reduced is not None and self.reduced.dtype != self._reduced_dtype:
             self.reduced = self.reduced.to(self._reduced_dtype)
+            self._give_back_sum_slot(pool)
 
     def open(self, pool: Pool) -> None:
         """Have a line to land gradients in."""
-        if self._whole is None:
-            self.grad = pool.take(self.layout.total, self._grad_dtype, self.layout.shape_key)
-        else:
-            self.grad = self._whole
-            if self.reduced is not None and self._in_place:
-                self.reduced = self.reduced.clone()
+        self.grad = pool.take(self.layout.total, self._grad_dtype, self.layout.shape_key)
         self._filled = bytearray(len(self.parameters))
 
     def land(self, index: int) -> None:
@@ -160,26 +156,35 @@ class Run:
         if prescale != 1.0:
             self.grad.mul_(prescale)
         add = self.reduced is not None
-        if self.reduced is None:
+        if self.reduced is None and self.in_place:
             start, stop = self.layout.shard_range(self._rank)
-            self.reduced = self.grad[start:stop] if self._in_place else self._shard
+            self.reduced, self._sum_slot = self.grad[start:stop], self.grad
+        elif self.reduced is None:
+            self.reduced = self._shard
         assert self.reduced is not None
         return Reduction(self.grad, self.reduced, self.wire, add)
 
     def close(self, pool: Pool) -> None:
-        """The line has been reduced: if it is a slot, give it back."""
-        if self.grad is not None and self.grad is not self._whole:
+        """The line has been reduced: give the slot back, unless the sum lies in it."""
+        if self.grad is not None and self.grad is not self._sum_slot:
             pool.give_back(self.grad, self.layout.shape_key)
         self.grad = None
 
     def drop_gradients(self, pool: Pool) -> None:
         """Forget everything that has been accumulated."""
         self.close(pool)
+        self._give_back_sum_slot(pool)
         self.reduced = None
 
+    def _give_back_sum_slot(self, pool: Pool) -> None:
+        if self._sum_slot is not None:
+            pool.give_back(self._sum_slot, self.layout.shape_key)
+            self._sum_slot = None
+
     def gradient_bytes(self) -> int:
-        """Bytes of gradient that rest here; slots of the pool are the pool's."""
-        return sum(tensor.nbytes for tensor in (self._whole, self._shard) if tensor is not None)
+        """Bytes of gradient held now."""
+        held = (self._shard, self._sum_slot if self._sum_slot is not None else self.grad)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 def _as_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Device buffers that are taken, given back and taken again: no step allocates what the last one freed."""
+"""Device buffers that are taken, given back and taken again: no step pays for what the last one freed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import torch
 
 
 class Pool:
-    """Free lists of flat buffers. It grows to the largest number that was open at once, and no further.
+    """Flat buffers for the time they are needed.
 
-    A buffer is zero when it is first made; buffers are reused only under the same key, so whatever the users of one
-    key never write (padding) stays zero. Everything is taken and given back on the stream that computes.
+    On a GPU torch's allocator already keeps what is freed, so a buffer given back is simply let go, and activations
+    can use its memory meanwhile. On a CPU freed pages go back to the system and cost dearly to get again, so free
+    lists keep them: they grow to the largest number that was open at once, and no further.
+
+    A buffer taken under a key is zero wherever the users of that key never write (padding); without a key its content
+    is arbitrary. Everything is taken and given back on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._keeps = device.type == "cpu"
         self._free: dict[Hashable, list[torch.Tensor]] = {}
         self.num_bytes = 0
 
@@ -24,10 +29,14 @@ class Pool:
         if free:
             return free.pop()
         self.num_bytes += numel * dtype.itemsize
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+        make = torch.empty if key is None else torch.zeros
+        return make(numel, dtype=dtype, device=self._device)
 
     def give_back(self, buffer: torch.Tensor, key: Hashable = None) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype, key), []).append(buffer)
+        if self._keeps:
+            self._free.setdefault((buffer.numel(), buffer.dtype, key), []).append(buffer)
+        else:
+            self.num_bytes -= buffer.nbytes
 
     def clear(self) -> None:
         """Forget the free buffers; those still out are their holders'."""

@@ -1,0 +1,169 @@
+"""On a CUDA device: NCCL at world size 1, and two ranks on one GPU over the host-staged exchange.
+
+NCCL refuses two ranks on one GPU, so NCCL between GPUs is not run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import batches, config, net, precision, start, weights_of
+from ranks import RankPool
+
+import onefold
+from onefold.comm import Ledger, Native, Reduction, data_group
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[RankPool]:
+    pool = RankPool(1, backend="nccl")
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[RankPool]:
+    pool = RankPool(2, backend="gloo")
+    yield pool
+    pool.stop()
+
+
+def train_on_gpu(stage: int, dtype: str, accumulation: int, overlap: bool, collective: str) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings = config(
+        stage,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=0.3,
+        zero_optimization={"overlap_comm": overlap, "reduce_bucket_size": 5000, "allgather_bucket_size": 5000},
+        onefold={"collective": collective},
+        **precision(dtype),
+    )
+    engine = start(net(depth=4), settings)
+    assert engine.device.type == "cuda"
+    losses = []
+    for x, y in batches(4 * accumulation):
+        loss = engine(x.cuda(), y.cuda())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = {name: weight.cpu() for name, weight in weights_of(engine.module).items()}
+    planned, held = engine.planned_bytes(), engine.held_bytes()
+    return {
+        "losses": losses,
+        "weights": weights,
+        "bytes": (planned.total, held.total),
+        "collective": engine._collective_name,
+        "calls": {row.operation: row.calls for row in engine.ledger.rows()},
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["losses"] == other["losses"] and all(
+        torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_stages_are_bit_equal_on_one_gpu(nccl, dtype):
+    runs = [nccl.run(train_on_gpu, stage, dtype, 1, True, "auto")[0] for stage in (0, 1, 2)]
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
+    for run in runs:
+        assert run["bytes"][0] == run["bytes"][1]
+
+
+def test_nccl_itself_carries_the_collectives(nccl):
+    native = nccl.run(train_on_gpu, 2, "bf16", 1, True, "native")[0]
+    assert native["collective"] == "native"
+    assert native["calls"]["reduce-scatter"] > 0
+    assert native["calls"]["gather"] > 0
+    assert same(native, nccl.run(train_on_gpu, 2, "bf16", 1, True, "exchange")[0])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_on_one_gpu_over_the_host(staged, dtype, accumulation):
+    """Streams, events and order: overlapped runs equal serial ones bit for bit, in every stage."""
+    runs = {
+        (stage, overlap): staged.run(train_on_gpu, stage, dtype, accumulation, overlap, "auto")
+        for stage in (0, 1, 2)
+        for overlap in (False, True)
+    }
+    for (stage, _), results in runs.items():
+        assert results[0]["collective"] == "stagedexchange"
+        reference = runs[(0 if accumulation == 1 or stage < 2 else 2, False)]
+        for rank in (0, 1):
+            assert same(results[rank], reference[rank])
+        assert all(
+            torch.equal(results[0]["weights"][name], results[1]["weights"][name]) for name in results[0]["weights"]
+        )
+
+
+def streams_used() -> tuple[bool, bool, bool]:
+    """The native collective runs on its own stream, and finishing makes the compute stream wait for it."""
+    device = torch.device("cuda", 0)
+    collective = Native(data_group(), Ledger(), device)
+    lane = collective._lane.stream
+    source, target = torch.ones(1 << 24, device=device), torch.zeros(1 << 24, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # the compute stream is busy: the lane must wait for it before it reads
+    source.mul_(3)
+    pending = collective.start_reduce_scatter([Reduction(source, target, torch.float32, add=False)])
+    busy = not lane.query()
+    pending.finish()
+    total = target.sum()  # queued on the compute stream, behind the event
+    return lane != torch.cuda.current_stream(), busy, total.item() == 3.0 * (1 << 24)
+
+
+def test_collectives_overlap_on_a_stream_of_their_own(nccl):
+    assert nccl.run(streams_used)[0] == (True, True, True)
+
+
+def one_sync_a_step() -> int:
+    engine = start(net().cuda(), config(2, bf16={"enabled": True}))
+    x, y = (tensor.cuda() for tensor in batches(1)[0])
+    for _ in range(2):
+        engine.backward(engine(x, y))
+        engine.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.backward(engine(x, y))
+        engine.step()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def test_a_step_syncs_the_host_once(nccl):
+    assert nccl.run(one_sync_a_step)[0] == 1
+
+
+def freed() -> tuple[int, int]:
+    import gc
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine: onefold.Engine | None = start(net(width=256), config(2))
+    assert engine is not None
+    x, y = (tensor.cuda() for tensor in batches(1)[0])
+    engine.backward(engine(x, y))
+    engine.step()
+    del engine, x, y
+    gc.collect()
+    return before, torch.cuda.memory_allocated()
+
+
+def test_a_deleted_engine_frees_the_gpu(nccl):
+    before, after = nccl.run(freed)[0]
+    assert after <= before
