@@ -59,10 +59,14 @@ class Reference:
         )
 
     def step(self) -> None:
-        for parameter, master in self._masters.items():
-            gradient = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_dense().float()
-            dist.all_reduce(gradient)
-            master.grad = gradient / dist.get_world_size()
+        line = torch.cat([
+            (torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_dense().float()).flatten()
+            for parameter, master in self._masters.items()
+        ])  # fmt: skip
+        dist.all_reduce(line)
+        pieces = (line / dist.get_world_size()).split([master.numel() for master in self._masters.values()])
+        for (parameter, master), piece in zip(self._masters.items(), pieces, strict=True):
+            master.grad = piece.view_as(master)
             parameter.grad = None
         self._optimizer.step()
         with torch.no_grad():
@@ -541,8 +545,7 @@ def settings(stage: int, accumulation: int = 1, overlap: bool = False, **more: A
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "engine.backward": {},
-    "overlapped": {"overlap": True},
-    "bare": {"bare": True},
+    "bare, overlapped": {"bare": True, "overlap": True},
     "accumulated": {"accumulation": 2},
     "bare, accumulated, overlapped": {"bare": True, "accumulation": 2, "overlap": True},
 }
@@ -556,10 +559,11 @@ def flat(weights: Weights) -> torch.Tensor:
 def beside_torch(case: str, stage: int, labels: Sequence[str]) -> tuple[list[str], torch.Tensor]:
     """What is wrong, and the weights of all variants."""
     mine = {label: train_case(case, stage, **VARIANTS[label]) for label in labels}
+    theirs = {accumulation: train_reference(case, accumulation) for accumulation in (1, 2)}
     problems = []
     for label in labels:
         try:
-            assert_close(mine[label], train_reference(case, VARIANTS[label].get("accumulation", 1)), label)
+            assert_close(mine[label], theirs[VARIANTS[label].get("accumulation", 1)], label)
         except AssertionError as error:
             problems.append(str(error))
     # When things move never moves a bit, nor does who calls backward.
@@ -581,7 +585,7 @@ def test_case_equals_plain_torch(on_ranks, case, stage):
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_case_equals_plain_torch_at_other_world_sizes(on_ranks, case, world):
-    results = on_ranks(world, beside_torch, case, 2, ["overlapped", "bare, accumulated, overlapped"])
+    results = on_ranks(world, beside_torch, case, 2, ["bare, overlapped", "accumulated"])
     for problems, weights in results:
         assert problems == []
         assert torch.equal(weights, results[0][1])
@@ -922,6 +926,16 @@ def live_tensors() -> int:
     raise AssertionError
 
 
+def settled_count(expected: int) -> int:
+    """Threads of gloo let go of what they sent a moment after the wait: a leak never comes back to the count."""
+    count = live_tensors()
+    for _ in range(20):
+        if expected and count <= expected:
+            break
+        count = live_tensors()
+    return count
+
+
 def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool) -> list[tuple[Any, ...]]:
     """What is held after each step, the first two left out: they build the order and the buffers."""
     engine = start(net(), config(
@@ -940,11 +954,12 @@ def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool
         engine.module  # noqa: B018 - whatever is in flight arrives
         assert all(parameter.grad is None for parameter in engine.module.parameters())
         assert all(run.grad is None and run.reduced is None for unit in engine._units for run in unit.runs)
-        found.append((engine.held_bytes(), live_tensors()))
+        if index >= 2:
+            found.append((engine.held_bytes(), settled_count(found[0][1] if found else 0)))
     planned, held = engine.planned_bytes(), engine.held_bytes()
-    for part in ("parameters", "gradients", "masters", "states"):
+    for part in ("parameters", "masters", "states"):
         assert getattr(planned, part) == getattr(held, part), part
-    return found[2:]
+    return found
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -968,8 +983,8 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
         f"{unit.name}.{name}": weakref.ref(value)
         for unit in engine._units
         for run in unit.runs
-        for name, value in [("run", run), ("gradient", run._whole), ("shard", run._shard)]
-        if value is not None
+        for name, value in [("run", run), *vars(run).items()]
+        if name == "run" or (isinstance(value, torch.Tensor) and name != "full")
     }
     held["master"] = weakref.ref(optimizer._pieces[engine._units[0].trained[0]].master)
     held["state"] = weakref.ref(optimizer._pieces[engine._units[0].trained[0]].states["exp_avg"])
@@ -1163,6 +1178,9 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
     torch.manual_seed(5 + rank())
     model = Stack()
     engine = start(model, settings(2, 1, True))
+    owner = next(
+        unit for unit in engine._units if any(p is model.leave.weight for r in unit.runs for p in r.parameters)
+    )
     for step in range(2):
         engine.backward(square(engine, step))
         engine.step()
@@ -1179,9 +1197,6 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
         "functional_call": lambda: torch.func.functional_call(model.leave, {}, (torch.eye(WIDTH),)).t(),
     }[how]
     value = read().detach().clone()
-    owner = next(
-        unit for unit in engine._units if any(p is model.leave.weight for r in unit.runs for p in r.parameters)
-    )
     arrived = owner.parameter is ParameterState.FULL
     return in_flight, arrived, value, engine.module.leave.weight.detach().clone()
 

@@ -52,10 +52,10 @@ def train_on_gpu(stage: int, dtype: str, accumulation: int, overlap: bool, colle
     for x, y in batches(4 * accumulation):
         loss = engine(x.cuda(), y.cuda())
         engine.backward(loss)
+        planned, held = engine.planned_bytes(), engine.held_bytes()
         engine.step()
         losses.append(loss.item())
     weights = {name: weight.cpu() for name, weight in weights_of(engine.module).items()}
-    planned, held = engine.planned_bytes(), engine.held_bytes()
     return {
         "losses": losses,
         "weights": weights,

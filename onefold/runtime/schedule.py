@@ -193,7 +193,7 @@ class Schedule:
 
     def start_gather(self, batch: list[Unit]) -> None:
         """The batch has been stepped: send each rank's slice to all others, in place."""
-        if not self._plan.shards_states or self._collective.group.size == 1:
+        if not self._plan.shards_states:
             return
         self._make_room(self._gathering, batch, self._plan.gather_bucket, self._finish_gather)
         for unit in batch:
