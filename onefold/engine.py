@@ -26,7 +26,7 @@ from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
-from onefold.runtime import Hooks, Schedule, build_units
+from onefold.runtime import Hooks, Schedule, Unit, build_units
 from onefold.tier.device import Pool
 from onefold.window import Window
 
@@ -56,6 +56,7 @@ class Engine(nn.Module):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
+        self.global_samples = 0
         self.skipped_steps = 0
         self._group = group
         self._applied = False
@@ -79,22 +80,25 @@ class Engine(nn.Module):
             group=group,
             ledger=self.ledger,
             device=device,
+            buffer_dtype=DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None,
         )
         prescale, self._postscale = gradient_factors(config, group.size)
         self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale)
         self.optimizer: ShardedOptimizer | None = None
         if chosen is not None:
             self.optimizer = ShardedOptimizer(
-                chosen, self._units, plan, self._schedule, collective, self._pool, self._loss_scale
+                chosen,
+                self._units,
+                plan,
+                self._schedule,
+                collective,
+                self._pool,
+                self._loss_scale,
+                weakref.WeakMethod(self.zero_grad),
             )
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
-        self._hooks = Hooks(
-            model,
-            self._schedule,
-            begin=weakref.WeakMethod(self._begin_bare_backward),
-            loaded=weakref.WeakMethod(self._after_load),
-            watch=plan.overlap and plan.shards_states and group.size > 1,
-        )
+        watch = plan.overlap and plan.shards_states and group.size > 1
+        self._hooks = Hooks(model, self._schedule, self, watch=watch)
         weakref.finalize(self, self._hooks.remove)
         self._modules["module"] = model
         self.training = model.training
@@ -131,7 +135,7 @@ class Engine(nn.Module):
                 scaled.backward(retain_graph=retain_graph)
                 self._schedule.end_backward()
             except BaseException:
-                self._abort_backward()
+                self.abort_backward()
                 raise
         if self.settings.memory_breakdown:
             memory_status("after backward")
@@ -154,6 +158,7 @@ class Engine(nn.Module):
             with self._timeline.span("step"):
                 self._take_step(self.optimizer, lr_kwargs or {})
             self.global_steps += 1
+            self.global_samples += self.batch.train
             self._print_progress()
         self._window.micro_steps += 1
 
@@ -204,15 +209,18 @@ class Engine(nn.Module):
     def _begin_backward(self, *, owed: int) -> None:
         if self._schedule.in_backward:
             # A backward outside the engine raised and never ended; its gradients are worthless.
-            self._abort_backward()
+            self.abort_backward()
         self._window.owe(owed)
         self._schedule.begin_backward(boundary=self._window.backward_is_last)
 
-    def _abort_backward(self) -> None:
+    def abort_backward(self) -> None:
+        """A backward raised: its window's gradients are dropped, and the window starts over."""
         self._schedule.abort_backward()
-        self._window.close()
+        if self._window.restart():
+            logger.warning("a backward raised inside an accumulation window: the window starts over")
 
-    def _begin_bare_backward(self) -> None:
+    def begin_bare_backward(self) -> None:
+        """Somebody called `backward` on a loss without the engine."""
         if self.settings.fp16.enabled:
             if not self._scaled_losses:
                 raise RuntimeError(
@@ -222,12 +230,15 @@ class Engine(nn.Module):
             self._scaled_losses -= 1
         self._begin_backward(owed=self.batch.accumulation)
 
-    def _after_load(self) -> None:
+    def parameters_loaded(self, units: list[Unit]) -> None:
+        """`load_state_dict` has written parameters of these units: masters take them over."""
         if self.optimizer is not None:
-            self.optimizer.refresh_masters()
+            self.optimizer.refresh_masters(units)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients."""
+        if self._schedule.in_backward:
+            self.abort_backward()
         self._window.close()
         self._schedule.drop_gradients()
 
@@ -298,10 +309,6 @@ class Engine(nn.Module):
     def config(self) -> dict[str, Any]:
         """The config as the user gave it."""
         return self.settings.raw
-
-    @property
-    def global_samples(self) -> int:
-        return self.micro_steps * self.batch.micro * self.batch.world
 
     @property
     def local_rank(self) -> int:

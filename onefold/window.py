@@ -24,7 +24,7 @@ class Window:
         # What the accumulated gradients are still to be divided by: 1 where `engine.backward` divided the loss,
         # the accumulation count where a bare backward did not. None between windows.
         self._owed: int | None = None
-        # Where the present accumulation count began to hold.
+        # The micro-step from which windows are counted.
         self._first = 0
 
     @property
@@ -60,6 +60,17 @@ class Window:
     def close(self) -> None:
         """The window's gradients are gone: stepped with, or dropped."""
         self._owed = None
+
+    def restart(self) -> bool:
+        """The window's gradients are lost: count from here. Whether earlier micro-steps were lost with them."""
+        lost = self.micro_steps > self._window_start
+        self._first = self.micro_steps
+        self.close()
+        return lost
+
+    @property
+    def _window_start(self) -> int:
+        return self.micro_steps - (self.micro_steps - self._first) % self.batch.accumulation
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -64,10 +64,10 @@ NOT_ELEMENTWISE = {
     "adafactor": "keeps row and column sums of whole matrices",
     "shampoo": "preconditions whole matrices",
     "soap": "preconditions whole matrices",
-    "lbfgs": "works on the whole parameter vector with line searches",
-    "sparseadam": "needs sparse gradients, and runs keep dense ones",
 }
-_OTHERS = {
+NOWHERE = {
+    "lbfgs": "calls the loss again and again inside its step, which the engine cannot do",
+    "sparseadam": "needs sparse gradients, and runs keep dense ones",
     "onebitadam": "compresses its own communication, which ZeRO replaces",
     "zerooneadam": "compresses its own communication, which ZeRO replaces",
     "muadam": "needs the `mup` package; pass an instance instead",
@@ -128,11 +128,17 @@ def check_shardable(chosen: Chosen) -> None:
         )
 
 
+def _check_anywhere(name: str) -> None:
+    if name.lower() in NOWHERE:
+        raise ConfigError(f"optimizer {name} is not supported: it {NOWHERE[name.lower()]}")
+
+
 def _of_instance(optimizer: torch.optim.Optimizer, allow_untested: bool) -> Chosen:
     if optimizer.state:
         raise ValueError("the optimizer has already stepped: pass it to initialize before its first step")
     kind = type(optimizer)
     name = kind.__name__
+    _check_anywhere(name)
     known = {
         torch.optim.Adam: "adam",
         torch.optim.AdamW: "adamw",
@@ -157,8 +163,7 @@ def _of_instance(optimizer: torch.optim.Optimizer, allow_untested: bool) -> Chos
 
 def _of_name(name: str, params: dict[str, Any], groups: Groups) -> Chosen:
     key = name.lower()
-    if key in _OTHERS:
-        raise ConfigError(f"optimizer.type {name}: it {_OTHERS[key]}")
+    _check_anywhere(name)
     if key in DEFAULTS:
         defaults = dict(DEFAULTS[key])
         if key in ("adam", "adamw"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         collective: Collective,
         pool: Pool,
         loss_scale: LossScale,
+        drop_gradients: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         if plan.shards_states:
             check_shardable(chosen)
@@ -48,6 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.num_steps = 0
         self._loss_scale = loss_scale
+        self._drop_gradients = drop_gradients
         self._plan = plan
         self._schedule = schedule
         self._collective = collective
@@ -114,9 +117,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return whole, self._collective.start_gather(list(whole.values()))
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """The module's parameters were written from outside (load_state_dict): take them over."""
-        for piece in self._pieces.values():
+    def refresh_masters(self, units: Sequence[Unit]) -> None:
+        """Parameters of these units were written from outside: take them over."""
+        for piece in (self._pieces[run] for unit in units for run in unit.trained):
             if piece.has_own_master:
                 piece.master.copy_(piece.line(0, piece.master.numel()))
 
@@ -138,7 +141,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("engine.step() steps the optimizer: it also clips, checks for overflow and moves parameters")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._schedule.drop_gradients()
+        drop = self._drop_gradients()
+        if drop is not None:
+            drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError("parameter groups are fixed when initialize lays out the shards: pass all of them there")

@@ -23,6 +23,7 @@ def build_units(
     group: Group,
     ledger: Ledger,
     device: torch.device,
+    buffer_dtype: torch.dtype | None = None,
 ) -> list[Unit]:
     """Flatten a model unit by unit, so that at most one unit is ever held twice.
 
@@ -50,7 +51,7 @@ def build_units(
         units.append(Unit(found.module, modules[found.module], runs, index=index, shared=found.shared))
     if on_meta:
         _initialise(modules, on_meta)
-    _take_first_ranks_values(model, units, group, ledger, device)
+    _take_first_ranks_values(model, units, group, ledger, device, buffer_dtype)
     return units
 
 
@@ -83,7 +84,12 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str]) -> None:
 
 
 def _take_first_ranks_values(
-    model: nn.Module, units: Sequence[Unit], group: Group, ledger: Ledger, device: torch.device
+    model: nn.Module,
+    units: Sequence[Unit],
+    group: Group,
+    ledger: Ledger,
+    device: torch.device,
+    buffer_dtype: torch.dtype | None,
 ) -> None:
     with torch.no_grad():
         for unit in units:
@@ -91,8 +97,11 @@ def _take_first_ranks_values(
                 broadcast_from_first(group, run.full, ledger)
         in_runs = {id(parameter) for unit in units for run in unit.runs for parameter in run.parameters}
         loose = [parameter for parameter in model.parameters() if id(parameter) not in in_runs]
-        for tensor in [*loose, *model.buffers()]:
-            if tensor.is_meta:
+        for buffer in model.buffers():
+            if buffer.is_meta:
                 raise ValueError("a buffer is on the meta device and has no values: build buffers off meta")
+            if buffer_dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.data.to(buffer_dtype)
+        for tensor in [*loose, *model.buffers()]:
             tensor.data = tensor.data.to(device)
             broadcast_from_first(group, tensor.data, ledger)

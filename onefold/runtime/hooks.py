@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,43 +23,50 @@ from onefold.runtime.schedule import Schedule
 from onefold.runtime.unit import Run, Unit
 
 
+class Listener(Protocol):
+    """The engine, as far as its hooks know it."""
+
+    def begin_bare_backward(self) -> None:
+        """Somebody called `backward` on a loss; begin it on the schedule."""
+
+    def abort_backward(self) -> None:
+        """A bare backward raised and will not end."""
+
+    def parameters_loaded(self, units: list[Unit]) -> None:
+        """`load_state_dict` has written parameters of these units."""
+
+
 class Hooks:
-    """All hooks of one engine.
+    """All hooks of one engine. `watch`: gathers may be in flight between steps, so reading a parameter waits."""
 
-    `begin` is called when a bare backward starts, and begins it on the schedule; `loaded` after `load_state_dict`.
-    `watch`: gathers may be in flight between steps, so reading a parameter must wait for them.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        schedule: Schedule,
-        *,
-        begin: weakref.WeakMethod[Callable[[], None]],
-        loaded: weakref.WeakMethod[Callable[[], None]],
-        watch: bool,
-    ) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, schedule: Schedule, listener: Listener, *, watch: bool) -> None:
         self._schedule = schedule
-        self._begin = begin
-        self._loaded = loaded
+        self._listener = weakref.ref(listener)
+        self._bare: weakref.ref[_BareBackward] | None = None
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
-        me = weakref.ref(self)
         add = self._handles.append
+        me = weakref.ref(self)
+        owner = {
+            id(parameter): unit.index for unit in schedule.units for run in unit.runs for parameter in run.parameters
+        }
         for unit in schedule.units:
-            add(unit.module.register_forward_pre_hook(_before_forward(me, unit.index)))
+            add(unit.module.register_forward_pre_hook(_hook(me, unit.module, _before_forward, unit.index)))
             for run in unit.trained:
                 for index, parameter in enumerate(run.parameters):
                     hook = _on_gradient(me, weakref.ref(unit), weakref.ref(run), index)
                     add(parameter.register_post_accumulate_grad_hook(hook))
-        add(model.register_forward_pre_hook(_recover(me)))
-        add(model.register_forward_hook(_after_root_forward(me)))
-        add(model.register_state_dict_pre_hook(_around_state_dict(me, Hooks.settle_all)))
-        add(model.register_load_state_dict_pre_hook(_around_state_dict(me, Hooks.settle_all)))
-        add(model.register_load_state_dict_post_hook(_around_state_dict(me, Hooks.after_load)))
-        if watch:
-            self._watch(model, me)
+        for module in model.modules():
+            units = sorted({owner[id(p)] for p in module._parameters.values() if id(p) in owner})
+            if units:
+                add(module.register_load_state_dict_pre_hook(_hook(me, module, _settle, units)))
+                add(module.register_load_state_dict_post_hook(_hook(me, module, _after_load, units)))
+                add(module.register_state_dict_pre_hook(_hook(me, module, _settle, units)))
+            if units and watch:
+                module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
+                self._watched.append(weakref.ref(module))
+        add(model.register_forward_pre_hook(_hook(me, model, _recover)))
+        add(model.register_forward_hook(_hook(me, model, _after_root_forward)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -71,55 +78,57 @@ class Hooks:
                 module.__dict__["_parameters"] = dict(module._parameters)
         self._watched.clear()
 
-    def _watch(self, model: nn.Module, me: weakref.ref[Hooks]) -> None:
-        owner = {
-            id(parameter): unit.index
-            for unit in self._schedule.units
-            for run in unit.runs
-            for parameter in run.parameters
-        }
-        for module in model.modules():
-            units = {owner[id(p)] for p in module._parameters.values() if p is not None and id(p) in owner}
-            if units:
-                module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, sorted(units))
-                self._watched.append(weakref.ref(module))
-
     def begin_bare_backward(self) -> None:
-        if self._schedule.in_backward:
+        """Inside a backward: if it is nobody's yet, it begins here."""
+        listener = self._listener()
+        if listener is None or (self._schedule.in_backward and not self._bare_has_died()):
             return
-        begin = self._begin()
-        if begin is None:
-            return
-        begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._schedule.end_backward)  # type: ignore[attr-defined]
+        listener.begin_bare_backward()
+        backward = _BareBackward(self)
+        self._bare = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
+
+    def end_bare_backward(self) -> None:
+        self._bare = None
+        self._schedule.end_backward()
+
+    def recover(self) -> None:
+        """Before a forward outside any backward: one that is still open has raised."""
+        listener = self._listener()
+        if listener is not None and self._schedule.in_backward and not inside_backward():
+            listener.abort_backward()
+            self._bare = None
 
     def land(self, unit: Unit, run: Run, index: int) -> None:
         self.begin_bare_backward()
         self._schedule.land(unit, run, index)
 
-    def before_forward(self, index: int) -> None:
-        self._schedule.before_forward(self._schedule.units[index])
+    def before_forward(self, unit: int) -> None:
+        self._schedule.before_forward(self._schedule.units[unit])
 
-    def settle(self, indices: list[int]) -> None:
-        for index in indices:
-            self._schedule.settle(self._schedule.units[index])
+    def settle(self, units: list[int]) -> None:
+        for unit in units:
+            self._schedule.settle(self._schedule.units[unit])
 
-    def settle_all(self) -> None:
-        self._schedule.settle_all()
+    def parameters_loaded(self, units: list[int]) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.parameters_loaded([self._schedule.units[unit] for unit in units])
 
-    def after_load(self) -> None:
-        loaded = self._loaded()
-        if loaded is not None:
-            loaded()
+    def _bare_has_died(self) -> bool:
+        return self._bare is not None and self._bare() is None
 
-    def serves(self, module: nn.Module) -> bool:
-        """A deep copy of the model carries these hooks along; it is not ours to serve."""
-        return self._model() is module
 
-    def recover(self) -> None:
-        """A bare backward that raised never reached its callback: the next forward outside any backward says so."""
-        if self._schedule.in_backward and not inside_backward():
-            self._schedule.abort_backward()
+class _BareBackward:
+    """The callback that ends a bare backward. Only autograd's graph task holds it: when that dies, so does this."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = weakref.ref(hooks)
+
+    def __call__(self) -> None:
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.end_bare_backward()
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
@@ -154,6 +163,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         return super().values()
 
     def __reduce__(self) -> Any:
+        self._settle()
         return dict, (dict(super().items()),)
 
 
@@ -161,11 +171,14 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _before_forward(me: weakref.ref[Hooks], index: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
+def _hook(me: weakref.ref[Hooks], owner: nn.Module, act: Callable[..., None], *fixed: Any) -> Callable[..., None]:
+    """A module hook that acts for its own module only: a deep copy of a model carries its hooks along."""
+    mine = weakref.ref(owner)
+
+    def hook(module: nn.Module, *args: Any) -> None:
         hooks = me()
-        if hooks is not None:
-            hooks.before_forward(index)
+        if hooks is not None and module is mine():
+            act(hooks, *fixed, *args)
 
     return hook
 
@@ -181,40 +194,36 @@ def _on_gradient(
     return hook
 
 
-def _recover(me: weakref.ref[Hooks]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        hooks = me()
-        if hooks is not None and hooks.serves(module):
-            hooks.recover()
-
-    return hook
+def _before_forward(hooks: Hooks, unit: int, *_: Any) -> None:
+    hooks.before_forward(unit)
 
 
-def _after_root_forward(me: weakref.ref[Hooks]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        # A recomputation inside a backward belongs to that backward.
-        hooks = me()
-        if hooks is None or not hooks.serves(module) or not torch.is_grad_enabled() or inside_backward():
-            return
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if tensors:
-            register_multi_grad_hook(tensors, begin, mode="any")
+def _settle(hooks: Hooks, units: list[int], *_: Any) -> None:
+    hooks.settle(units)
+
+
+def _after_load(hooks: Hooks, units: list[int], *_: Any) -> None:
+    hooks.parameters_loaded(units)
+
+
+def _recover(hooks: Hooks, *_: Any) -> None:
+    hooks.recover()
+
+
+def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
+    # A recomputation inside a backward belongs to that backward.
+    if not torch.is_grad_enabled() or inside_backward():
+        return
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    me = weakref.ref(hooks)
 
     def begin(gradient: torch.Tensor) -> None:
-        hooks = me()
-        if hooks is not None:
-            hooks.begin_bare_backward()
+        alive = me()
+        if alive is not None:
+            alive.begin_bare_backward()
 
-    return hook
-
-
-def _around_state_dict(me: weakref.ref[Hooks], act: Callable[[Hooks], None]) -> Callable[..., None]:
-    def hook(*args: Any) -> None:
-        hooks = me()
-        if hooks is not None:
-            act(hooks)
-
-    return hook
+    if tensors:
+        register_multi_grad_hook(tensors, begin, mode="any")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -132,13 +132,13 @@ class Schedule:
         self.in_backward = False
 
     def abort_backward(self) -> None:
-        """Backward raised. Let what is on the wire arrive, forget the rest, and be ready for another try."""
-        while self._reducing:
-            self._finish_reduction()
+        """Backward raised. Let what is on the wire arrive, forget everything, and be ready for another try."""
         self.in_backward = False
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
+        while self._reducing:
+            self._finish_reduction()
         for unit in self.trained:
             unit.drop_gradients(self._pool)
 
