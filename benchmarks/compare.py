@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def summary(outcome: Outcome) -> str:
-    return f"{outcome.step_median:.3f} s a step, {outcome.resident_mb:.0f} MB, loss {outcome.losses[-1]:.4f}"
+    return f"{outcome.step_mean:.3f} s a step, {outcome.resident_mb:.0f} MB, loss {outcome.losses[-1]:.4f}"
 
 
 def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
@@ -58,10 +58,10 @@ def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
         if not measured:
             rows.append([system, *["-"] * (len(HEADER) - 1)])
             continue
-        steps = [seconds for outcome in measured for seconds in outcome.step_seconds]
+        steps = [outcome.step_mean for outcome in measured]
         resident = statistics.median(outcome.resident_mb for outcome in measured)
         ratios = [
-            mine.step_median / theirs.step_median
+            mine.step_mean / theirs.step_mean
             for mine, theirs in zip(rounds, reference, strict=False)
             if not mine.error and not theirs.error
         ]

@@ -52,13 +52,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def summary(outcome: Outcome) -> str:
-    return f"{outcome.step_median:.3f} s a step, {outcome.gpu_mb:.0f} MB, start-up {outcome.startup_seconds:.1f} s"
+    return f"{outcome.step_mean:.3f} s a step, {outcome.gpu_mb:.0f} MB, start-up {outcome.startup_seconds:.1f} s"
 
 
 def best(rounds: list[Outcome]) -> Outcome | None:
     """The fastest round that ended well: on a device of one's own, noise only ever adds."""
     measured = [outcome for outcome in rounds if not outcome.error]
-    return min(measured, key=lambda outcome: outcome.step_median) if measured else None
+    return min(measured, key=lambda outcome: outcome.step_mean) if measured else None
 
 
 def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
@@ -72,9 +72,9 @@ def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
         rows.append(
             [
                 system,
-                f"{outcome.step_median:.4f}",
+                f"{outcome.step_mean:.4f}",
                 f"{min(outcome.step_seconds):.4f}",
-                ratio(outcome.step_median, reference and reference.step_median),
+                ratio(outcome.step_mean, reference and reference.step_mean),
                 f"{outcome.gpu_mb:.0f}",
                 ratio(outcome.gpu_mb, reference and reference.gpu_mb),
                 f"{outcome.resident_mb:.0f}",

@@ -28,8 +28,9 @@ from onefold.tier.device import Pool
 # Units smaller than this share a collective with the next one: below it latency costs more than bytes.
 SMALL_MESSAGE = 1 << 18
 
-# Reductions in flight at once where each holds slots that go back when it ends.
-SLOT_FLIGHTS = 2
+# A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
+# cheapest while that is still in cache.
+REDUCTIONS_IN_FLIGHT = 2
 
 
 @dataclass
@@ -214,10 +215,8 @@ class Schedule:
     def _make_room(self, flights: deque[Flight], batch: list[Unit], limit: int, finish: Callable[[], None]) -> None:
         """Bucket sizes limit what is in flight; one batch always may be."""
         incoming = sum(unit.num_elements for unit in batch)
-        if flights is self._reducing and not all(run.in_place for unit in batch for run in unit.trained):
-            # Each flight holds slots that go back: a third one would buy no overlap, only memory.
-            while len(flights) >= SLOT_FLIGHTS:
-                finish()
+        while flights is self._reducing and len(flights) >= REDUCTIONS_IN_FLIGHT:
+            finish()
         while flights and sum(flight.num_elements for flight in flights) + incoming > limit:
             finish()
 
