@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +16,8 @@ from onefold.comm import Group, Ledger, local_rank, make_collective
 from onefold.config import Batch, Config
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
-from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.norm import exchange_scalars
 from onefold.optim.sharded import ShardedOptimizer
+from onefold.optim.update import Update
 from onefold.plan import ModelBytes, Plan
 from onefold.plan.table import DTYPES, gradient_factors, make_precision
 from onefold.report.describe import describe, held_bytes, planned_bytes
@@ -27,11 +25,23 @@ from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, Schedule, Unit, build_units
+from onefold.runtime.trees import cast_floats
 from onefold.tier.device import Pool
 from onefold.window import Window
 
 # One live engine a model: a second `initialize` on it retires the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+# Methods of DeepSpeed's engine that are on their way: their absence is ours, not the model's.
+_LATER = {
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_16bit_model",
+    "save_fp16_model",
+    "offload_states",
+    "reload_states",
+}
 
 
 class Engine(nn.Module):
@@ -59,12 +69,8 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.skipped_steps = 0
         self._group = group
-        self._applied = False
-        self._norm: float | None = None
         self._window = Window(batch, managed=config.managed_gradient_accumulation)
         self._scaled_losses = 0
-        self._loss_scale = build_loss_scale(config.fp16)
-        self._checks_overflow = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
         self._precision = make_precision(config)
 
         collective = make_collective(config.onefold.collective, group, self.ledger, device)
@@ -82,8 +88,11 @@ class Engine(nn.Module):
             device=device,
             buffer_dtype=DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None,
         )
-        prescale, self._postscale = gradient_factors(config, group.size)
+        trained = {id(parameter) for unit in self._units for run in unit.trained for parameter in run.parameters}
+        self._left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+        prescale, postscale = gradient_factors(config, group.size)
         self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale)
+        self._update = Update(config, self._schedule, postscale, group, self.ledger, device)
         self.optimizer: ShardedOptimizer | None = None
         if chosen is not None:
             self.optimizer = ShardedOptimizer(
@@ -91,15 +100,14 @@ class Engine(nn.Module):
                 self._units,
                 plan,
                 self._schedule,
-                collective,
-                self._pool,
-                self._loss_scale,
+                group.rank,
+                self._update.loss_scale,
                 weakref.WeakMethod(self.zero_grad),
             )
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
         watch = plan.overlap and plan.shards_states and group.size > 1
         self._hooks = Hooks(model, self._schedule, self, watch=watch)
-        weakref.finalize(self, self._hooks.remove)
+        weakref.finalize(self, _let_go, self._schedule, self._hooks).atexit = False
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -110,7 +118,7 @@ class Engine(nn.Module):
         model = self._modules["module"]
         assert model is not None
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
-            args, kwargs = _to_half(args), _to_half(kwargs)
+            args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
         with self._timeline.span("forward"), self._autocast():
             output = model(*args, **kwargs)
         if self.settings.memory_breakdown:
@@ -131,7 +139,7 @@ class Engine(nn.Module):
         with self._timeline.span("backward"):
             self._begin_backward(owed=1)
             try:
-                scaled = loss.float() * self._loss_scale.value if self.settings.fp16.enabled else loss
+                scaled = loss.float() * self._update.loss_scale.value if self._update.scales_loss else loss
                 scaled.backward(retain_graph=retain_graph)
                 self._schedule.end_backward()
             except BaseException:
@@ -144,7 +152,7 @@ class Engine(nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a bare `loss.backward()`; the accumulation count is divided out later."""
         self._scaled_losses += 1
-        return loss.float() * self._loss_scale.value
+        return loss.float() * self._update.loss_scale.value
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, move parameters, advance the schedule. Elsewhere: count."""
@@ -167,44 +175,17 @@ class Engine(nn.Module):
             # Every step is a boundary, and only now do we know that this is one.
             self._schedule.begin_backward(boundary=True)
             self._schedule.end_backward()
-        scalars = self._exchange_scalars()
-        if scalars.late:
-            self._schedule.reduce_late()
-            scalars = self._exchange_scalars()
-        unscale = self._postscale / (self._loss_scale.value * self._window.owed)
-        self._norm = scalars.norm * unscale
-        optimizer.overflow = scalars.overflow and self._checks_overflow
-        self._applied = not optimizer.overflow
-        if self._applied:
-            optimizer.apply(unscale * self._clip_coefficient(self._norm))
-        else:
-            self.skipped_steps += 1
+        update, before = self._update, self._update.loss_scale.value
+        update.take(optimizer, self._window.owed)
         self.zero_grad()
         self._schedule.end_step()
-        if optimizer.overflow and self.settings.fp16.enabled:
-            before = self._loss_scale.value
-            self._loss_scale.update(overflow=True)
+        update.loss_scale.update(overflow=optimizer.overflow)
+        if not update.applied:
+            self.skipped_steps += 1
             if self._group.rank == 0:
-                logger.info("overflow: step skipped, loss scale %g -> %g", before, self._loss_scale.value)
-        else:
-            self._loss_scale.update(overflow=False)
-        if self._applied and self.lr_scheduler is not None:
+                logger.info("overflow: step skipped, loss scale %g -> %g", before, update.loss_scale.value)
+        elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-
-    def _exchange_scalars(self) -> Any:
-        shards = [run.reduced for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]
-        late = bool(self._schedule.late_units())
-        if not shards and not late and self._schedule.trained:
-            raise RuntimeError(
-                "engine.step() without a backward since the last step: there is no gradient to step with"
-            )
-        return exchange_scalars(shards, late=late, group=self._group, ledger=self.ledger, device=self.device)
-
-    def _clip_coefficient(self, norm: float) -> float:
-        limit = self.settings.gradient_clipping
-        if limit <= 0 or not math.isfinite(norm):
-            return 1.0
-        return min(1.0, limit / (norm + 1e-6))
 
     def _begin_backward(self, *, owed: int) -> None:
         if self._schedule.in_backward:
@@ -221,7 +202,7 @@ class Engine(nn.Module):
 
     def begin_bare_backward(self) -> None:
         """Somebody called `backward` on a loss without the engine."""
-        if self.settings.fp16.enabled:
+        if self._update.scales_loss:
             if not self._scaled_losses:
                 raise RuntimeError(
                     "fp16 gradients underflow without a loss scale: write engine.backward(loss), "
@@ -237,6 +218,8 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients."""
+        for parameter in self._left_alone:
+            parameter.grad = None
         if self._schedule.in_backward:
             self.abort_backward()
         self._window.close()
@@ -335,11 +318,11 @@ class Engine(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last boundary updated the weights (an overflow skips it)."""
-        return self._applied
+        return self._update.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's averaged gradient before clipping; None before the first step."""
-        return self._norm
+        return self._update.norm
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]
@@ -358,7 +341,7 @@ class Engine(nn.Module):
 
     def loss_scale(self) -> float:
         """The loss scale in force."""
-        return self._loss_scale.value
+        return self._update.loss_scale.value
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -370,7 +353,7 @@ class Engine(nn.Module):
 
     def planned_bytes(self) -> ModelBytes:
         """The plan's arithmetic: model-state bytes of one rank."""
-        return planned_bytes(self._units, self.plan, self._precision, self.batch, self.optimizer)
+        return planned_bytes(self._units, self.plan, self._precision, self._window, self.optimizer)
 
     def held_bytes(self) -> ModelBytes:
         """What is really allocated, counted from the tensors."""
@@ -381,7 +364,7 @@ class Engine(nn.Module):
         return describe(self._units, self.plan, self.planned_bytes(), self.batch, self.optimizer, self._collective_name)
 
     def _print_progress(self) -> None:
-        every = self.settings.steps_per_print
+        every = self.settings.steps_per_print or (10 if self.settings.wall_clock_breakdown else None)
         if not every or self.global_steps % every:
             return
         times = self._timeline.take()
@@ -390,7 +373,7 @@ class Engine(nn.Module):
             spent = "".join(f", {phase} {seconds * 1000 / every:.1f} ms" for phase, seconds in times.items())
             logger.info(
                 "step %d, skipped %d, lr [%s], grad norm %.4g%s",
-                self.global_steps, self.skipped_steps, rates, self._norm or 0.0, spent,
+                self.global_steps, self.skipped_steps, rates, self._update.norm or 0.0, spent,
             )  # fmt: skip
 
     def deepspeed_io(
@@ -423,6 +406,17 @@ class Engine(nn.Module):
         self._units.clear()
         self._schedule.forget_units()
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Engine:
+        """`.to()`, `.half()` and their kin would tear parameters out of their lines."""
+        for run in (run for unit in self._units for run in unit.runs):
+            probe = torch.empty(0, dtype=run.dtype, device=run.device)
+            changed = fn(probe)
+            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    "the engine's model cannot be cast or moved: dtypes and devices come from the config"
+                )
+        return self
+
     def _autocast(self) -> Any:
         section = self.settings.torch_autocast
         if not section.enabled:
@@ -433,10 +427,18 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in _LATER:
+                raise AttributeError(f"engine.{name} is not built yet: it comes with a later release") from None
             modules = self.__dict__.get("_modules", {})
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
+
+
+def _let_go(schedule: Schedule, hooks: Hooks) -> None:
+    """What is in flight arrives, whoever deleted the engine: other ranks count on it, and so does the model."""
+    schedule.settle_all()
+    hooks.remove()
 
 
 def _retire(model: nn.Module) -> None:
@@ -445,13 +447,3 @@ def _retire(model: nn.Module) -> None:
     if previous is not None:
         logger.info("the model's earlier engine is retired: its states are freed")
         previous.destroy()
-
-
-def _to_half(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.half() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _to_half(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_to_half(item) for item in value)
-    return value

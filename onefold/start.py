@@ -8,14 +8,13 @@ from os import PathLike
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import data_group, init_distributed, local_device
 from onefold.config import Config, ConfigError, check_built, load_config, solve_batch
 from onefold.engine import Engine
-from onefold.optim.choose import choose
+from onefold.optim.choose import check_shardable, choose
 from onefold.optim.schedules import build_scheduler
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import make_plan
@@ -50,10 +49,7 @@ def initialize(
         raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
     settings = load_config(_config_source(args, config, config_params))
     check_built(settings)
-    if not dist.is_initialized():
-        if dist_init_required is False:
-            raise RuntimeError("dist_init_required is False, but torch.distributed is not initialized")
-        init_distributed(distributed_port=distributed_port)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     group, device = data_group(), local_device()
     set_up_logging(settings.log_level, speaks=group.rank == 0)
     if group.rank == 0:
@@ -65,10 +61,12 @@ def initialize(
         optimizer,
         settings.optimizer,
         parameters or [parameter for parameter in model.parameters() if parameter.requires_grad],
-        allow_untested=settings.zero_allow_untested_optimizer,
     )
+    plan = make_plan(settings).for_world(group.size)
+    if chosen is not None and plan.shards_states:
+        check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
     batch = solve_batch(settings, group.size)
-    engine = Engine(model, settings, batch, make_plan(settings).for_world(group.size), chosen, group, device)
+    engine = Engine(model, settings, batch, plan, chosen, group, device)
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

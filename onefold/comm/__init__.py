@@ -33,8 +33,8 @@ __all__ = [
 
 def make_collective(kind: str, group: Group, ledger: Ledger, device: torch.device) -> Collective:
     """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL, exchange elsewhere)."""
-    staged = group.backend == "gloo" and device.type == "cuda"
-    if kind == "native" or (kind == "auto" and group.backend == "nccl" and group.size > 1):
+    staged = device.type == "cuda" and not group.uses_nccl
+    if kind == "native" or (kind == "auto" and group.uses_nccl and group.size > 1):
         if staged:
             raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")
         return Native(group, ledger, device)

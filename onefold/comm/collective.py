@@ -28,7 +28,7 @@ class Reduction:
 
 
 class Pending:
-    """A started collective. `finish` orders everything the caller does next behind it; on a GPU it blocks no host."""
+    """A started collective. `finish` orders everything the caller does next behind it."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -88,7 +88,7 @@ def gather_scalars(group: Group, values: torch.Tensor, ledger: Ledger) -> torch.
     """Every rank's small vector, as rows in rank order: the one exchange of a step that the host waits for."""
     if group.size == 1:
         return values.unsqueeze(0)
-    staged = values.cpu() if group.backend == "gloo" else values
+    staged = values.to(group.device)
     rows = [torch.empty_like(staged) for _ in range(group.size)]
     ledger.count("gather scalars", group.axis, staged.nbytes * (group.size - 1))
     with ledger.timed("gather scalars", group.axis):
@@ -100,9 +100,7 @@ def broadcast_from_first(group: Group, tensor: torch.Tensor, ledger: Ledger) -> 
     """Take the first rank's values, in place."""
     if group.size == 1 or tensor.numel() == 0:
         return
-    # gloo carries host tensors only; NCCL only what lies on the GPU.
-    staged = tensor.cpu() if group.backend == "gloo" else tensor
-    staged = staged.contiguous()
+    staged = tensor.to(group.device).contiguous()
     wire = staged.view(torch.uint8) if staged.dtype in _AS_BYTES and staged.dim() else staged
     ledger.count("broadcast", group.axis, staged.nbytes if group.rank == 0 else 0)
     with ledger.timed("broadcast", group.axis):

@@ -6,7 +6,9 @@ any stage, which is what makes stages bit-equal.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from onefold.comm.collective import Lane, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.tier.device import Pool
+
+_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
@@ -25,8 +29,9 @@ class Exchange:
         self._ledger = ledger
         self._lane = Lane(device)
         self._pool = Pool(device)
-        # Exchanges in flight between two ranks are told apart by tag; all ranks start them in one order.
-        self._tag = 0
+        # Exchanges in flight between two ranks are told apart by tag, over all engines of a group; all ranks start
+        # them in one order.
+        self._tags = _tags.setdefault(group.process_group, count())
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
@@ -40,16 +45,16 @@ class Exchange:
         jobs: list[tuple[Reduction, torch.Tensor, torch.Tensor]] = []
         with self._lane.enter(), ledger.timed("reduce-scatter", group.axis):
             for reduction in reductions:
-                source = self._on_wire(reduction)
+                source, tag = self._on_wire(reduction), self._tag()
                 size = source.numel() // group.size
                 inbox = self._pool.take(size * (group.size - 1), reduction.wire)
                 for row, peer in enumerate(group.peers):
                     operations += self._swap(
-                        source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size), peer, len(jobs)
+                        source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size), peer, tag
                     )
                 sent += size * (group.size - 1) * reduction.wire.itemsize
                 jobs.append((reduction, source, inbox))
-            works = self._launch(operations, len(jobs))
+            works = _launch(operations)
         ledger.count("reduce-scatter", group.axis, sent)
 
         def complete() -> None:
@@ -68,13 +73,13 @@ class Exchange:
         operations: list[dist.P2POp] = []
         sent = 0
         with self._lane.enter(), ledger.timed("gather", group.axis):
-            for index, line in enumerate(lines):
-                size = line.numel() // group.size
+            for line in lines:
+                size, tag = line.numel() // group.size, self._tag()
                 own = line.narrow(0, group.rank * size, size)
                 for peer in group.peers:
-                    operations += self._swap(own, line.narrow(0, peer * size, size), peer, index)
+                    operations += self._swap(own, line.narrow(0, peer * size, size), peer, tag)
                 sent += own.nbytes * (group.size - 1)
-            works = self._launch(operations, len(lines))
+            works = _launch(operations)
         ledger.count("gather", group.axis, sent)
 
         def complete() -> None:
@@ -84,18 +89,15 @@ class Exchange:
 
         return self._lane.pending(complete)
 
-    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, index: int) -> list[dist.P2POp]:
-        there = self.group.global_rank(peer)
-        process_group, tag = self.group.process_group, self._tag + index
+    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, tag: int) -> list[dist.P2POp]:
+        there, process_group = self.group.global_rank(peer), self.group.process_group
         return [
             dist.P2POp(dist.irecv, incoming, there, process_group, tag),
             dist.P2POp(dist.isend, outgoing, there, process_group, tag),
         ]
 
-    def _launch(self, operations: list[dist.P2POp], num_tags: int) -> list[dist.Work]:
-        self._tag = (self._tag + num_tags) % (1 << 20)
-        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        return works
+    def _tag(self) -> int:
+        return next(self._tags) % (1 << 20)
 
     def _on_wire(self, reduction: Reduction) -> torch.Tensor:
         if reduction.source.dtype == reduction.wire:
@@ -127,6 +129,11 @@ class Exchange:
         self._pool.give_back(inbox)
         if source is not reduction.source:
             self._pool.give_back(source)
+
+
+def _launch(operations: list[dist.P2POp]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works
 
 
 def _store(value: torch.Tensor, reduction: Reduction) -> None:

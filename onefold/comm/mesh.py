@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,20 +19,28 @@ DEFAULT_TIMEOUT_MINUTES = 10.0
 
 def init_distributed(
     dist_backend: str | None = None,
-    *,
+    auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
+    verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
     """Start the default process group if none runs: NCCL where there are GPUs, gloo elsewhere.
+
+    The arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have nothing to do: there is no MPI
+    launcher, and nothing is printed.
 
     Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without any
     of it this is a world of one rank.
     """
     if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise RuntimeError("dist_init_required is False, but torch.distributed is not initialized")
     if "WORLD_SIZE" not in os.environ and world_size <= 0:
         rank, world_size = 0, 1
         init_method = init_method or f"tcp://127.0.0.1:{_free_port()}"
@@ -83,8 +92,13 @@ class Group:
         return dist.get_world_size(self.process_group)
 
     @cached_property
-    def backend(self) -> str:
-        return str(dist.get_backend(self.process_group))
+    def uses_nccl(self) -> bool:
+        return "nccl" in str(dist.get_backend(self.process_group))
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where tensors must lie to travel in this group."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.uses_nccl else torch.device("cpu")
 
     def global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)

@@ -1,20 +1,24 @@
 """GPU tensors over a host backend: each exchange goes down to pinned memory, across gloo, and up again.
 
-For machines where NCCL cannot serve (two ranks on one GPU, no NCCL build). A worker thread per engine runs the host
-side in launch order, so the host that launches is never blocked and the compute stream waits on events alone.
+For machines where NCCL cannot serve (two ranks on one GPU, no NCCL build). One worker thread per process group runs the
+host side in launch order, so starting never blocks; finishing waits for the worker.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 
 from onefold.comm.collective import Lane, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+
+_workers: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
 
 class StagedExchange:
@@ -24,7 +28,9 @@ class StagedExchange:
         self.group = group
         self._host = Exchange(group, ledger, torch.device("cpu"))
         self._lane = Lane(device)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-staged")
+        if group.process_group not in _workers:
+            _workers[group.process_group] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-staged")
+        self._worker = _workers[group.process_group]
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         down = self._down([reduction.source for reduction in reductions])

@@ -59,6 +59,7 @@ class TorchAutocast:
     lower_precision_safe_modules: tuple[str, ...] = key(
         ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
         "Classes whose gradients may travel in the lower precision.",
+        notice="gradients travel in the parameters' format, or in communication_data_type, whatever the class",
         switch="enabled",
     )
 

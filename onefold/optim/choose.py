@@ -87,7 +87,12 @@ class Chosen:
 
     @property
     def elementwise(self) -> bool:
-        return self.name.lower() not in NOT_ELEMENTWISE
+        """Whether it is known to treat every element by itself; of a user's own class nobody can know."""
+        return self.rule is not None or (self._is_torchs and self.name.lower() not in NOT_ELEMENTWISE)
+
+    @property
+    def _is_torchs(self) -> bool:
+        return type(self.instance).__module__.startswith("torch.optim")
 
     def group_of_each(self) -> dict[int, int]:
         """The id of each parameter, and the group it stands in."""
@@ -103,8 +108,6 @@ def choose(
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
     section: Any,
     parameters: Iterable[Any],
-    *,
-    allow_untested: bool,
 ) -> Chosen | None:
     """None where the user gave no optimizer at all: an engine for evaluation."""
     if optimizer is not None:
@@ -112,19 +115,24 @@ def choose(
             if not callable(optimizer):
                 raise TypeError(f"optimizer must be a torch optimizer or a callable, not {type(optimizer).__name__}")
             optimizer = optimizer(list(parameters))
-        return _of_instance(optimizer, allow_untested)
+        return _of_instance(optimizer)
     if section is None:
         return None
     return _of_name(section.type, dict(section.params), _as_groups(parameters))
 
 
-def check_shardable(chosen: Chosen) -> None:
+def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     """Refuse, by name and by reason, what cannot run on slices of a parameter."""
     reason = NOT_ELEMENTWISE.get(chosen.name.lower())
     if reason:
         raise ConfigError(
             f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
             "only a slice. Use zero_optimization.stage 0, or an elementwise optimizer such as AdamW"
+        )
+    if not chosen.elementwise and not allow_untested:
+        raise ConfigError(
+            f"optimizer {type(chosen.instance).__module__}.{chosen.name} is not one onefold knows. If it treats every "
+            'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards'
         )
 
 
@@ -133,8 +141,13 @@ def _check_anywhere(name: str) -> None:
         raise ConfigError(f"optimizer {name} is not supported: it {NOWHERE[name.lower()]}")
 
 
-def _of_instance(optimizer: torch.optim.Optimizer, allow_untested: bool) -> Chosen:
-    if optimizer.state:
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    # Adagrad fills its state in the constructor, with a step of 0.
+    return float(state["step"]) > 0 if "step" in state else bool(state)
+
+
+def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError("the optimizer has already stepped: pass it to initialize before its first step")
     kind = type(optimizer)
     name = kind.__name__
@@ -152,12 +165,6 @@ def _of_instance(optimizer: torch.optim.Optimizer, allow_untested: bool) -> Chos
             if isinstance(rule, AdamRule):
                 group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
         return Chosen(name, groups, rule, optimizer)
-    from_torch = kind.__module__.startswith("torch.optim")
-    if not from_torch and name.lower() not in NOT_ELEMENTWISE and not allow_untested:
-        raise ConfigError(
-            f"optimizer {kind.__module__}.{name} is not one onefold knows. If it treats every element by itself, set "
-            '"zero_allow_untested_optimizer": true; it then steps flat fp32 shards'
-        )
     return Chosen(name, groups, None, optimizer)
 
 

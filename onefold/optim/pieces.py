@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from onefold.optim.rules import Hyper, Rule
+from onefold.optim.rules import Hyper, Rule, Tile
 from onefold.plan.layout import Segment
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
@@ -75,22 +75,23 @@ class TiledStepper:
             piece.states = {name: torch.zeros_like(piece.master) for name in rule.state_names(groups)}
 
     def step(self, piece: Piece, gradient: torch.Tensor, coefficient: float, number: int) -> None:
-        tile = TILE[piece.master.device.type]
+        size = TILE[piece.master.device.type]
         scale = torch.full((1,), coefficient, dtype=piece.master.dtype, device=piece.master.device)
         for segment in piece.segments():
-            for start in range(segment.start, segment.stop, tile):
-                stop = min(start + tile, segment.stop)
-                scaled = self._scaled(gradient[start:stop], scale, coefficient, tile)
+            for start in range(segment.start, segment.stop, size):
+                stop = min(start + size, segment.stop)
+                scaled = self._scaled(gradient[start:stop], scale, coefficient, size)
                 states = {name: state[start:stop] for name, state in piece.states.items()}
-                self._rule.apply(piece.master[start:stop], scaled, states, self._groups[segment.group], number)
+                tile = Tile(piece.master[start:stop], scaled, states)
+                self._rule.apply(tile, self._groups[segment.group], number)
                 if piece.has_own_master:
                     piece.line(start, stop).copy_(piece.master[start:stop])
 
-    def _scaled(self, gradient: torch.Tensor, scale: torch.Tensor, coefficient: float, tile: int) -> torch.Tensor:
+    def _scaled(self, gradient: torch.Tensor, scale: torch.Tensor, coefficient: float, size: int) -> torch.Tensor:
         if coefficient == 1.0 and gradient.dtype == scale.dtype:
             return gradient
         if self._scratch is None or self._scratch.dtype != scale.dtype:
-            self._scratch = torch.empty(tile, dtype=scale.dtype, device=scale.device)
+            self._scratch = torch.empty(size, dtype=scale.dtype, device=scale.device)
         return torch.mul(gradient, scale, out=self._scratch[: gradient.numel()])
 
     def finish(self) -> None:
@@ -154,10 +155,3 @@ def _stretches(piece: Piece, shaped: bool) -> list[tuple[int, int, int, tuple[in
         return [(s.group, s.start, s.stop, (s.stop - s.start,)) for s in piece.segments()]
     assert (piece.start, piece.stop) == (0, piece.run.layout.total)
     return [(m.group, m.start, m.stop, m.shape) for m in piece.run.layout.members]
-
-
-def state_tensors(pieces: Sequence[Piece]) -> Mapping[str, torch.Tensor]:
-    """Every optimizer state of this rank by a name of its own."""
-    return {
-        f"{position}.{name}": state for position, piece in enumerate(pieces) for name, state in piece.states.items()
-    }

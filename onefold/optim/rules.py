@@ -7,6 +7,7 @@ itself to one tile whose parameter, gradient and states have one dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,17 +16,19 @@ import torch
 Hyper = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """A stretch of one optimizer group: what a rule updates, with what."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+
+
 class Rule(Protocol):
     def state_names(self, groups: Sequence[Hyper]) -> list[str]: ...
 
-    def apply(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        hyper: Hyper,
-        step: int,
-    ) -> None: ...
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None: ...
 
 
 @lru_cache(maxsize=1)
@@ -40,24 +43,17 @@ class AdamRule:
         extra = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in groups) else []
         return ["exp_avg", "exp_avg_sq", *extra]
 
-    def apply(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        hyper: Hyper,
-        step: int,
-    ) -> None:
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
         fused = torch._fused_adamw_ if hyper["decoupled_weight_decay"] else torch._fused_adam_
         amsgrad = bool(hyper.get("amsgrad", False))
         fused(
-            [parameter],
-            [gradient],
-            [states["exp_avg"]],
-            [states["exp_avg_sq"]],
-            [states["max_exp_avg_sq"]] if amsgrad else [],
-            [_step_tensor(step, parameter.device)],
+            [tile.parameter],
+            [tile.gradient],
+            [tile.states["exp_avg"]],
+            [tile.states["exp_avg_sq"]],
+            [tile.states["max_exp_avg_sq"]] if amsgrad else [],
+            [_step_tensor(step, tile.parameter.device)],
             lr=float(hyper["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
@@ -74,19 +70,12 @@ class SGDRule:
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
 
-    def apply(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        hyper: Hyper,
-        step: int,
-    ) -> None:
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         momentum = float(hyper["momentum"])
         torch._fused_sgd_(
-            [parameter],
-            [gradient],
-            [states["momentum_buffer"]] if momentum else [],
+            [tile.parameter],
+            [tile.gradient],
+            [tile.states["momentum_buffer"]] if momentum else [],
             weight_decay=float(hyper["weight_decay"]),
             momentum=momentum,
             lr=float(hyper["lr"]),
@@ -98,26 +87,22 @@ class SGDRule:
 
 
 class AdagradRule:
+    """Adagrad, with torch's decay of the rate."""
+
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["sum"]
 
-    def apply(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        hyper: Hyper,
-        step: int,
-    ) -> None:
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
+        gradient, total = tile.gradient, tile.states["sum"]
         if step == 1 and hyper.get("initial_accumulator_value"):
-            states["sum"].fill_(hyper["initial_accumulator_value"])
+            total.fill_(hyper["initial_accumulator_value"])
         if hyper.get("maximize"):
             gradient = gradient.neg()
         if hyper["weight_decay"]:
-            gradient = gradient.add(parameter, alpha=hyper["weight_decay"])
+            gradient = gradient.add(tile.parameter, alpha=hyper["weight_decay"])
         rate = float(hyper["lr"]) / (1 + (step - 1) * hyper["lr_decay"])
-        states["sum"].addcmul_(gradient, gradient, value=1)
-        parameter.addcdiv_(gradient, states["sum"].sqrt().add_(hyper["eps"]), value=-rate)
+        total.addcmul_(gradient, gradient, value=1)
+        tile.parameter.addcdiv_(gradient, total.sqrt().add_(hyper["eps"]), value=-rate)
 
 
 class LionRule:
@@ -126,16 +111,9 @@ class LionRule:
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["exp_avg"]
 
-    def apply(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        hyper: Hyper,
-        step: int,
-    ) -> None:
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
-        rate, average = float(hyper["lr"]), states["exp_avg"]
-        parameter.mul_(1 - rate * hyper["weight_decay"])
-        parameter.add_(average.lerp(gradient, 1 - beta1).sign_(), alpha=-rate)
-        average.lerp_(gradient, 1 - beta2)
+        rate, average = float(hyper["lr"]), tile.states["exp_avg"]
+        tile.parameter.mul_(1 - rate * hyper["weight_decay"])
+        tile.parameter.add_(average.lerp(tile.gradient, 1 - beta1).sign_(), alpha=-rate)
+        average.lerp_(tile.gradient, 1 - beta2)

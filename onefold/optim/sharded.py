@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from onefold.comm import Collective, Pending
-from onefold.optim.choose import Chosen, check_shardable
+from onefold.optim.choose import Chosen
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.pieces import Piece, Stepper, TiledStepper, WholeStepper
 from onefold.plan import Plan
 from onefold.runtime import Run, Schedule, Unit
-from onefold.tier.device import Pool
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -31,13 +29,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         units: Sequence[Unit],
         plan: Plan,
         schedule: Schedule,
-        collective: Collective,
-        pool: Pool,
+        rank: int,
         loss_scale: LossScale,
         drop_gradients: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
-        if plan.shards_states:
-            check_shardable(chosen)
         self.name = chosen.name
         self.optimizer = chosen.instance or self
         self.param_groups = chosen.groups
@@ -51,11 +46,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self._loss_scale = loss_scale
         self._drop_gradients = drop_gradients
-        self._plan = plan
         self._schedule = schedule
-        self._collective = collective
-        self._pool = pool
-        rank = collective.group.rank
         self._pieces: dict[Run, Piece] = {
             run: Piece.of(run, *(run.layout.shard_range(rank) if plan.shards_states else (0, run.layout.total)))
             for unit in units
@@ -67,9 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._stepper = TiledStepper(chosen.rule, self.param_groups, pieces)
         else:
             assert chosen.instance is not None
-            self._stepper = WholeStepper(chosen.instance, pieces, shaped=not chosen.elementwise)
-        for group in self.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))
+            self._stepper = WholeStepper(chosen.instance, pieces, shaped=not (plan.shards_states or chosen.elementwise))
 
     # -- what the engine calls ----------------------------------------------------------------------------------
 
@@ -77,44 +66,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def apply(self, coefficient: float) -> None:
         """Step every piece with its gradient times `coefficient`, and send stepped units on their way."""
         self.num_steps += 1
-        for batch, gradients in self._gradients(self._schedule.step_order):
+        for batch, gradients in self._schedule.gradients_to_step():
             for run, gradient in gradients.items():
                 self._stepper.step(self._pieces[run], gradient, coefficient, self.num_steps)
             if not self._stepper.whole:
                 self._schedule.start_gather(batch)
         if self._stepper.whole:
             self._stepper.finish()
-            for batch in self._schedule.step_order:
-                self._schedule.start_gather(batch)
+            self._schedule.start_all_gathers()
         self._opt_called = True  # torch's schedulers warn unless they see this
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def _gradients(self, batches: list[list[Unit]]) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:
-        """Each batch with the gradients this rank steps; gathered, one batch ahead, where it steps everything."""
-        if self._plan.shards_states or self._collective.group.size == 1:
-            for batch in batches:
-                yield batch, {run: _reduced(run) for unit in batch for run in unit.trained}
-            return
-        started = [self._start_gathering(batches[0])] if batches else []
-        for position, batch in enumerate(batches):
-            if position + 1 < len(batches):
-                started.append(self._start_gathering(batches[position + 1]))
-            whole, pending = started.pop(0)
-            pending.finish()
-            yield batch, whole
-            for line in whole.values():
-                self._pool.give_back(line, "whole gradient")
-
-    def _start_gathering(self, batch: list[Unit]) -> tuple[dict[Run, torch.Tensor], Pending]:
-        whole = {}
-        for unit in batch:
-            for run in unit.trained:
-                mine = _reduced(run)
-                line = self._pool.take(run.layout.total, mine.dtype, "whole gradient")
-                start, stop = run.layout.shard_range(self._collective.group.rank)
-                line[start:stop].copy_(mine)
-                whole[run] = line
-        return whole, self._collective.start_gather(list(whole.values()))
 
     @torch.no_grad()
     def refresh_masters(self, units: Sequence[Unit]) -> None:
@@ -149,33 +110,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("parameter groups are fixed when initialize lays out the shards: pass all of them there")
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own shards, by position, and the groups' hyperparameters."""
-        if not isinstance(self._stepper, TiledStepper):
-            raise NotImplementedError(f"the states of {self.name} cannot be saved yet; optimizers known by name can")
-        hyper = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        shards = [{"master": piece.master, **piece.states} for piece in self._pieces.values()]
-        return {"num_steps": self.num_steps, "param_groups": hyper, "shards": shards}
+        raise RuntimeError("saving optimizer states comes with checkpoints, in a later release")
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pieces = list(self._pieces.values())
-        if [len(shard["master"]) for shard in state_dict["shards"]] != [piece.master.numel() for piece in pieces]:
-            raise ValueError("these optimizer states were saved by another model, stage or world size")
-        self.num_steps = state_dict["num_steps"]
-        for group, hyper in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(hyper)
-        for piece, shard in zip(pieces, state_dict["shards"], strict=True):
-            piece.master.copy_(shard["master"])
-            for name, state in piece.states.items():
-                state.copy_(shard[name])
+        raise RuntimeError("loading optimizer states comes with checkpoints, in a later release")
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.name}, {len(self.param_groups)} groups, {len(self._pieces)} runs)"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer cannot be pickled: save its state_dict()")
-
-
-def _reduced(run: Run) -> torch.Tensor:
-    assert run.reduced is not None, "a step comes after a backward"
-    return run.reduced

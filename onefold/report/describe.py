@@ -9,18 +9,19 @@ from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import ModelBytes, Plan, Precision, count_bytes
 from onefold.runtime import Unit
 from onefold.tier.device import Pool
+from onefold.window import Window
 
 
 def planned_bytes(
-    units: Sequence[Unit], plan: Plan, precision: Precision, batch: Batch, optimizer: ShardedOptimizer | None
+    units: Sequence[Unit], plan: Plan, precision: Precision, window: Window, optimizer: ShardedOptimizer | None
 ) -> ModelBytes:
     """Model-state bytes of one rank, by arithmetic."""
     return count_bytes(
         [run.shape for unit in units for run in unit.runs],
         plan,
         precision,
-        world_size=batch.world,
-        num_micro_steps=batch.accumulation,
+        world_size=window.batch.world,
+        num_micro_steps=2 if window.accumulates else 1,
         num_states=optimizer.num_states if optimizer else 0,
     )
 

@@ -1,17 +1,17 @@
 """Hooks on modules and parameters that tell the schedule what happens. They hold it weakly: no model keeps it alive.
 
 [Note: where a backward begins and ends]
-`engine.backward` brackets its backward itself. A bare `loss.backward()` begins when the first gradient reaches an
-output of the outermost module (or, when the model was called some other way, when the first gradient lands), and ends
-in a callback of the autograd engine, queued there. It is queued from the outermost graph task only: reentrant
-checkpointing runs nested ones, whose callbacks come too early.
+`engine.backward` brackets its backward itself. A bare `loss.backward()` begins when its first gradient lands
+(`autograd.grad` lands none, and is nobody's backward) and ends in a callback of the autograd engine. The callback is
+queued when a gradient reaches an output of the outermost module, so that it belongs to the outermost graph task:
+reentrant checkpointing runs nested ones, whose callbacks come too early. Only where the model was called some other
+way is it queued by the first landing itself.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.schedule import Schedule
+from onefold.runtime.trees import tensors_in
 from onefold.runtime.unit import Run, Unit
 
 
@@ -42,6 +43,7 @@ class Hooks:
     def __init__(self, model: nn.Module, schedule: Schedule, listener: Listener, *, watch: bool) -> None:
         self._schedule = schedule
         self._listener = weakref.ref(listener)
+        # The callback of the bare backward under way; dead when that backward raised.
         self._bare: weakref.ref[_BareBackward] | None = None
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
@@ -78,19 +80,23 @@ class Hooks:
                 module.__dict__["_parameters"] = dict(module._parameters)
         self._watched.clear()
 
-    def begin_bare_backward(self) -> None:
-        """Inside a backward: if it is nobody's yet, it begins here."""
+    def expect_end(self) -> None:
+        """Inside a graph task that nobody brackets: have autograd call back when it ends."""
         listener = self._listener()
-        if listener is None or (self._schedule.in_backward and not self._bare_has_died()):
+        if listener is None or (self._bare is not None and self._bare() is not None):
             return
-        listener.begin_bare_backward()
+        if self._schedule.in_backward:
+            if self._bare is None:
+                return  # the engine's own
+            listener.abort_backward()
         backward = _BareBackward(self)
         self._bare = weakref.ref(backward)
         torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
 
     def end_bare_backward(self) -> None:
         self._bare = None
-        self._schedule.end_backward()
+        if self._schedule.in_backward:
+            self._schedule.end_backward()
 
     def recover(self) -> None:
         """Before a forward outside any backward: one that is still open has raised."""
@@ -100,7 +106,12 @@ class Hooks:
             self._bare = None
 
     def land(self, unit: Unit, run: Run, index: int) -> None:
-        self.begin_bare_backward()
+        listener = self._listener()
+        if listener is None:
+            return
+        self.expect_end()
+        if not self._schedule.in_backward:
+            listener.begin_bare_backward()
         self._schedule.land(unit, run, index)
 
     def before_forward(self, unit: int) -> None:
@@ -114,9 +125,6 @@ class Hooks:
         listener = self._listener()
         if listener is not None:
             listener.parameters_loaded([self._schedule.units[unit] for unit in units])
-
-    def _bare_has_died(self) -> bool:
-        return self._bare is not None and self._bare() is None
 
 
 class _BareBackward:
@@ -220,22 +228,7 @@ def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
     def begin(gradient: torch.Tensor) -> None:
         alive = me()
         if alive is not None:
-            alive.begin_bare_backward()
+            alive.expect_end()
 
     if tensors:
         register_multi_grad_hook(tensors, begin, mode="any")
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

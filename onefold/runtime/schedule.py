@@ -15,7 +15,7 @@ scalars that ranks exchange at every step say so, and all ranks reduce those uni
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -187,15 +187,47 @@ class Schedule:
 
     # -- step ---------------------------------------------------------------------------------------------------
 
-    @property
-    def step_order(self) -> list[list[Unit]]:
-        """Batches of units in the order of first use: what forward needs first is stepped and gathered first."""
-        return self._gather_batches
+    def gradients_to_step(self) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:
+        """Batches in the order of first use, each run with the gradient this rank steps with.
+
+        Where every rank steps everything the reduced gradients are gathered, one batch ahead.
+        """
+        self.settle_all()  # a unit that no forward used may still be on its way, and is about to be written
+        if self._plan.shards_states or self._collective.group.size == 1:
+            for batch in self._gather_batches:
+                yield batch, {run: _reduced(run) for unit in batch for run in unit.trained}
+            return
+        ahead = deque(self._start_gathering_gradients(batch) for batch in self._gather_batches[:1])
+        for position, batch in enumerate(self._gather_batches):
+            ahead.extend(
+                self._start_gathering_gradients(following)
+                for following in self._gather_batches[position + 1 : position + 2]
+            )
+            whole, pending = ahead.popleft()
+            pending.finish()
+            yield batch, whole
+            for line in whole.values():
+                self._pool.give_back(line)
+
+    def _start_gathering_gradients(self, batch: list[Unit]) -> tuple[dict[Run, torch.Tensor], Pending]:
+        whole = {}
+        for run in (run for unit in batch for run in unit.trained):
+            mine = _reduced(run)
+            line = self._pool.take(run.layout.total, mine.dtype)
+            start, stop = run.layout.shard_range(self._collective.group.rank)
+            line[start:stop].copy_(mine)
+            whole[run] = line
+        return whole, self._collective.start_gather(list(whole.values()))
+
+    def start_all_gathers(self) -> None:
+        for batch in self._gather_batches:
+            self.start_gather(batch)
 
     def start_gather(self, batch: list[Unit]) -> None:
         """The batch has been stepped: send each rank's slice to all others, in place."""
         if not self._plan.shards_states:
             return
+        assert all(unit.parameter is ParameterState.FULL for unit in batch)
         self._make_room(self._gathering, batch, self._plan.gather_bucket, self._finish_gather)
         for unit in batch:
             unit.parameter = ParameterState.GATHERING
@@ -219,6 +251,16 @@ class Schedule:
             finish()
         while flights and sum(flight.num_elements for flight in flights) + incoming > limit:
             finish()
+
+    def check_in_place(self) -> None:
+        """Someone may have cast or moved the bare model since: what is stepped would no longer be what computes."""
+        for run in (run for unit in self.trained for run in unit.trained):
+            member, parameter = run.layout.members[0], run.parameters[0]
+            if parameter.data_ptr() != run.full[member.start : member.stop].data_ptr() and parameter.numel():
+                raise RuntimeError(
+                    f"parameter {member.name} no longer lies where initialize put it: the model was cast, moved or "
+                    "given new .data after initialize. Do that before, or write values in place"
+                )
 
     def forget_units(self) -> None:
         self.units.clear()
@@ -262,6 +304,11 @@ def coalesce(units: Iterable[Unit], bucket: int) -> list[list[Unit]]:
             size = 0
         size += unit.num_elements
     return batches
+
+
+def _reduced(run: Run) -> torch.Tensor:
+    assert run.reduced is not None, "a step comes after a backward"
+    return run.reduced
 
 
 def _complete(recorded: Iterable[Unit], fallback: list[Unit]) -> list[Unit]:

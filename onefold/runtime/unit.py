@@ -115,7 +115,10 @@ class Run:
         if self._accumulates:
             return
         self._accumulates = True
-        self._allocate_shard()
+        if self.in_place:
+            self._shard = None
+        elif self._shard is None or self._shard.dtype != self._reduced_dtype:
+            self._allocate_shard()
         if self.grad is not None and self.grad.dtype != self._grad_dtype:
             wide = pool.take(self.layout.total, self._grad_dtype, self.layout.shape_key).copy_(self.grad)
             pool.give_back(self.grad, self.layout.shape_key)
@@ -126,6 +129,8 @@ class Run:
 
     def open(self, pool: Pool) -> None:
         """Have a line to land gradients in."""
+        if self.reduced is not None:
+            self.accumulate(pool)
         self.grad = pool.take(self.layout.total, self._grad_dtype, self.layout.shape_key)
         self._filled = bytearray(len(self.parameters))
 

@@ -1,0 +1,62 @@
+"""From reduced gradients to new parameters: norm, overflow, loss scale, clipping, step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from onefold.comm import Group, Ledger
+from onefold.config import Config
+from onefold.optim.loss_scale import build_loss_scale
+from onefold.optim.norm import StepScalars, exchange_scalars
+from onefold.optim.sharded import ShardedOptimizer
+from onefold.runtime import Schedule
+
+
+class Update:
+    """Takes steps. `norm` is that of the last averaged gradient before clipping; `applied` whether it was used."""
+
+    def __init__(
+        self, config: Config, schedule: Schedule, postscale: float, group: Group, ledger: Ledger, device: torch.device
+    ) -> None:
+        autocast = config.torch_autocast
+        self.scales_loss = config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+        self.loss_scale = build_loss_scale(replace(config.fp16, enabled=self.scales_loss))
+        self.norm: float | None = None
+        self.applied = False
+        self._checks_overflow = self.scales_loss or (config.bf16.enabled and config.bf16.check_grad_overflow)
+        self._clipping = config.gradient_clipping
+        self._schedule = schedule
+        self._postscale = postscale
+        self._group = group
+        self._ledger = ledger
+        self._device = device
+
+    def take(self, optimizer: ShardedOptimizer, owed: int) -> None:
+        """Step with the gradients that were reduced, still to be divided by `owed`; skip it on overflow."""
+        self._schedule.check_in_place()
+        scalars = self._exchange()
+        if scalars.late:
+            self._schedule.reduce_late()
+            scalars = self._exchange()
+        # The scale the gradients were computed with: it is updated only after it has been divided out.
+        unscale = self._postscale / (self.loss_scale.value * owed)
+        self.norm = scalars.norm * unscale
+        optimizer.overflow = scalars.overflow and self._checks_overflow
+        self.applied = not optimizer.overflow
+        if self.applied:
+            optimizer.apply(unscale * self._clip_coefficient(self.norm))
+
+    def _exchange(self) -> StepScalars:
+        shards = [run.reduced for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]
+        late = bool(self._schedule.late_units())
+        if not shards and not late and self._schedule.trained:
+            raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
+        return exchange_scalars(shards, late=late, group=self._group, ledger=self._ledger, device=self._device)
+
+    def _clip_coefficient(self, norm: float) -> float:
+        if self._clipping <= 0 or not math.isfinite(norm):
+            return 1.0
+        return min(1.0, self._clipping / (norm + 1e-6))
