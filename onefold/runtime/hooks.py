@@ -111,7 +111,12 @@ class Hooks:
             return
         self.expect_end()
         if not self._schedule.in_backward:
-            listener.begin_bare_backward()
+            try:
+                listener.begin_bare_backward()
+            except RuntimeError:
+                # The backward is refused: its gradient must not be found here by the next one.
+                run.parameters[index].grad = None
+                raise
         self._schedule.land(unit, run, index)
 
     def before_forward(self, unit: int) -> None:

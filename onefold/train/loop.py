@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import onefold
+from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.engine import Engine
 from onefold.report.memory import peak_bytes, used_bytes
@@ -46,7 +47,8 @@ def train(options: TrainOptions) -> bool:
             finish(engine, corpus, options, num_parameters, steps)
         finally:
             engine.destroy()
-    dist.barrier()  # the launcher ends everybody when the first rank leaves with an error code
+    # The launcher ends everybody when the first rank leaves with an error code.
+    dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
     return len(steps) == options.steps
 
