@@ -234,3 +234,21 @@ def later_methods() -> str:
 
 def test_methods_to_come_say_so(on_ranks):
     assert on_ranks(1, later_methods) == ["ok"]
+
+
+def unfrozen_later() -> str:
+    model = net()
+    model.head.weight.requires_grad_(False)
+    engine = start(model, config(2))
+    x, y = batches(1)[0]
+    engine.backward(engine(x, y))
+    engine.step()
+    model.head.weight.requires_grad_(True)
+    engine.backward(engine(x, y))
+    with pytest.raises(RuntimeError, match="frozen at initialize") as caught:
+        engine.step()
+    return str(caught.value)
+
+
+def test_a_parameter_unfrozen_later_is_an_error_not_silence(on_ranks):
+    assert "head.weight" in on_ranks(2, unfrozen_later)[0]

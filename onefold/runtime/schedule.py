@@ -61,6 +61,12 @@ class Schedule:
         self._prescale = prescale
         self._reducing: deque[Flight] = deque()
         self._gathering: deque[Flight] = deque()
+        self._frozen = [
+            (parameter, member.name)
+            for run in (run for unit in units for run in unit.runs if not run.trainable)
+            for parameter, member in zip(run.parameters, run.layout.members, strict=True)
+            if not parameter.requires_grad
+        ]
         self._backward_number = 0
         self._reduces = False
         self._waiting: dict[Unit, int] = {}
@@ -149,14 +155,12 @@ class Schedule:
 
     def reduce_late(self) -> None:
         """Reduce once more whatever units any rank has late gradients in. Every rank calls this together."""
-        mine = torch.zeros(len(self.trained), dtype=torch.int32)
-        for position, unit in enumerate(self.trained):
-            mine[position] = unit.gradient is GradientState.OPEN
-            # It came late once: from now on only the end of backward closes it.
-            unit.shared = unit.shared or bool(mine[position])
+        late = self.late_units()
+        mine = torch.tensor([unit in late for unit in self.trained], dtype=torch.int32)
         everybody = gather_scalars(self._collective.group, mine, self._ledger).sum(0).tolist()
         for unit, count in zip(self.trained, everybody, strict=True):
             if count:
+                # It came late once: from now on only the end of backward closes it.
                 unit.shared = True
                 self._start_reduction([unit])
         while self._reducing:
@@ -253,7 +257,13 @@ class Schedule:
             finish()
 
     def check_in_place(self) -> None:
-        """Someone may have cast or moved the bare model since: what is stepped would no longer be what computes."""
+        """Someone may have cast, moved or unfrozen the bare model: what is stepped would not be what computes."""
+        for parameter, name in self._frozen:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"parameter {name} was frozen at initialize and has a gradient now: it has no optimizer state. "
+                    "Unfreeze it before initialize, or initialize again"
+                )
         for run in (run for unit in self.trained for run in unit.trained):
             member, parameter = run.layout.members[0], run.parameters[0]
             if parameter.data_ptr() != run.full[member.start : member.stop].data_ptr() and parameter.numel():
@@ -265,6 +275,7 @@ class Schedule:
     def forget_units(self) -> None:
         self.units.clear()
         self.trained.clear()
+        self._frozen.clear()
         self._waiting.clear()
         self._ready.clear()
         self._landed, self._used = {}, {}
