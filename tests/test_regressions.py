@@ -252,3 +252,20 @@ def unfrozen_later() -> str:
 
 def test_a_parameter_unfrozen_later_is_an_error_not_silence(on_ranks):
     assert "head.weight" in on_ranks(2, unfrozen_later)[0]
+
+
+def profiled() -> tuple[int, int]:
+    import onefold
+
+    engine = start(net(), config(2))
+    train(engine, 2)
+    before = engine.ledger.bytes("reduce-scatter")
+    with onefold.Profiling() as profile:
+        train(engine, 2, seed=1)
+    (traffic,) = profile.traffic()
+    return traffic.bytes("reduce-scatter"), engine.ledger.bytes("reduce-scatter") - before
+
+
+def test_a_profile_counts_the_traffic_inside_it(on_ranks):
+    inside, expected = on_ranks(2, profiled)[0]
+    assert inside == expected > 0

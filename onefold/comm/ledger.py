@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass
@@ -46,6 +46,22 @@ class Ledger:
 
     def calls(self, operation: str) -> int:
         return sum(row.calls for row in self._rows.values() if row.operation == operation)
+
+    def copy(self) -> Ledger:
+        """The counts as they are now."""
+        other = Ledger()
+        other._rows = {key: replace(row) for key, row in self._rows.items()}
+        return other
+
+    def since(self, earlier: Ledger) -> Ledger:
+        """What was counted after an earlier copy."""
+        later = self.copy()
+        for key, before in earlier._rows.items():
+            row = later._row(*key)
+            row.calls -= before.calls
+            row.bytes -= before.bytes
+            row.seconds -= before.seconds
+        return later
 
     def clear(self) -> None:
         self._rows.clear()

@@ -41,6 +41,8 @@ class Timeline:
         if not self._breakdown and listener is None:
             yield
             return
+        if listener is not None:
+            listener.watch(self._ledger)
         self._synchronise()
         start = time.perf_counter()
         try:
@@ -50,7 +52,7 @@ class Timeline:
             seconds = time.perf_counter() - start
             self._totals[phase] = self._totals.get(phase, 0.0) + seconds
             if listener is not None:
-                listener.record(Span(phase, start, seconds, used_bytes(self._device)), self._ledger)
+                listener.record(Span(phase, start, seconds, used_bytes(self._device)))
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
@@ -75,7 +77,8 @@ class Profiling:
         self.spans: list[Span] = []
         self.seconds = 0.0
         self._trace = trace
-        self._ledgers: list[Ledger] = []
+        # Each engine's ledger, and what stood in it when its first span began.
+        self._ledgers: dict[Ledger, Ledger] = {}
         self._start = 0.0
 
     def __enter__(self) -> Profiling:
@@ -93,10 +96,16 @@ class Profiling:
         if _rank() == 0:
             logger.info("profile\n%s", self.table())
 
-    def record(self, span: Span, ledger: Ledger) -> None:
-        self.spans.append(span)
+    def watch(self, ledger: Ledger) -> None:
         if ledger not in self._ledgers:
-            self._ledgers.append(ledger)
+            self._ledgers[ledger] = ledger.copy()
+
+    def record(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def traffic(self) -> list[Ledger]:
+        """What each engine sent inside the context."""
+        return [ledger.since(before) for ledger, before in self._ledgers.items()]
 
     def by_phase(self) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -109,7 +118,7 @@ class Profiling:
         rows = [*phases.items(), ("outside", self.seconds - sum(phases.values()))]
         lines = [f"{'phase':<16}{'seconds':>10}{'share':>8}"]
         lines += [f"{name:<16}{spent:>10.3f}{spent / (self.seconds or 1):>8.1%}" for name, spent in rows]
-        lines += [ledger.table() for ledger in self._ledgers]
+        lines += [ledger.table() for ledger in self.traffic()]
         peak = max((span.memory for span in self.spans), default=0)
         lines.append(
             f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {peak_resident_bytes() / GIB:.2f} GiB"
