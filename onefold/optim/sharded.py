@@ -119,4 +119,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer({self.name}, {len(self.param_groups)} groups, {len(self._pieces)} runs)"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ShardedOptimizer cannot be pickled: save its state_dict()")
+        raise TypeError("a ShardedOptimizer cannot be pickled: its shards belong to this rank and its engine")

@@ -67,23 +67,16 @@ class Run:
         with torch.no_grad():
             for member, parameter in zip(self.layout.members, self.parameters, strict=True):
                 view = self.full[member.start : member.stop].view(member.shape)
-                if not parameter.is_meta:
-                    view.copy_(parameter)
                 if parameter.is_meta:
                     # `.data` refuses a tensor of another kind; swapping the payload keeps the object.
                     torch.utils.swap_tensors(parameter, _as_parameter(view, parameter))
                 else:
+                    view.copy_(parameter)
                     parameter.data = view
 
     @property
     def shape(self) -> RunShape:
         return RunShape(self.layout, self.dtype, self.trainable)
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's slice of the line."""
-        start, stop = self.layout.shard_range(self._rank)
-        return self.full[start:stop]
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
