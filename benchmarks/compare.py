@@ -1,5 +1,8 @@
 """onefold beside DDP, FSDP2 and DeepSpeed on CPU ranks over gloo: `python -m benchmarks.compare`.
 
+DeepSpeed joins where it is installed: `pip install wheel ninja`, then `DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install
+--no-build-isolation deepspeed==0.19.8`, and set DS_ACCELERATOR=cpu for the run.
+
 Ratios travel, absolute times do not. The step ratio is the median over rounds of the ratio to DDP in the same round,
 since a shared machine drifts between rounds more than within one.
 """

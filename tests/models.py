@@ -122,6 +122,21 @@ def train(engine: onefold.Engine, num_micro_steps: int = 4, seed: int = 0) -> Tr
     return Trace(losses, norms, weights_of(engine.module))
 
 
+def train_beside(
+    engine: onefold.Engine, plain: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The engine and plain torch on the same batches, the same on every rank; the weights of both."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        x = torch.randint(0, VOCABULARY, (4, 7), generator=generator)
+        engine.backward(engine(x, x))
+        engine.step()
+        plain(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(engine.module), weights_of(plain)
+
+
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, batches, config, net, start, weights_of
+from models import Net, batches, config, net, start, train_beside, weights_of
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 5
@@ -76,16 +76,7 @@ def beside_torch(index: int, stage: int) -> tuple[dict[str, torch.Tensor], dict[
     engine = start(net(), config(stage, optimizer={"type": name, "params": {"lr": 5e-3, **params}}))
     plain = Net()
     plain.load_state_dict(engine.module.state_dict())
-    optimizer = kind(plain.parameters(), lr=5e-3, **same)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
-        x = torch.randint(0, 31, (4, 7), generator=generator)
-        engine.backward(engine(x, x))
-        engine.step()
-        plain(x, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights_of(engine.module), weights_of(plain)
+    return train_beside(engine, plain, kind(plain.parameters(), lr=5e-3, **same), STEPS)
 
 
 @pytest.mark.parametrize("index", range(len(OPTIMIZERS)))

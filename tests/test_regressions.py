@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from models import Net, batches, config, net, rank, start, train, weights_of
+from models import Net, batches, config, net, rank, start, train, train_beside, weights_of
 from torch import nn
 
 
@@ -103,15 +103,7 @@ def with_a_class_of_ones_own() -> tuple[dict[str, torch.Tensor], dict[str, torch
     engine = start(model, settings, optimizer=NormScaled(model.parameters()))
     plain = Net()
     plain.load_state_dict(engine.module.state_dict())
-    optimizer = NormScaled(plain.parameters())
-    for seed in range(3):
-        x = torch.randint(0, 31, (4, 7), generator=torch.Generator().manual_seed(seed))
-        engine.backward(engine(x, x))
-        engine.step()
-        plain(x, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights_of(engine.module), weights_of(plain)
+    return train_beside(engine, plain, NormScaled(plain.parameters()), 3)
 
 
 def test_a_class_of_ones_own_sees_shaped_parameters_where_states_are_whole(on_ranks):
