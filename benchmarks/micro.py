@@ -63,13 +63,10 @@ def adam() -> None:
 
     plain = best_of(lambda: apply(0, ELEMENTS, gradient))
     inside = best_of(lambda: apply(0, ELEMENTS, gradient, torch.full((), 2.0)))
-    print(
-        f"fused Adam of {ELEMENTS / 1e6:.1f}M elements: unscaled {plain:.1f} ms, scaled inside the kernel {inside:.1f} ms"
-    )
+    name = f"fused Adam of {ELEMENTS / 1e6:.1f}M elements"
+    print(f"{name}: unscaled {plain:.1f} ms, scaled inside the kernel {inside:.1f} ms")
     for tile in (1 << 17, 1 << 20):
-        print(
-            f"fused Adam of {ELEMENTS / 1e6:.1f}M elements: scaled in tiles of {tile:,} {best_of(tiled(tile)):.1f} ms"
-        )
+        print(f"{name}: scaled in tiles of {tile:,} {best_of(tiled(tile)):.1f} ms")
 
 
 def compiler() -> None:
