@@ -26,7 +26,7 @@ _NAMES = {
     "ConfigError": "onefold.config",
     "Profiling": "onefold.report.timeline",
 }
-_MODULES = {"comm", "config", "utils", "plan", "report"}
+_MODULES = {"checkpointing", "comm", "config", "utils", "plan", "report"}
 
 __all__ = ["ConfigError", "Engine", "Profiling", "add_config_arguments", "init_distributed", "initialize"]
 

@@ -24,7 +24,7 @@ from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
-from onefold.runtime import Hooks, Schedule, Unit, build_units
+from onefold.runtime import Home, Hooks, Schedule, Unit, build_units
 from onefold.runtime.trees import cast_floats
 from onefold.tier.device import Pool
 from onefold.window import Window
@@ -78,7 +78,7 @@ class Engine(nn.Module):
         self._pool = Pool(device)
         self._units = build_units(
             model,
-            names=config.onefold.units,
+            config=config,
             groups=chosen.group_of_each() if chosen else {},
             plan=plan,
             precision=self._precision,
@@ -86,13 +86,12 @@ class Engine(nn.Module):
             group=group,
             ledger=self.ledger,
             device=device,
-            buffer_dtype=DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None,
         )
         trained = {id(parameter) for unit in self._units for run in unit.trained for parameter in run.parameters}
         self._left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
         prescale, postscale = gradient_factors(config, group.size)
         self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale)
-        self._update = Update(config, self._schedule, postscale, group, self.ledger, device)
+        self._update = Update(config, self._schedule, postscale)
         self.optimizer: ShardedOptimizer | None = None
         if chosen is not None:
             self.optimizer = ShardedOptimizer(
@@ -105,9 +104,10 @@ class Engine(nn.Module):
                 weakref.WeakMethod(self.zero_grad),
             )
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
-        watch = plan.overlap and plan.shards_states and group.size > 1
+        self._homes = [Home.of_unit(unit, self._schedule, self.ledger) for unit in self._units]
+        watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and group.size > 1)
         self._hooks = Hooks(model, self._schedule, self, watch=watch)
-        weakref.finalize(self, _let_go, self._schedule, self._hooks).atexit = False
+        weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes).atexit = False
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -398,8 +398,7 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
-        self._schedule.settle_all()
-        self._hooks.remove()
+        _let_go(self._schedule, self._hooks, self._homes)
         self._schedule.drop_gradients()
         self._pool.clear()
         self.optimizer = None
@@ -435,10 +434,14 @@ class Engine(nn.Module):
             raise
 
 
-def _let_go(schedule: Schedule, hooks: Hooks) -> None:
+def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home]) -> None:
     """What is in flight arrives, whoever deleted the engine: other ranks count on it, and so does the model."""
     schedule.settle_all()
+    schedule.rest()
     hooks.remove()
+    for home in homes:
+        home.stand_alone()
+    homes.clear()
 
 
 def _retire(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from onefold import checkpointing
 from onefold.comm import data_group, init_distributed, local_device
 from onefold.config import Config, ConfigError, check_built, load_config, solve_batch
 from onefold.engine import Engine
@@ -55,6 +56,7 @@ def initialize(
     if group.rank == 0:
         for notice in settings.notices:
             logger.info("config: %s", notice)
+    checkpointing.read_config(settings)
 
     parameters = list(model_parameters) if model_parameters is not None else []
     chosen = choose(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
+from onefold.runtime import gathered
 
 VOCABULARY = 31
 
@@ -138,7 +139,8 @@ def train_beside(
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with gathered(model.parameters()):
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def net(seed: int = 5, **shape: Any) -> Net:

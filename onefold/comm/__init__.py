@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from onefold.comm.collective import Collective, Pending, Reduction, broadcast_from_first, gather_scalars
+from onefold.comm.agreement import Agreement
+from onefold.comm.collective import Collective, Gathering, Pending, Reduction, broadcast_from
 from onefold.comm.exchange import Exchange
+from onefold.comm.guard import Disagreement, Guard
 from onefold.comm.ledger import Ledger, Row
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank
 from onefold.comm.native import Native
 from onefold.comm.staged import StagedExchange
 
 __all__ = [
+    "Agreement",
     "Collective",
+    "Disagreement",
     "Exchange",
+    "Gathering",
     "Group",
+    "Guard",
     "Ledger",
     "Native",
     "Pending",
     "Reduction",
     "Row",
     "StagedExchange",
-    "broadcast_from_first",
+    "broadcast_from",
     "data_group",
-    "gather_scalars",
     "init_distributed",
     "local_device",
     "local_rank",

@@ -27,6 +27,25 @@ class Reduction:
     add: bool
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """One run's gather: every rank's slice comes to its place in `line`.
+
+    `own` is this rank's slice where it does not lie in the line yet, in whatever dtype it rests.
+    """
+
+    line: torch.Tensor
+    own: torch.Tensor | None = None
+
+    def place_own(self, rank: int, size: int) -> torch.Tensor:
+        """This rank's slice, in its place."""
+        length = self.line.numel() // size
+        slice_ = self.line.narrow(0, rank * length, length)
+        if self.own is not None:
+            slice_.copy_(self.own)
+        return slice_
+
+
 class Pending:
     """A started collective. `finish` orders everything the caller does next behind it."""
 
@@ -46,7 +65,7 @@ class Collective(Protocol):
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending: ...
 
-    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         """Fill each line in place: every rank contributes its own slice."""
         ...
 
@@ -84,27 +103,15 @@ class Lane:
         return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
 
 
-def gather_scalars(group: Group, values: torch.Tensor, ledger: Ledger) -> torch.Tensor:
-    """Every rank's small vector, as rows in rank order: the one exchange of a step that the host waits for."""
-    if group.size == 1:
-        return values.unsqueeze(0)
-    staged = values.to(group.device)
-    rows = [torch.empty_like(staged) for _ in range(group.size)]
-    ledger.count("gather scalars", group.axis, staged.nbytes * (group.size - 1))
-    with ledger.timed("gather scalars", group.axis):
-        dist.all_gather(rows, staged, group=group.process_group)
-    return torch.stack(rows)
-
-
-def broadcast_from_first(group: Group, tensor: torch.Tensor, ledger: Ledger) -> None:
-    """Take the first rank's values, in place."""
+def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger) -> None:
+    """Take one rank's values, in place."""
     if group.size == 1 or tensor.numel() == 0:
         return
     staged = tensor.to(group.device).contiguous()
     wire = staged.view(torch.uint8) if staged.dtype in _AS_BYTES and staged.dim() else staged
-    ledger.count("broadcast", group.axis, staged.nbytes if group.rank == 0 else 0)
+    ledger.count("broadcast", group.axis, staged.nbytes if group.rank == rank else 0)
     with ledger.timed("broadcast", group.axis):
-        dist.broadcast(wire, group.global_rank(0), group=group.process_group)
+        dist.broadcast(wire, group.global_rank(rank), group=group.process_group)
     if staged.data_ptr() != tensor.data_ptr():
         tensor.copy_(staged)
 

@@ -13,7 +13,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Lane, Pending, Reduction
+from onefold.comm.collective import Gathering, Lane, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.tier.device import Pool
@@ -66,16 +66,14 @@ class Exchange:
 
         return self._lane.pending(complete)
 
-    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         group, ledger = self.group, self._ledger
-        if group.size == 1:
-            return Pending(lambda: None)
         operations: list[dist.P2POp] = []
         sent = 0
         with self._lane.enter(), ledger.timed("gather", group.axis):
-            for line in lines:
-                size, tag = line.numel() // group.size, self._tag()
-                own = line.narrow(0, group.rank * size, size)
+            for gathering in gatherings:
+                line, own = gathering.line, gathering.place_own(group.rank, group.size)
+                size, tag = own.numel(), self._tag()
                 for peer in group.peers:
                     operations += self._swap(own, line.narrow(0, peer * size, size), peer, tag)
                 sent += own.nbytes * (group.size - 1)

@@ -82,6 +82,8 @@ class Group:
 
     axis: str
     process_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    """The same ranks on a backend whose waits the host makes itself: where ranks tell each other what comes next."""
 
     @cached_property
     def rank(self) -> int:
@@ -109,7 +111,7 @@ class Group:
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
 
-_mesh: tuple[dist.ProcessGroup, DeviceMesh] | None = None
+_mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup] | None = None
 
 
 def data_group() -> Group:
@@ -119,5 +121,8 @@ def data_group() -> Group:
     assert world is not None, "init_distributed comes first"
     if _mesh is None or _mesh[0] is not world:
         kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-        _mesh = (world, init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,)))
-    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS))
+        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
+        group = mesh.get_group(DATA_AXIS)
+        host = dist.new_group(backend="gloo") if kind == "cuda" else group
+        _mesh = (world, mesh, host)
+    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2])

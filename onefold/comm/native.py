@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Lane, Pending, Reduction
+from onefold.comm.collective import Gathering, Lane, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 
@@ -48,14 +48,13 @@ class Native:
 
         return self._lane.pending(complete)
 
-    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         group, ledger = self.group, self._ledger
         works = []
         with self._lane.enter(), ledger.timed("gather", group.axis):
-            for line in lines:
-                size = line.numel() // group.size
-                own = line.narrow(0, group.rank * size, size)
-                works.append(_all_gather(line, own, group=group.process_group, async_op=True))
+            for gathering in gatherings:
+                own = gathering.place_own(group.rank, group.size)
+                works.append(_all_gather(gathering.line, own, group=group.process_group, async_op=True))
                 ledger.count("gather", group.axis, own.nbytes * (group.size - 1))
 
         def complete() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Lane, Pending, Reduction
+from onefold.comm.collective import Gathering, Lane, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -57,12 +57,16 @@ class StagedExchange:
 
         return self._pending(self._worker.submit(across), up)
 
-    def start_gather(self, lines: Sequence[torch.Tensor]) -> Pending:
+    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+        lines = [gathering.line for gathering in gatherings]
+        with self._lane.enter():
+            for gathering in gatherings:
+                gathering.place_own(self.group.rank, self.group.size)
         down = self._down(lines)
 
         def across() -> None:
             down.arrived.synchronize()
-            self._host.start_gather(down.lines).finish()
+            self._host.start_gather([Gathering(line) for line in down.lines]).finish()
 
         def up() -> None:
             for line, host in zip(lines, down.lines, strict=True):

@@ -128,7 +128,8 @@ class Config:
     data_types: DataTypes = section(DataTypes, "Number formats beside the compute format.")
     aio: Aio = section(Aio, "How NVMe is read and written; a notice says so when nothing rests there.")
     activation_checkpointing: ActivationCheckpointing = section(
-        ActivationCheckpointing, "Recompute activations instead of keeping them."
+        ActivationCheckpointing,
+        "What `onefold.checkpointing.checkpoint` does with the inputs of the functions that it computes again.",
     )
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
     comms_logger: CommsLogger = section(CommsLogger, "Logs collectives.")

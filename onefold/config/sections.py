@@ -10,7 +10,6 @@ _LATER = "comes with a later release"
 _CHECKPOINTS = "checkpoints come with a later release"
 _COUNTED = "every call and byte is always counted; read engine.ledger"
 _MONITOR = "monitors are outside onefold's scope; log from your own loop and leave it out"
-_RECOMPUTE = f"activation checkpointing by config {_LATER}; call torch.utils.checkpoint in the model today"
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,22 @@ class Aio:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Recompute activations instead of keeping them."""
+    """What `onefold.checkpointing.checkpoint` does with the inputs of the functions that it computes again."""
 
-    partition_activations: bool = key(False, "Shard what is kept.", refused=_RECOMPUTE)
-    number_checkpoints: int | None = key(None, "How many are kept.", refused=_RECOMPUTE)
-    contiguous_memory_optimization: bool = key(False, "Keep them in one buffer.", refused=_RECOMPUTE)
-    cpu_checkpointing: bool = key(False, "Keep them in host memory.", refused=_RECOMPUTE)
-    synchronize_checkpoint_boundary: bool = key(False, "Synchronise at each one.", refused=_RECOMPUTE)
-    profile: bool = key(False, "Time each one.", refused=_RECOMPUTE)
+    partition_activations: bool = key(
+        False,
+        "Shard inputs over the model-parallel group.",
+        notice="there is no model-parallel group, so every rank keeps its inputs whole",
+    )
+    number_checkpoints: int | None = key(
+        None, "Checkpointed calls in one forward.", switch="contiguous_memory_optimization", minimum=1
+    )
+    contiguous_memory_optimization: bool = key(
+        False, "Keep inputs in one buffer of `number_checkpoints` slots, which is then required."
+    )
+    cpu_checkpointing: bool = key(False, "Keep inputs in host memory.")
+    synchronize_checkpoint_boundary: bool = key(False, "Wait for the device before and after each call.")
+    profile: bool = key(False, "Time each call and each recomputation; waits for the device.")
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,6 @@ class ZeroOptimization:
     stage: int = key(
         0,
         "0: nothing is sharded; 1: optimizer states; 2: and gradients; 3: and parameters. `true` is an old 1.",
-        refused="sharded parameters (stage 3) come with a later release; stage 2 runs today",
-        asks=lambda value: value == 3,
-        asks_text="3",
         minimum=0,
         maximum=3,
         flag=True,
@@ -180,7 +177,7 @@ class ZeroOptimization:
     )
     stage3_param_persistence_threshold: int = key(
         100_000,
-        "Parameters with fewer elements stay whole on every rank.",
+        "Parameters of at most so many elements stay whole on every rank.",
         aliases=("param_persistence_threshold",),
         one_spelling=True,
         stage3=True,

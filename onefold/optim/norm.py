@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from onefold.comm import Group, Ledger, gather_scalars
+from onefold.comm.agreement import as_float, as_integer
 from onefold.plan.layout import SHARD_ALIGNMENT
+from onefold.runtime import Schedule
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,14 @@ class StepScalars:
     late: bool
 
 
-def exchange_scalars(
-    shards: Iterable[torch.Tensor], *, late: bool, group: Group, ledger: Ledger, device: torch.device
-) -> StepScalars:
+def exchange_scalars(shards: Iterable[torch.Tensor], schedule: Schedule, *, late: bool) -> StepScalars:
     """Square sums of this rank's reduced gradients, and whether any rank holds late ones."""
     squares = [square_sum(shard) for shard in shards if shard.numel()]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    mine = torch.stack([total, torch.full_like(total, float(late))])
-    rows = gather_scalars(group, mine, ledger).tolist()
+    mine = torch.stack(squares).sum().item() if squares else 0.0
+    rows = schedule.meet_for_step([as_integer(mine), int(late)])
     square = 0.0
     for row in rows:
-        square += row[0]
+        square += as_float(row[0])
     finite = square == square and square != float("inf")
     return StepScalars(
         norm=square**0.5 if finite else float("inf"), overflow=not finite, late=any(row[1] for row in rows)

@@ -22,7 +22,9 @@ TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 @dataclass
 class Piece:
-    """[start, stop) of a run's line. `master` is the line itself where it computes in full precision."""
+    """[start, stop) of a run's line. `master` is the run's shard where it has one; else the line itself where it
+    computes in full precision, or a tensor of its own.
+    """
 
     run: Run
     start: int
@@ -32,13 +34,16 @@ class Piece:
 
     @staticmethod
     def of(run: Run, start: int, stop: int) -> Piece:
+        if run.shard is not None:
+            return Piece(run, start, stop, run.shard)
         line = run.full[start:stop]
         wide = master_dtype(run.dtype)
         return Piece(run, start, stop, line if wide == run.dtype else line.to(wide))
 
     @property
-    def has_own_master(self) -> bool:
-        return self.master.dtype != self.run.dtype
+    def copies_out(self) -> bool:
+        """Whether the line must be told what the master has become."""
+        return self.run.rests_whole and self.master.dtype != self.run.dtype
 
     def segments(self) -> list[Segment]:
         """Stretches of one optimizer group each, counted from the start of this piece."""
@@ -84,7 +89,7 @@ class TiledStepper:
                 states = {name: state[start:stop] for name, state in piece.states.items()}
                 tile = Tile(piece.master[start:stop], scaled, states)
                 self._rule.apply(tile, self._groups[segment.group], number)
-                if piece.has_own_master:
+                if piece.copies_out:
                     piece.line(start, stop).copy_(piece.master[start:stop])
 
     def _scaled(self, gradient: torch.Tensor, scale: torch.Tensor, coefficient: float, size: int) -> torch.Tensor:
@@ -142,7 +147,7 @@ class WholeStepper:
         for piece in self._pieces:
             for target, _, _ in self._targets[id(piece)]:
                 target.grad = None
-            if piece.has_own_master:
+            if piece.copies_out:
                 piece.line(0, piece.master.numel()).copy_(piece.master)
 
     def state_bytes(self) -> int:

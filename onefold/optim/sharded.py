@@ -70,10 +70,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for run, gradient in gradients.items():
                 self._stepper.step(self._pieces[run], gradient, coefficient, self.num_steps)
             if not self._stepper.whole:
-                self._schedule.start_gather(batch)
+                self._schedule.start_refresh(batch)
         if self._stepper.whole:
             self._stepper.finish()
-            self._schedule.start_all_gathers()
+            self._schedule.start_all_refreshes()
         self._opt_called = True  # torch's schedulers warn unless they see this
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -81,11 +81,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self, units: Sequence[Unit]) -> None:
         """Parameters of these units were written from outside: take them over."""
         for piece in (self._pieces[run] for unit in units for run in unit.trained):
-            if piece.has_own_master:
+            if piece.copies_out:
                 piece.master.copy_(piece.line(0, piece.master.numel()))
 
     def master_bytes(self) -> int:
-        return sum(piece.master.nbytes for piece in self._pieces.values() if piece.has_own_master)
+        return sum(
+            piece.master.nbytes for piece in self._pieces.values() if piece.copies_out or not piece.run.rests_whole
+        )
 
     def state_bytes(self) -> int:
         return self._stepper.state_bytes()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
-from onefold.comm import Group, Ledger
 from onefold.config import Config
 from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.norm import StepScalars, exchange_scalars
@@ -18,9 +15,7 @@ from onefold.runtime import Schedule
 class Update:
     """Takes steps. `norm` is that of the last averaged gradient before clipping; `applied` whether it was used."""
 
-    def __init__(
-        self, config: Config, schedule: Schedule, postscale: float, group: Group, ledger: Ledger, device: torch.device
-    ) -> None:
+    def __init__(self, config: Config, schedule: Schedule, postscale: float) -> None:
         autocast = config.torch_autocast
         self.scales_loss = config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
         self.loss_scale = build_loss_scale(replace(config.fp16, enabled=self.scales_loss))
@@ -30,9 +25,6 @@ class Update:
         self._clipping = config.gradient_clipping
         self._schedule = schedule
         self._postscale = postscale
-        self._group = group
-        self._ledger = ledger
-        self._device = device
 
     def take(self, optimizer: ShardedOptimizer, owed: int) -> None:
         """Step with the gradients that were reduced, still to be divided by `owed`; skip it on overflow."""
@@ -54,7 +46,7 @@ class Update:
         late = bool(self._schedule.late_units())
         if not shards and not late and self._schedule.trained:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
-        return exchange_scalars(shards, late=late, group=self._group, ledger=self._ledger, device=self._device)
+        return exchange_scalars(shards, self._schedule, late=late)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self._clipping <= 0 or not math.isfinite(norm):

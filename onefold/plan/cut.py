@@ -3,23 +3,28 @@
 [Note: the structural cut]
 The first rule that finds something names the blocks: the names in `onefold.units`; the classes a Hugging Face model
 lists in `_no_split_modules`; the children of a ModuleList, Sequential or ModuleDict in which one class repeats. Blocks
-never nest: the outermost wins, so experts inside a block stay inside it. Then every module outside the blocks that
-owns at least `LARGE` elements itself (embeddings, heads) is a block of its own, and what is left belongs to the root.
-A parameter that two blocks share belongs to the root, their common ancestor.
+never nest: the outermost wins, so experts inside a block stay inside it. Leaf modules, named in the config or
+marked by `set_z3_leaf_modules`, are blocks too. Then every module outside the blocks that owns at least `LARGE`
+elements itself (embeddings, heads) is a block of its own, and what is left belongs to the root. A parameter that two
+blocks share belongs to the root, their common ancestor.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from onefold.config import ConfigError
+from onefold.config.zero import LeafModule
 
 LARGE = 1 << 20
+
+# What DeepSpeed sets on a module that is never cut, and others set for it.
+LEAF_MARK = "_z3_leaf"
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,9 @@ class UnitCut:
     shared: bool
 
 
-def cut(model: nn.Module, names: Sequence[str] = ()) -> list[UnitCut]:
+def cut(model: nn.Module, names: Sequence[str] = (), leaves: LeafModule | None = None) -> list[UnitCut]:
     """Cut a model into units, the root's leftovers first, then blocks in the order of the module tree."""
-    blocks = _blocks(model, names)
+    blocks = _blocks(model, names, leaves or LeafModule())
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
@@ -58,9 +63,21 @@ def _owner(parameter: str, blocks: Container[str]) -> str:
     return ""
 
 
-def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
+def persistent_parameters(sizes: Mapping[str, int], threshold: int, in_all: int) -> set[str]:
+    """Names of the parameters of at most `threshold` elements, in order, until they come to `in_all` elements."""
+    found: set[str] = set()
+    total = 0
+    for name, size in sizes.items():
+        if size <= threshold and total + size <= in_all:
+            found.add(name)
+            total += size
+    return found
+
+
+def _blocks(model: nn.Module, names: Sequence[str], leaves: LeafModule) -> list[str]:
     """Paths of the blocks, in the order of the module tree."""
     chosen = _named(model, names) if names else _no_split(model) or _outermost(model, _repeated(model))
+    chosen = _outermost(model, chosen | _leaves(model, leaves))
     large = {
         path
         for path, module in model.named_modules()
@@ -88,6 +105,30 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
             )
         found |= hits
     return _outermost(model, found)
+
+
+def _leaves(model: nn.Module, leaves: LeafModule) -> set[str]:
+    """Modules named in the config, each name an error if nothing answers to it, and those marked on themselves."""
+    found = {path for path, module in model.named_modules() if getattr(module, LEAF_MARK, False)}
+    kinds: list[tuple[str, Iterable[str]]] = [
+        ("classes", leaves.classes),
+        ("names", leaves.names),
+        ("name_suffixes", leaves.name_suffixes),
+    ]
+    for kind, wanted in kinds:
+        for name in wanted:
+            hits = {path for path, module in model.named_modules() if path and _answers(path, module, kind, name)}
+            if not hits:
+                raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model answers to {name!r}")
+            found |= hits
+    return found
+
+
+def _answers(path: str, module: nn.Module, kind: str, name: str) -> bool:
+    if kind == "classes":
+        of = type(module)
+        return name in (of.__name__, f"{of.__module__}.{of.__qualname__}")
+    return path == name if kind == "names" else path.endswith(name)
 
 
 def _no_split(model: nn.Module) -> set[str]:

@@ -18,11 +18,14 @@ class RunShape:
     layout: Layout
     dtype: torch.dtype
     trainable: bool
+    persistent: bool
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one rank when backward ends. Where gradients are sharded by then, each open unit held a slot before."""
+    """Bytes of one rank when backward ends. Where gradients are sharded by then, each open unit held a slot before;
+    sharded parameters are at rest: their masters, or the shards of those that are not trained.
+    """
 
     parameters: int
     gradients: int
@@ -47,7 +50,11 @@ def count_bytes(
     """The plan's arithmetic. `num_states`: tensors the optimizer keeps per parameter (2 for Adam)."""
     parameters = gradients = masters = states = largest_slot = 0
     for run in runs:
-        parameters += run.layout.total * run.dtype.itemsize
+        whole = rests_whole(plan, run.dtype, trainable=run.trainable, persistent=run.persistent, world_size=world_size)
+        if whole:
+            parameters += run.layout.total * run.dtype.itemsize
+        elif not run.trainable:
+            parameters += run.layout.shard_size * run.dtype.itemsize
         if not run.trainable:
             continue
         if reduces_in_place(plan, run.dtype, precision, world_size, num_micro_steps):
@@ -57,7 +64,7 @@ def count_bytes(
             largest_slot = max(largest_slot, run.layout.total * run.dtype.itemsize)
         stepped = run.layout.shard_size if plan.shards_states else run.layout.total
         master = master_dtype(run.dtype)
-        masters += 0 if master == run.dtype else stepped * master.itemsize
+        masters += 0 if whole and master == run.dtype else stepped * master.itemsize
         states += stepped * master.itemsize * num_states
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
 
@@ -65,6 +72,13 @@ def count_bytes(
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """The optimizer updates fp32, or fp64 where the parameter is fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def rests_whole(plan: Plan, dtype: torch.dtype, *, trainable: bool, persistent: bool, world_size: int) -> bool:
+    """Whether a run is whole at rest: as the plan says, if it is small, or where its resting form is no smaller."""
+    if not plan.shards_parameters or persistent:
+        return True
+    return world_size == 1 and not (trainable and master_dtype(dtype) != dtype)
 
 
 def reduces_in_place(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 
 from onefold.config import Config
+from onefold.plan.program import Limits
 
 
 class Placement(Enum):
@@ -87,6 +88,11 @@ class Plan:
     overlap: bool = False
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.parameters.placement is Placement.SHARDED
 
     @property
     def keeps_whole_gradient(self) -> bool:
@@ -104,10 +110,10 @@ class Plan:
 
     def words(self) -> list[str]:
         """The plan as three sentences, for people."""
-        if self.parameters.placement is Placement.REPLICATED:
-            parameters = "replicated: every rank holds all of them"
-        else:
+        if self.shards_parameters:
             parameters = "sharded: whole only while they are used"
+        else:
+            parameters = "replicated: every rank holds all of them"
         if self.keeps_whole_gradient:
             gradients = "whole until the accumulation boundary, then sharded"
         else:
@@ -150,15 +156,20 @@ def make_plan(config: Config) -> Plan:
     if zero.zero_quantized_gradients:
         gradients = replace(gradients, wire=Wire.INT4)
     optimizer_tier = TIERS[zero.offload_optimizer.device]
-    overlap = zero.overlap_comm
+    overlap = parameters.placement is Placement.SHARDED if zero.overlap_comm is None else zero.overlap_comm
     return Plan(
         parameters=replace(parameters, tier=TIERS[zero.offload_param.device]),
         gradients=replace(gradients, tier=Tier.HOST if optimizer_tier is not Tier.DEVICE else Tier.DEVICE),
         states=replace(states, tier=optimizer_tier),
         node_shard_size=zero.zero_hpz_partition_size,
-        overlap=parameters.placement is Placement.SHARDED if overlap is None else overlap,
+        overlap=overlap,
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=zero.allgather_bucket_size,
+        limits=Limits(
+            prefetch=zero.stage3_prefetch_bucket_size if overlap else 0,
+            live=zero.stage3_max_live_parameters,
+            reuse=zero.stage3_max_reuse_distance,
+        ),
     )
 
 

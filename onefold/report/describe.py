@@ -30,7 +30,7 @@ def held_bytes(units: Sequence[Unit], pool: Pool, optimizer: ShardedOptimizer | 
     """Model-state bytes of this rank, counted from its tensors."""
     runs = [run for unit in units for run in unit.runs]
     return ModelBytes(
-        parameters=sum(run.full.nbytes for run in runs),
+        parameters=sum(run.parameter_bytes() for run in runs),
         gradients=sum(run.gradient_bytes() for run in runs),
         masters=optimizer.master_bytes() if optimizer else 0,
         states=optimizer.state_bytes() if optimizer else 0,

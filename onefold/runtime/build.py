@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from onefold.comm import Group, Ledger, broadcast_from_first
-from onefold.plan import Layout, Plan, Precision, UnitCut, cut
+from onefold.comm import Group, Ledger, broadcast_from
+from onefold.config import Config
+from onefold.plan import Layout, Plan, Precision, UnitCut, cut, persistent_parameters
+from onefold.plan.table import DTYPES
+from onefold.runtime.homes import gathered, whole_shape
 from onefold.runtime.unit import Run, Unit
 
 
 def build_units(
     model: nn.Module,
     *,
-    names: Sequence[str],
+    config: Config,
     groups: Mapping[int, int],
     plan: Plan,
     precision: Precision,
@@ -23,54 +26,76 @@ def build_units(
     group: Group,
     ledger: Ledger,
     device: torch.device,
-    buffer_dtype: torch.dtype | None = None,
 ) -> list[Unit]:
-    """Flatten a model unit by unit, so that at most one unit is ever held twice.
+    """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken.
 
     `groups` maps the id of each trained parameter to its optimizer group; parameters in no group are left alone.
     """
+    zero = config.zero_optimization
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
+    sizes = {name: whole_shape(parameter).numel() for name, parameter in parameters.items()}
+    persistent = persistent_parameters(
+        sizes, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+    )
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
-    units = []
-    for index, found in enumerate(cut(model, names)):
-        runs = [
-            Run(
-                Layout.of([(name, tuple(parameters[name].shape), group_of) for name, group_of in members], group.size),
-                [parameters[name] for name, _ in sorted(members, key=lambda member: member[1])],
-                dtype,
-                trainable=trainable,
-                plan=plan,
-                precision=precision,
-                rank=group.rank,
-                accumulates=accumulates,
-                device=device,
-            )
-            for (dtype, trainable), members in _runs_of(found, parameters, groups, precision).items()
-        ]
-        units.append(Unit(found.module, modules[found.module], runs, index=index, shared=found.shared))
-    if on_meta:
-        _initialise(modules, on_meta)
-    _take_first_ranks_values(model, units, group, ledger, device, buffer_dtype)
+    units: list[Unit] = []
+    for index, found in enumerate(cut(model, config.onefold.units, zero.leaf_module)):
+        members = _runs_of(found, parameters, groups, precision, persistent)
+        with gathered([parameters[name] for found_run in members.values() for name, _ in found_run]):
+            runs = [
+                Run(
+                    Layout.of([(name, tuple(parameters[name].shape), of) for name, of in inside], group.size),
+                    [parameters[name] for name, _ in sorted(inside, key=lambda member: member[1])],
+                    dtype,
+                    trainable=trainable,
+                    persistent=persists,
+                    plan=plan,
+                    precision=precision,
+                    rank=group.rank,
+                    accumulates=accumulates,
+                    device=device,
+                )
+                for (dtype, trainable, persists), inside in members.items()
+            ]
+        unit = Unit(found.module, modules[found.module], runs, index=index, shared=found.shared)
+        _initialise(modules, on_meta & {member.name for run in runs for member in run.layout.members}, units)
+        for run in runs:
+            broadcast_from(group, 0, run.full, ledger)
+            run.store()
+        unit.release()
+        units.append(unit)
+    for unit in units:
+        inside = {id(module) for module in unit.module.modules()} - {id(unit.module)}
+        unit.encloses = any(id(other.module) in inside for other in units)
+    _take_first_ranks_values(model, units, group, ledger, device, config.data_types.buffer_dtype)
     return units
 
 
 def _runs_of(
-    found: UnitCut, parameters: Mapping[str, nn.Parameter], groups: Mapping[int, int], precision: Precision
-) -> dict[tuple[torch.dtype, bool], list[tuple[str, int]]]:
-    """(dtype, trainable) -> [(name, optimizer group)]. Parameters that are not floating point stay outside."""
-    runs: dict[tuple[torch.dtype, bool], list[tuple[str, int]]] = {}
+    found: UnitCut,
+    parameters: Mapping[str, nn.Parameter],
+    groups: Mapping[int, int],
+    precision: Precision,
+    persistent: Container[str],
+) -> dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]]:
+    """(dtype, trainable, persistent) -> [(name, optimizer group)].
+
+    Parameters that are not floating point, and subclasses of Parameter that carry their own format (quantized
+    weights), stay outside.
+    """
+    runs: dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]] = {}
     for name in found.parameters:
         parameter = parameters[name]
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
             continue
         trainable = parameter.requires_grad and id(parameter) in groups
-        key = (precision.of_parameter(parameter.dtype), trainable)
+        key = (precision.of_parameter(parameter.dtype), trainable, name in persistent)
         runs.setdefault(key, []).append((name, groups[id(parameter)] if trainable else 0))
     return runs
 
 
-def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str]) -> None:
+def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Sequence[Unit]) -> None:
     """Give values to what was built on the meta device, by each module's own `reset_parameters`."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in sorted(on_meta))
     for path in owners:
@@ -79,6 +104,18 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str]) -> None:
             raise ValueError(
                 f"parameters of {path or 'the root module'} ({type(modules[path]).__name__}) are on the meta device "
                 "and the class has no reset_parameters to give them values: define one, or build it off meta"
+            )
+        resting = {
+            member.name
+            for unit in earlier
+            for run in unit.sharded
+            for member, parameter in zip(run.layout.members, run.parameters, strict=True)
+            if any(parameter is own for own in modules[path].parameters(recurse=False))
+        }
+        if resting:
+            raise ValueError(
+                f"{path} shares {', '.join(sorted(resting))} with another module and is on the meta device: "
+                "reset_parameters cannot reach shared weights that are sharded already. Build it off meta"
             )
         reset()
 
@@ -89,19 +126,17 @@ def _take_first_ranks_values(
     group: Group,
     ledger: Ledger,
     device: torch.device,
-    buffer_dtype: torch.dtype | None,
+    buffer_dtype: str | None,
 ) -> None:
+    """Of what lies in no run: buffers, and parameters that are left alone."""
     with torch.no_grad():
-        for unit in units:
-            for run in unit.runs:
-                broadcast_from_first(group, run.full, ledger)
         in_runs = {id(parameter) for unit in units for run in unit.runs for parameter in run.parameters}
         loose = [parameter for parameter in model.parameters() if id(parameter) not in in_runs]
         for buffer in model.buffers():
             if buffer.is_meta:
                 raise ValueError("a buffer is on the meta device and has no values: build buffers off meta")
             if buffer_dtype is not None and buffer.is_floating_point():
-                buffer.data = buffer.data.to(buffer_dtype)
+                buffer.data = buffer.data.to(DTYPES[buffer_dtype])
         for tensor in [*loose, *model.buffers()]:
             tensor.data = tensor.data.to(device)
-            broadcast_from_first(group, tensor.data, ledger)
+            broadcast_from(group, 0, tensor.data, ledger)

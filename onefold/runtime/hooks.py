@@ -6,12 +6,20 @@
 queued when a gradient reaches an output of the outermost module, so that it belongs to the outermost graph task:
 reentrant checkpointing runs nested ones, whose callbacks come too early. Only where the model was called some other
 way is it queued by the first landing itself.
+
+[Note: where a unit's backward begins and ends]
+Units whose parameters are not whole at rest are watched call by call. A call's backward begins when the node that
+produced one of its outputs is about to run; of an output that is a view also the node of its base, since writing to
+the view in place takes the view's own node out of the graph. It ends when the node that produced one of its inputs is
+about to run. Nodes are watched and not tensors passed through a function of ours, so that a module may write to its
+inputs in place.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.trees import tensors_in
-from onefold.runtime.unit import Run, Unit
+from onefold.runtime.unit import ParameterState, Run, Unit
 
 
 class Listener(Protocol):
@@ -38,7 +46,7 @@ class Listener(Protocol):
 
 
 class Hooks:
-    """All hooks of one engine. `watch`: gathers may be in flight between steps, so reading a parameter waits."""
+    """All hooks of one engine. `watch`: parameters may not be whole when somebody reads them, so reading waits."""
 
     def __init__(self, model: nn.Module, schedule: Schedule, listener: Listener, *, watch: bool) -> None:
         self._schedule = schedule
@@ -47,28 +55,47 @@ class Hooks:
         self._bare: weakref.ref[_BareBackward] | None = None
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
-        add = self._handles.append
+        self._calls = count(1)
         me = weakref.ref(self)
+        self._handles.append(model.register_forward_pre_hook(_hook(me, model, _before_root_forward)))
         owner = {
             id(parameter): unit.index for unit in schedule.units for run in unit.runs for parameter in run.parameters
         }
         for unit in schedule.units:
-            add(unit.module.register_forward_pre_hook(_hook(me, unit.module, _before_forward, unit.index)))
+            self._watch_calls(unit, unit.module)
             for run in unit.trained:
                 for index, parameter in enumerate(run.parameters):
                     hook = _on_gradient(me, weakref.ref(unit), weakref.ref(run), index)
-                    add(parameter.register_post_accumulate_grad_hook(hook))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    if not run.rests_whole:
+                        self._handles.append(parameter.register_hook(_before_gradient(me, weakref.ref(unit))))
         for module in model.modules():
             units = sorted({owner[id(p)] for p in module._parameters.values() if id(p) in owner})
             if units:
-                add(module.register_load_state_dict_pre_hook(_hook(me, module, _settle, units)))
-                add(module.register_load_state_dict_post_hook(_hook(me, module, _after_load, units)))
-                add(module.register_state_dict_pre_hook(_hook(me, module, _settle, units)))
-            if units and watch:
-                module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
-                self._watched.append(weakref.ref(module))
-        add(model.register_forward_pre_hook(_hook(me, model, _recover)))
-        add(model.register_forward_hook(_hook(me, model, _after_root_forward)))
+                self._watch_table(module, units, watch=watch)
+            for unit in (schedule.units[index] for index in units):
+                # Children of an enclosing module may be called without it.
+                if unit.encloses and unit.sharded and module is not unit.module:
+                    self._watch_calls(unit, module)
+        self._handles.append(model.register_forward_hook(_hook(me, model, _after_root_forward)))
+
+    def _watch_calls(self, unit: Unit, module: nn.Module) -> None:
+        me, add = weakref.ref(self), self._handles.append
+        before = _hook(me, module, _before_forward, unit.index)
+        if unit.sharded:
+            add(module.register_forward_pre_hook(before, with_kwargs=True))
+            add(module.register_forward_hook(_hook(me, module, _after_forward, unit.index), always_call=True))
+        else:
+            add(module.register_forward_pre_hook(before))
+
+    def _watch_table(self, module: nn.Module, units: list[int], *, watch: bool) -> None:
+        me, add = weakref.ref(self), self._handles.append
+        add(module.register_load_state_dict_pre_hook(_hook(me, module, _before_load, units)))
+        add(module.register_load_state_dict_post_hook(_hook(me, module, _after_load, units)))
+        add(module.register_state_dict_pre_hook(_hook(me, module, _before_state_dict, units)))
+        if watch:
+            module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
+            self._watched.append(weakref.ref(module))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -119,17 +146,94 @@ class Hooks:
                 raise
         self._schedule.land(unit, run, index)
 
-    def before_forward(self, unit: int) -> None:
-        self._schedule.before_forward(self._schedule.units[unit])
+    # -- calls of units -----------------------------------------------------------------------------------------
+
+    def before_root_forward(self) -> None:
+        self.recover()
+        if torch.is_grad_enabled() and not inside_backward():
+            self._schedule.begin_pass()
+
+    def before_forward(self, index: int, arguments: Any) -> None:
+        unit = self._schedule.units[index]
+        if not unit.sharded:
+            self._schedule.before_whole_forward(unit)
+            return
+        again = inside_backward()
+        self._schedule.before_forward(unit, again=again)
+        unit.uses.stack.append(0)
+        # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
+        if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
+            unit.uses.calls += 1
+            call = next(self._calls)
+            ends = self._watch_end(index, call, arguments)
+            unit.uses.stack[-1] = call if ends else -call
+
+    def _watch_end(self, index: int, call: int, arguments: Any) -> bool:
+        """Have the schedule told when this call's backward is over; whether that can be seen."""
+        end = _on_node(weakref.ref(self), Hooks._after_backward, index, call)
+        seen = False
+        for tensor in tensors_in(arguments):
+            if tensor.requires_grad:
+                node = tensor.grad_fn
+                if node is not None:
+                    node.register_prehook(end)
+                elif not isinstance(tensor, nn.Parameter):
+                    tensor.register_hook(end)
+                seen |= node is not None or not isinstance(tensor, nn.Parameter)
+        return seen
+
+    def after_forward(self, index: int, output: Any) -> None:
+        unit = self._schedule.units[index]
+        again = inside_backward()
+        call = unit.uses.stack.pop() if unit.uses.stack else 0
+        if call:
+            begin = _on_node(weakref.ref(self), Hooks._before_backward, index, call)
+            nodes = list(_producers(output))
+            for node in nodes:
+                node.register_prehook(begin)
+            if again:
+                unit.uses.backwards.add(call)  # inside the backward that will run through it at once
+            elif not nodes and unit.trained and output is not None:
+                unit.uses.held = True  # nothing tells when its backward begins, so it must stay
+        self._schedule.after_forward(unit, again=again)
+
+    def _before_backward(self, index: int, call: int) -> None:
+        self._schedule.before_backward(self._schedule.units[index], call)
+
+    def _after_backward(self, index: int, call: int) -> None:
+        self._schedule.after_backward(self._schedule.units[index], [call])
+
+    # -- reads and writes from outside --------------------------------------------------------------------------
+
+    def read(self, units: list[int]) -> None:
+        for unit in units:
+            self._schedule.read(self._schedule.units[unit], backward=inside_backward())
 
     def settle(self, units: list[int]) -> None:
         for unit in units:
             self._schedule.settle(self._schedule.units[unit])
 
-    def parameters_loaded(self, units: list[int]) -> None:
+    def check_whole(self, units: list[int], what: str, instead: str) -> None:
+        for unit in (self._schedule.units[index] for index in units):
+            self._schedule.settle(unit)
+            if unit.sharded and unit.parameter is not ParameterState.FULL:
+                raise RuntimeError(
+                    f"{what}: the parameters of {unit.name} rest as shards, and would come out empty. {instead}"
+                )
+
+    def before_load(self, units: list[int]) -> None:
+        for unit in units:
+            self._schedule.settle(self._schedule.units[unit])
+            self._schedule.lend(self._schedule.units[unit])
+
+    def after_load(self, units: list[int]) -> None:
         listener = self._listener()
+        loaded = [self._schedule.units[unit] for unit in units]
+        for unit in loaded:
+            unit.store()
+            self._schedule.take_back(unit)
         if listener is not None:
-            listener.parameters_loaded([self._schedule.units[unit] for unit in units])
+            listener.parameters_loaded(loaded)
 
 
 class _BareBackward:
@@ -158,14 +262,16 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         self._hooks = hooks
         self._units = units
 
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.read(self._units)
+        return super().__getitem__(name)
+
     def _settle(self) -> None:
         hooks = self._hooks()
         if hooks is not None:
             hooks.settle(self._units)
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._settle()
-        return super().__getitem__(name)
 
     def items(self) -> Any:
         self._settle()
@@ -176,8 +282,17 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         return super().values()
 
     def __reduce__(self) -> Any:
-        self._settle()
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.check_whole(self._units, "copying or pickling the model", _USE_GATHERED)
         return dict, (dict(super().items()),)
+
+
+_USE_GATHERED = "Do it inside onefold.zero.GatheredParameters(model.parameters())"
+_USE_MODULE_STATE_DICT = (
+    "Use engine.module_state_dict() or engine.save_16bit_model(), or wrap the call in "
+    "onefold.zero.GatheredParameters(model.parameters())"
+)
 
 
 def inside_backward() -> bool:
@@ -207,20 +322,60 @@ def _on_gradient(
     return hook
 
 
-def _before_forward(hooks: Hooks, unit: int, *_: Any) -> None:
-    hooks.before_forward(unit)
+def _before_gradient(me: weakref.ref[Hooks], unit: weakref.ref[Unit]) -> Callable[[torch.Tensor], None]:
+    """A gradient comes to a parameter, perhaps from an operation that no hook has seen: it must be whole to take it."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        hooks, its_unit = me(), unit()
+        if hooks is not None and its_unit is not None:
+            hooks._schedule.read(its_unit, backward=True)
+
+    return hook
 
 
-def _settle(hooks: Hooks, units: list[int], *_: Any) -> None:
-    hooks.settle(units)
+def _on_node(
+    me: weakref.ref[Hooks], act: Callable[[Hooks, int, int], None], index: int, call: int
+) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        hooks = me()
+        if hooks is not None:
+            act(hooks, index, call)
+
+    return hook
+
+
+def _producers(output: Any) -> Iterable[Any]:
+    """The nodes whose turn in a backward means that the backward of this output begins."""
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            yield tensor.grad_fn
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None:
+                yield base.grad_fn
+
+
+def _before_forward(hooks: Hooks, unit: int, *arguments: Any) -> None:
+    hooks.before_forward(unit, arguments)
+
+
+def _after_forward(hooks: Hooks, unit: int, args: Any, output: Any) -> None:
+    hooks.after_forward(unit, output)
+
+
+def _before_load(hooks: Hooks, units: list[int], *_: Any) -> None:
+    hooks.before_load(units)
 
 
 def _after_load(hooks: Hooks, units: list[int], *_: Any) -> None:
-    hooks.parameters_loaded(units)
+    hooks.after_load(units)
 
 
-def _recover(hooks: Hooks, *_: Any) -> None:
-    hooks.recover()
+def _before_state_dict(hooks: Hooks, units: list[int], *_: Any) -> None:
+    hooks.check_whole(units, "state_dict()", _USE_MODULE_STATE_DICT)
+
+
+def _before_root_forward(hooks: Hooks, *_: Any) -> None:
+    hooks.before_root_forward()
 
 
 def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:

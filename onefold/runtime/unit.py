@@ -8,14 +8,20 @@ from enum import Enum
 import torch
 from torch import nn
 
-from onefold.comm import Reduction
+from onefold.comm import Gathering, Reduction
 from onefold.plan import Layout, Plan, Precision
-from onefold.plan.memory import RunShape, reduces_in_place
+from onefold.plan.memory import RunShape, master_dtype, reduces_in_place, rests_whole
 from onefold.tier.device import Pool
 
 
 class Run:
-    """One flat line of a unit: parameters of one dtype, all trainable or all frozen.
+    """One flat line of a unit: parameters of one dtype, all trainable or all frozen, all persistent or none.
+
+    [Note: where a parameter is]
+    `full` is one tensor for life, and so is each Parameter. A run that rests whole keeps `full` filled. Any other run
+    keeps `shard`, this rank's slice (the fp32 master where it is trained); its `full` has an empty storage at rest,
+    and its parameters are placeholders without elements: autograd may hold views of `full`, so the same storage is
+    refilled on every gather, and nothing else ever takes its place.
 
     [Note: where a gradient is]
     Autograd hands each gradient over as a fresh tensor; `land` moves it into the run's line and clears `p.grad`, so
@@ -33,6 +39,7 @@ class Run:
         dtype: torch.dtype,
         *,
         trainable: bool,
+        persistent: bool,
         plan: Plan,
         precision: Precision,
         rank: int,
@@ -43,6 +50,11 @@ class Run:
         self.parameters = list(parameters)
         self.dtype = dtype
         self.trainable = trainable
+        self.persistent = persistent
+        self.rests_whole = rests_whole(
+            plan, dtype, trainable=trainable, persistent=persistent, world_size=layout.num_shards
+        )
+        self.shard: torch.Tensor | None = None
         self.device = device
         self.wire = precision.of_wire(dtype)
         self.full = torch.zeros(layout.total, dtype=dtype, device=device)
@@ -65,8 +77,7 @@ class Run:
     def _take_parameters(self) -> None:
         """Copy the values in and make every parameter a view of the line. The Parameter objects stay the same."""
         with torch.no_grad():
-            for member, parameter in zip(self.layout.members, self.parameters, strict=True):
-                view = self.full[member.start : member.stop].view(member.shape)
+            for view, parameter in zip(self._views(), self.parameters, strict=True):
                 if parameter.is_meta:
                     # `.data` refuses a tensor of another kind; swapping the payload keeps the object.
                     torch.utils.swap_tensors(parameter, _as_parameter(view, parameter))
@@ -74,9 +85,53 @@ class Run:
                     view.copy_(parameter)
                     parameter.data = view
 
+    def _views(self) -> list[torch.Tensor]:
+        return [self.full[member.start : member.stop].view(member.shape) for member in self.layout.members]
+
+    @property
+    def own_slice(self) -> torch.Tensor:
+        """This rank's slice of the line; the line must be whole."""
+        start, stop = self.layout.shard_range(self._rank)
+        return self.full[start:stop]
+
+    def store(self) -> None:
+        """Keep this rank's slice of the line as what rests."""
+        if not self.rests_whole:
+            dtype = master_dtype(self.dtype) if self.trainable else self.dtype
+            if self.shard is None:
+                self.shard = torch.empty(self.layout.shard_size, dtype=dtype, device=self.device)
+            self.shard.copy_(self.own_slice)
+
+    def refill(self) -> Gathering:
+        """Memory for the whole line, and what the collective has to fill it with."""
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.full.numel() * self.full.itemsize)
+        return Gathering(self.full, self.shard)
+
+    def show(self) -> None:
+        """The line is whole: parameters are views of it."""
+        for view, parameter in zip(self._views(), self.parameters, strict=True):
+            parameter.data = view
+
+    def hide(self) -> None:
+        """Back to rest: placeholders instead of parameters, no memory behind the line."""
+        placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
+        here = self.full.untyped_storage().data_ptr()
+        for parameter in self.parameters:
+            # One that has moved to another run since is not ours to empty.
+            if parameter.untyped_storage().data_ptr() == here:
+                parameter.data = placeholder
+        self.full.untyped_storage().resize_(0)
+
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters held now; a trained run's shard is its master, and counted there."""
+        shard = self.shard.nbytes if self.shard is not None and not self.trainable else 0
+        return int(self.full.untyped_storage().size()) + shard
+
     @property
     def shape(self) -> RunShape:
-        return RunShape(self.layout, self.dtype, self.trainable)
+        return RunShape(self.layout, self.dtype, self.trainable, self.persistent)
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -200,27 +255,64 @@ class GradientState(Enum):
 
 
 class ParameterState(Enum):
-    """FULL -> GATHERING (stepped, the other ranks' slices on their way) -> FULL."""
+    """RESTING -> GATHERING -> FULL -> RESTING. A unit whose runs all rest whole is always FULL."""
 
-    FULL = "full"
+    RESTING = "resting"
     GATHERING = "gathering"
+    FULL = "full"
 
 
 class Unit:
-    """The parameters that are gathered, reduced and stepped together."""
+    """The parameters that are gathered, released, reduced and stepped together."""
 
     def __init__(self, name: str, module: nn.Module, runs: Sequence[Run], *, index: int, shared: bool) -> None:
         self.name = name or "(root)"
         self.module = module
         self.runs = list(runs)
         self.trained = [run for run in runs if run.trainable]
+        self.sharded = [run for run in runs if not run.rests_whole]
         self.index = index
+        # Its module contains modules of other units.
+        self.encloses = False
         # Some gradient may arrive twice in one backward, so only the end of backward closes this unit.
         self.shared = shared
         self.gradient = GradientState.EMPTY
         self.parameter = ParameterState.FULL
+        # Stepped, and the other ranks' slices of what rests whole are on their way.
+        self.refreshing = False
+        self.uses = Uses()
         self.num_elements = sum(run.layout.total for run in self.trained)
+        self.num_gathered = sum(run.layout.total for run in self.sharded)
         self.num_parameters = sum(len(run.parameters) for run in self.trained)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> list[Gathering]:
+        if self.parameter is ParameterState.RESTING:
+            self.parameter = ParameterState.GATHERING
+        return [run.refill() for run in self.sharded]
+
+    def finish_gather(self) -> None:
+        # A unit that was whole when another rank asked for it stays as it is.
+        if self.parameter is ParameterState.GATHERING:
+            for run in self.sharded:
+                run.show()
+            self.parameter = ParameterState.FULL
+
+    def release(self) -> None:
+        assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
+        if self.sharded:
+            for run in self.sharded:
+                run.hide()
+            self.parameter = ParameterState.RESTING
+
+    def store(self) -> None:
+        """The whole values were written from outside: shards take them over."""
+        assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
+        for run in self.sharded:
+            run.store()
+
+    # -- gradients ----------------------------------------------------------------------------------------------
 
     def open(self, pool: Pool) -> None:
         if self.gradient is GradientState.EMPTY:
@@ -245,3 +337,33 @@ class Unit:
         for run in self.trained:
             run.drop_gradients(pool)
         self.gradient = GradientState.EMPTY
+
+
+class Uses:
+    """Who needs a unit whole right now, on this rank.
+
+    `forwards`: calls of its module under way. `backwards`: calls whose backward has begun and not ended; `calls` and
+    `ended` count those of the pass that will have a backward, and those whose backward is over.
+    `held`: somebody outside reads it; it stays until the pass ends. `lent`: open `GatheredParameters`.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.stack: list[int] = []  # calls of the forwards under way, 0 for those without a backward
+        self.backwards: set[int] = set()
+        self.calls = 0
+        self.ended = 0
+        self.held = False
+        self.lent = 0
+        # The event of the program that this use belongs to, where one is followed.
+        self.event: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.forwards or self.backwards or self.held or self.lent)
+
+    def forget_pass(self) -> None:
+        self.backwards.clear()
+        self.ended = 0
+        self.held = False
+        self.event = None

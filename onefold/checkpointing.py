@@ -1,0 +1,169 @@
+"""Activation checkpointing under DeepSpeed's names.
+
+torch recomputes, with its own care for random numbers, autocast and nesting; the settings say where the inputs rest
+meanwhile (`tier/resting.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from onefold.config import Config, ConfigError, load_config
+from onefold.config.sections import ActivationCheckpointing as Settings
+from onefold.report.log import logger
+from onefold.tier.resting import Inputs, forget_buffers
+
+_SECTION = "activation_checkpointing"
+
+_settings = Settings()
+_configured_by: Literal["nobody", "config", "call"] = "nobody"
+_inside: ContextVar[bool] = ContextVar("onefold_inside_checkpoint", default=False)
+_times = {"forward": 0.0, "recompute": 0.0, "calls": 0}
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Mapping[str, Any] | str | PathLike[str] | Config | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Settings of every later `checkpoint`: the config's section, and over it the arguments that are given."""
+    global _configured_by
+    if mpu_ is not None and (size := mpu_.get_model_parallel_world_size()) != 1:
+        raise ValueError(f"mpu_: a model-parallel world size of {size}, but onefold does no tensor parallelism; use 1")
+    section = Settings() if deepspeed_config is None else load_config(deepspeed_config).activation_checkpointing
+    given: dict[str, Any] = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    _set(replace(section, **{name: value for name, value in given.items() if value is not None}))
+    _configured_by = "call"
+    partition_activations_in_checkpoint(_settings.partition_activations)
+
+
+def read_config(config: Config) -> None:
+    """For `initialize`: the section counts where the config has it, unless the script has called `configure`."""
+    global _configured_by
+    if not any(name.partition(".")[0] == _SECTION for name in config.raw):
+        return
+    if _configured_by == "call":
+        logger.info("%s: checkpointing.configure was called before, and its settings stay", _SECTION)
+        return
+    _set(config.activation_checkpointing)
+    _configured_by = "config"
+
+
+def is_configured() -> bool:
+    return _configured_by != "nobody"
+
+
+def settings() -> Settings:
+    """What holds now, under the names of the config's section."""
+    return _settings
+
+
+def set_num_layers(nlayers: int) -> None:
+    """How many checkpoints one forward makes: `number_checkpoints` of the config."""
+    _set(replace(_settings, number_checkpoints=nlayers))
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """DeepSpeed shards inputs over the model-parallel group; there is none here, so there is nothing to shard."""
+    _set(replace(_settings, partition_activations=partition_activation))
+    if partition_activation:
+        logger.info("partition_activations: there is no model-parallel group, so every rank keeps its inputs whole")
+
+
+def reset() -> None:
+    """Forget buffers and times; the settings stay."""
+    forget_buffers()
+    _times.update(forward=0.0, recompute=0.0, calls=0)
+
+
+def times() -> dict[str, float]:
+    """With `profile`: seconds in `forward` and `recompute`, and the number of `calls`, since the last `reset`."""
+    return dict(_times)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, whose activations are computed again in backward instead of being kept.
+
+    All keywords are the function's. Tensors inside lists, dicts and tuples stay where they are, as in torch.
+    """
+    if torch.compiler.is_compiling():  # The compiler has its own form of this.
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    # No value may be named in `run`: torch keeps it for as long as the graph.
+    here, num_args, names, phase = _settings, len(args), tuple(kwargs), iter(["forward"])
+
+    def run(*values: Any) -> Any:
+        with _boundary(function, next(phase, "recompute"), here):
+            return function(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+    # Keywords go in by position too: torch keeps the random state of the devices it finds there, and there only.
+    values = (*args, *kwargs.values())
+    # Inside another checkpoint, inputs are the outer one's activations: it recomputes them, so they rest nowhere.
+    if _inside.get() or not (here.cpu_checkpointing or here.contiguous_memory_optimization):
+        return torch_checkpoint(run, *values, use_reentrant=False)
+    num_slots = here.number_checkpoints if here.contiguous_memory_optimization else None
+    inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
+    with saved_tensors_hooks(inputs.pack, lambda resting: resting.back()):
+        outputs = torch_checkpoint(run, *values, use_reentrant=False)
+    inputs.settle()
+    return outputs
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def _set(settings: Settings) -> None:
+    global _settings
+    # As in DeepSpeed, the number may come first, from `set_num_layers`.
+    num = _settings.number_checkpoints if settings.number_checkpoints is None else settings.number_checkpoints
+    if num is None and settings.contiguous_memory_optimization:
+        raise ConfigError(
+            f"{_SECTION}.contiguous_memory_optimization needs the number of checkpointed calls in one forward; "
+            f"add {_SECTION}.number_checkpoints (num_checkpoints= of configure)"
+        )
+    if num is not None and num < 1:
+        raise ConfigError(f"{_SECTION}.number_checkpoints = {num}: expected at least 1")
+    _settings = replace(settings, number_checkpoints=num)
+
+
+@contextmanager
+def _boundary(function: Callable[..., Any], phase: str, settings: Settings) -> Iterator[None]:
+    """Around one run of a function. A checkpoint inside another is part of the outer one's time."""
+    nested, token = _inside.get(), _inside.set(True)
+    waits = (settings.synchronize_checkpoint_boundary or settings.profile) and torch.cuda.is_initialized()
+    if waits:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+        if waits:
+            torch.cuda.synchronize()
+        if settings.profile and not nested:
+            seconds = time.perf_counter() - start
+            _times[phase] += seconds
+            _times["calls"] += phase == "forward"
+            name = getattr(function, "__qualname__", type(function).__name__)
+            logger.info("checkpoint of %s: %s %.3f ms", name, phase, 1000 * seconds)

@@ -1,0 +1,52 @@
+"""Ranks tell each other what they want next: small rows of integers, exchanged between hosts."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.guard import Guard
+from onefold.comm.ledger import Ledger
+from onefold.comm.mesh import Group
+
+ROW = 16
+
+
+class Agreement:
+    """Meetings of the ranks of one group. Nobody leaves one before everybody has come."""
+
+    def __init__(self, group: Group, ledger: Ledger) -> None:
+        self.group = group
+        self.guard = Guard(group)
+        self._ledger = ledger
+
+    def meet(self, what: str, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row, in rank order. `what` names the meeting for the hang guard."""
+        assert len(row) <= ROW
+        mine = torch.tensor([*row, *[0] * (ROW - len(row))], dtype=torch.int64)
+        rows: list[list[int]] = self.exchange(what, mine).tolist()
+        return rows
+
+    def exchange(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's small vector, on the host, as rows in rank order."""
+        if self.group.size == 1:
+            return mine.unsqueeze(0)
+        rows = [torch.empty_like(mine) for _ in range(self.group.size)]
+        self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
+        with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
+            dist.all_gather(rows, mine, group=self.group.host_group)
+        return torch.stack(rows)
+
+
+def as_integer(number: float) -> int:
+    """The bits of a float, to travel in a row."""
+    integer: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return integer
+
+
+def as_float(integer: int) -> float:
+    number: float = struct.unpack("<d", struct.pack("<q", integer))[0]
+    return number

@@ -1,0 +1,161 @@
+"""From the order in which units are used to what is launched when, and what is kept. No tensors, no ranks.
+
+[Note: the program of a pass]
+A pass is one forward and its backward. Its events, in an order that every rank has agreed on, are the uses of units
+and the ends of their backwards. The program says for each event which collectives have been launched by then: the
+gathers of what is used, the gathers ahead of it, the reductions of what is finished. Launches form one line; a rank
+may reach an event early or late or never, but it launches in that line's order, which is why no ranks can wait for
+each other in a circle. Limits move launches along the line; they never change a bit of what is computed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+
+class Moment(IntEnum):
+    """What happens to a unit at an event."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    REDUCE = 2
+
+
+Event = tuple[Moment, int]
+
+# Units smaller than this share a collective with the next one: below it latency costs more than bytes.
+SMALL_MESSAGE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Elements: gathered ahead of use, whole at one time, between two uses of a unit that stays whole."""
+
+    prefetch: int = 0
+    live: int = 0
+    reuse: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective: the gather of one unit, or the reduction of several."""
+
+    gathers: bool
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`launched_at[k]`: launches made by the time of event k. `kept[k]`: the unit stays whole after its use there."""
+
+    events: tuple[Event, ...]
+    launches: tuple[Launch, ...]
+    launched_at: tuple[int, ...]
+    kept: tuple[bool, ...]
+
+    def find(self, event: Event, first: int) -> int | None:
+        """The next place of an event, from `first` on."""
+        places = self._places.get(event, [])
+        index = bisect_left(places, first)
+        return places[index] if index < len(places) else None
+
+    @cached_property
+    def _places(self) -> dict[Event, list[int]]:
+        places: dict[Event, list[int]] = {}
+        for position, event in enumerate(self.events):
+            places.setdefault(event, []).append(position)
+        return places
+
+
+def compile_program(
+    events: Sequence[Event],
+    gathered: Sequence[int],
+    reduced: Sequence[int],
+    limits: Limits,
+    reduce_bucket: int,
+    enclosing: Container[int] = (),
+) -> Program:
+    """`gathered[u]`: elements of unit u that a use gathers, 0 where it rests whole. `reduced[u]`: those of its sum.
+
+    Units that enclose others are in use around those others: they are never gathered ahead, and always counted.
+    """
+    kept, needed = _kept(events, gathered, limits)
+    last_of_batch = {
+        batch[-1]: tuple(batch)
+        for batch in coalesce([unit for moment, unit in events if moment is Moment.REDUCE], reduced, reduce_bucket)
+    }
+    gathers = [position for position in range(len(events)) if needed[position]]
+    launches: list[Launch] = []
+    launched_at: list[int] = []
+    live = {unit: size for unit, size in enumerate(gathered) if unit in enclosing}
+    next_gather = 0
+    for position, (moment, unit) in enumerate(events):
+        if moment is Moment.REDUCE:
+            if unit in last_of_batch:
+                launches.append(Launch(gathers=False, units=last_of_batch[unit]))
+        elif gathered[unit]:
+            ahead = 0
+            while next_gather < len(gathers):
+                place = gathers[next_gather]
+                following = events[place][1]
+                size = gathered[following]
+                # Everything up to this use must come; further only what is not whole now and fits the limits.
+                if place > position and (
+                    following in live or ahead >= limits.prefetch or sum(live.values()) + size > limits.live
+                ):
+                    break
+                ahead += size if place > position else 0
+                live[following] = size
+                launches.append(Launch(gathers=True, units=(following,)))
+                next_gather += 1
+            live[unit] = gathered[unit]
+        launched_at.append(len(launches))
+        if moment is not Moment.REDUCE and not kept[position] and unit not in enclosing:
+            live.pop(unit, None)
+    return Program(tuple(events), tuple(launches), tuple(launched_at), tuple(kept))
+
+
+def _kept(events: Sequence[Event], gathered: Sequence[int], limits: Limits) -> tuple[list[bool], list[bool]]:
+    """Which uses leave their unit whole for the next one, and which uses need a gather."""
+    traversed = [0]
+    for moment, unit in events:
+        traversed.append(traversed[-1] + (0 if moment is Moment.REDUCE else gathered[unit]))
+    next_use: dict[int, int] = {}
+    following: list[int | None] = [None] * len(events)
+    for position in range(len(events) - 1, -1, -1):
+        moment, unit = events[position]
+        if moment is not Moment.REDUCE:
+            following[position] = next_use.get(unit)
+            next_use[unit] = position
+    kept = [False] * len(events)
+    needed = [False] * len(events)
+    whole: dict[int, int] = {}
+    for position, (moment, unit) in enumerate(events):
+        if moment is Moment.REDUCE or not gathered[unit]:
+            continue
+        needed[position] = unit not in whole
+        whole[unit] = gathered[unit]
+        again = following[position]
+        near = again is not None and traversed[again] - traversed[position + 1] < limits.reuse
+        kept[position] = near and sum(whole.values()) <= limits.live
+        if not kept[position]:
+            del whole[unit]
+    return kept, needed
+
+
+def coalesce(units: Iterable[int], sizes: Sequence[int], bucket: int) -> list[list[int]]:
+    """Neighbours that are small share a batch, up to the bucket size."""
+    batches: list[list[int]] = []
+    size = 0
+    for unit in units:
+        if batches and size < SMALL_MESSAGE and size + sizes[unit] <= bucket:
+            batches[-1].append(unit)
+        else:
+            batches.append([unit])
+            size = 0
+        size += sizes[unit]
+    return batches

@@ -1,0 +1,155 @@
+"""Collectives on their way: started in order, limited in number, finished in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from onefold.comm import Collective, Gathering, Guard, Pending
+from onefold.plan import Plan
+from onefold.runtime.unit import ParameterState, Run, Unit
+from onefold.tier.device import Pool
+
+# A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
+# cheapest while that is still in cache.
+REDUCTIONS_IN_FLIGHT = 2
+
+
+@dataclass
+class Flight:
+    """A collective on its way, and the units it carries."""
+
+    units: list[Unit]
+    pending: Pending
+    num_elements: int
+
+
+class Flights:
+    """Starts and finishes the three moves of units: reductions, gathers, and refreshes after a step."""
+
+    def __init__(self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, prescale: float) -> None:
+        self.collective = collective
+        self.pool = pool
+        self.reducing: deque[Flight] = deque()
+        self.gathering: deque[Flight] = deque()
+        self.refreshing: deque[Flight] = deque()
+        self._plan = plan
+        self._guard = guard
+        self._prescale = prescale
+
+    @contextmanager
+    def _waiting(self, operation: str, units: Iterable[Unit]) -> Iterator[None]:
+        with self._guard.waiting(operation, [unit.name for unit in units]):
+            yield
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def start_reduction(self, batch: list[Unit]) -> None:
+        size = sum(unit.num_elements for unit in batch)
+        while len(self.reducing) >= REDUCTIONS_IN_FLIGHT:
+            self.finish_reduction()
+        _make_room(self.reducing, size, self._plan.reduce_bucket, self.finish_reduction)
+        for unit in batch:
+            unit.open(self.pool)
+        reductions = [reduction for unit in batch for reduction in unit.start_reducing(self._prescale)]
+        self.reducing.append(Flight(batch, self.collective.start_reduce_scatter(reductions), size))
+        if not self._plan.overlap:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        flight = self.reducing.popleft()
+        with self._waiting("reduction of", flight.units):
+            flight.pending.finish()
+        for unit in flight.units:
+            unit.finish_reducing(self.pool)
+
+    def finish_reductions(self) -> None:
+        while self.reducing:
+            self.finish_reduction()
+
+    # -- gathers of sharded parameters --------------------------------------------------------------------------
+
+    def start_gather(self, unit: Unit) -> None:
+        """Whatever the unit's state here: another rank may need this rank's slice."""
+        pending = self.collective.start_gather(unit.start_gather())
+        self.gathering.append(Flight([unit], pending, unit.num_gathered))
+
+    def finish_gather(self) -> None:
+        flight = self.gathering.popleft()
+        with self._waiting("gather of", flight.units):
+            flight.pending.finish()
+        for unit in flight.units:
+            unit.finish_gather()
+
+    def finish_gathers_until(self, unit: Unit) -> None:
+        while unit.parameter is ParameterState.GATHERING:
+            self.finish_gather()
+
+    def finish_gathers(self) -> None:
+        while self.gathering:
+            self.finish_gather()
+
+    # -- refreshes of what rests whole --------------------------------------------------------------------------
+
+    def start_refresh(self, batch: list[Unit]) -> None:
+        """The batch has been stepped: send each rank's slice to all others, in place."""
+        runs = [run for unit in batch for run in unit.trained if run.rests_whole]
+        if not runs or not self._plan.shards_states or self.collective.group.size == 1:
+            return
+        assert not any(unit.refreshing for unit in batch)
+        size = sum(run.layout.total for run in runs)
+        _make_room(self.refreshing, size, self._plan.gather_bucket, self.finish_refresh)
+        for unit in batch:
+            unit.refreshing = True
+        pending = self.collective.start_gather([Gathering(run.full) for run in runs])
+        self.refreshing.append(Flight(batch, pending, size))
+
+    def finish_refresh(self) -> None:
+        flight = self.refreshing.popleft()
+        with self._waiting("refresh of", flight.units):
+            flight.pending.finish()
+        for unit in flight.units:
+            unit.refreshing = False
+
+    def settle(self, unit: Unit) -> None:
+        """Finish the refresh that carries this unit, and those launched before it."""
+        while unit.refreshing:
+            self.finish_refresh()
+
+    def settle_all(self) -> None:
+        while self.refreshing:
+            self.finish_refresh()
+
+    # -- gradients where every rank steps everything ------------------------------------------------------------
+
+    def whole_gradients(self, batches: list[list[Unit]]) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:
+        """The reduced gradients of each batch, gathered, one batch ahead."""
+        ahead = deque(self._start_gathering_gradients(batch) for batch in batches[:1])
+        for position, batch in enumerate(batches):
+            ahead.extend(
+                self._start_gathering_gradients(following) for following in batches[position + 1 : position + 2]
+            )
+            whole, pending = ahead.popleft()
+            with self._waiting("gather of gradients of", batch):
+                pending.finish()
+            yield batch, whole
+            for line in whole.values():
+                self.pool.give_back(line)
+
+    def _start_gathering_gradients(self, batch: list[Unit]) -> tuple[dict[Run, torch.Tensor], Pending]:
+        whole, gatherings = {}, []
+        for run in (run for unit in batch for run in unit.trained):
+            assert run.reduced is not None
+            whole[run] = self.pool.take(run.layout.total, run.reduced.dtype)
+            gatherings.append(Gathering(whole[run], run.reduced))
+        return whole, self.collective.start_gather(gatherings)
+
+
+def _make_room(flights: deque[Flight], incoming: int, limit: int, finish: Callable[[], None]) -> None:
+    """Bucket sizes limit what is in flight; one batch always may be."""
+    while flights and sum(flight.num_elements for flight in flights) + incoming > limit:
+        finish()

@@ -1,0 +1,342 @@
+"""Which collective comes next, the same on every rank.
+
+[Note: one order for all ranks]
+The first pass is negotiated: before a gather every rank says which unit it wants, the first in module order is
+gathered by all, and who wanted another asks again. So ranks may part ways in any manner and none waits in vain; what
+was granted is recorded, and rank 0's record becomes the program of all later passes. Those are followed without a
+word: a rank that skips a unit joins its gathers and reductions when it gets past them, reducing zeros; a gradient that
+still lands after that is late, and reduced once more at the step. Evaluation is always negotiated. What no program
+foresees is negotiated again if every rank comes to it, and ends in an error on every rank if only some do.
+
+Where no parameter is sharded there is nothing to gather in a pass. Then the first pass follows the reversed module
+tree, and the program is the order in which rank 0's units were finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+
+import torch
+
+from onefold.comm import Agreement, Disagreement, broadcast_from
+from onefold.comm.ledger import Ledger
+from onefold.plan import Moment, Plan, Program, coalesce, compile_program
+from onefold.plan.program import Event, Launch
+from onefold.runtime.flights import Flights
+from onefold.runtime.unit import ParameterState, Unit
+
+# A model whose passes keep parting from what was recorded is negotiated for good.
+LESSONS = 4
+
+# A row of a negotiation: wish, value, then how many finished units and which, then four numbers for the wish's own use.
+_FINISHED_IN_ROW = 9
+_OWN = 12
+
+
+class Wish(IntEnum):
+    """What a rank says it wants. The first two are gathers of a unit; the others are wanted by all or by none."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BEGIN = 2
+    END = 3
+    PART = 4
+    STEP = 5
+    LEND = 6
+
+
+_WORDS = {
+    Wish.BEGIN: "the beginning of a pass",
+    Wish.END: "the end of a backward",
+    Wish.PART: "a use of a module that earlier passes did not make:",
+    Wish.STEP: "the step",
+    Wish.LEND: "the end of GatheredParameters",
+}
+
+
+class Order:
+    """This rank's place in the order of collectives. `let_go` releases a unit that nobody on this rank uses."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        plan: Plan,
+        flights: Flights,
+        agreement: Agreement,
+        ledger: Ledger,
+        let_go: Callable[[Unit], None],
+    ) -> None:
+        self.units = list(units)
+        self.open = False
+        # Whether the present backward ends in reductions.
+        self.reduces = False
+        self.agreement = agreement
+        self._plan = plan
+        self._flights = flights
+        self._ledger = ledger
+        self._let_go = let_go
+        self._gathers = any(unit.sharded for unit in units)
+        self._trained = [unit for unit in units if unit.trained]
+        self._finished: dict[Unit, None] = {}
+        self._reduced: set[Unit] = set()
+        self._learning = True
+        self._lessons = LESSONS
+        self._whole_record = True
+        self._events: list[Event] = []
+        self._used: dict[Unit, None] = {}
+        self._next_event = 0
+        self._launched = 0
+        self._forward_only = True
+        self.program: Program | None = None
+        self._programs: list[Program] = []
+        if not self._gathers:
+            self._follow([(Moment.REDUCE, unit.index) for unit in self._trained[::-1]])
+        self.refresh_batches = self._batches(self._trained)
+
+    # -- the pass -----------------------------------------------------------------------------------------------
+
+    def begin(self, *, forward: bool) -> None:
+        """A pass begins, with a forward or, where no forward of it was seen, with its backward."""
+        if self._gathers:
+            rows = self._negotiate(Wish.BEGIN, int(forward), [self._launched if self.open else 0])
+            if self.open and self.program is not None:
+                # Ranks may have stopped at different places.
+                self._launch_until(self.program, max(row[_OWN] for row in rows))
+                self._flights.finish_gathers()
+                for unit in self.units:
+                    self._let_go(unit)
+            forward = any(row[1] for row in rows)
+        if self._programs:
+            self.program = self._programs[0 if forward else 1]
+        self.open = True
+        self._next_event = self._launched = 0
+        self._forward_only = forward
+        self._finished.clear()
+        self._reduced.clear()
+        self._events.clear()
+        self._whole_record = True
+
+    def demand(self, moment: Moment, unit: Unit) -> None:
+        """A sharded unit is used now: have its gather launched, and whatever the order puts before it."""
+        self._forward_only &= moment is Moment.FORWARD
+        if not self.open or self.program is None:
+            if unit.parameter is ParameterState.RESTING:
+                self._negotiate(Wish(moment), unit.index)
+            return
+        event = (moment, unit.index)
+        place = self.program.find(event, self._next_event)
+        lost = place is None and unit.parameter is ParameterState.RESTING
+        if lost and self._forward_only and self.program.find(event, 0) is not None:
+            # A second forward before any backward: the pass starts over.
+            self.begin(forward=True)
+            place = self.program.find(event, 0)
+        if place is not None:
+            self._follow_to(self.program, place)
+            unit.uses.event = place
+        if unit.parameter is ParameterState.RESTING:
+            self._part(unit)
+            self._negotiate(Wish(moment), unit.index)
+
+    def note_use(self, unit: Unit) -> None:
+        """For the order in which units are refreshed after a step: that of their first use."""
+        if self._learning:
+            self._used[unit] = None
+
+    def keeps(self, unit: Unit) -> bool:
+        """Whether the unit stays whole after the use it has just been demanded for."""
+        event = unit.uses.event
+        return self.open and self.program is not None and event is not None and self.program.kept[event]
+
+    def finish(self, unit: Unit) -> None:
+        """The unit's gradients have all landed on this rank."""
+        if unit in self._finished:
+            return
+        self._finished[unit] = None
+        if self.program is None:
+            return
+        if self._learning:
+            self._events.append((Moment.REDUCE, unit.index))
+        launches = self.program.launches
+        while self.reduces and self._launched < len(launches):
+            launch = launches[self._launched]
+            if launch.gathers or not all(self.units[index] in self._finished for index in launch.units):
+                return
+            self._launched += 1
+            self._launch(launch)
+
+    def end(self, *, aborted: bool = False) -> None:
+        """The backward is over: what this rank has skipped is joined, what got no gradient is reduced with zeros."""
+        if self.program is not None:
+            self._follow_to(self.program, len(self.program.events))
+        elif self._gathers:
+            self._negotiate(Wish.END, 0)
+        if self.reduces:
+            self._reduce([unit for unit in self._trained[::-1] if unit not in self._reduced])
+            self._flights.finish_reductions()
+            if self._learning and self._whole_record:
+                self._learn(aborted)
+        self._flights.finish_gathers()
+        self.open = False
+
+    # -- following ----------------------------------------------------------------------------------------------
+
+    def _follow_to(self, program: Program, place: int) -> None:
+        """Launch everything up to an event, and let go of what this rank has passed without using it."""
+        for position in range(self._next_event, place):
+            moment, index = program.events[position]
+            if moment is not Moment.REDUCE:
+                self._launch_until(program, program.launched_at[position])
+                if not program.kept[position]:
+                    self._flights.finish_gathers_until(self.units[index])
+                    self._let_go(self.units[index])
+        at = program.launched_at[place] if place < len(program.events) else len(program.launches)
+        self._launch_until(program, at)
+        self._next_event = max(self._next_event, place + 1)
+
+    def _launch_until(self, program: Program, number: int) -> None:
+        while self._launched < number:
+            launch = program.launches[self._launched]
+            self._launched += 1
+            self._launch(launch)
+
+    def _launch(self, launch: Launch) -> None:
+        if launch.gathers:
+            self._flights.start_gather(self.units[launch.units[0]])
+        elif self.reduces:
+            self._reduce([self.units[index] for index in launch.units])
+
+    def _reduce(self, units: list[Unit]) -> None:
+        batch = [unit for unit in units if unit not in self._reduced]
+        self._reduced.update(batch)
+        for some in self._batches(batch, self._plan.reduce_bucket):
+            self._flights.start_reduction(some)
+
+    def _part(self, unit: Unit) -> None:
+        """Leave the program for the rest of this pass. If not every rank comes here, the guard says who did not."""
+        rows = self._meet(Wish.PART, unit.index, [], [self._launched])
+        if len({row[0] for row in rows}) > 1:
+            raise Disagreement(self._differ(rows))
+        assert self.program is not None
+        self._launch_until(self.program, max(row[_OWN] for row in rows))
+        self._flights.finish_gathers()
+        self.program, self._programs, self._whole_record = None, [], False
+        self._lessons -= 1
+        self._learning = self._lessons > 0
+
+    # -- negotiating --------------------------------------------------------------------------------------------
+
+    def meet(self, wish: Wish, numbers: Sequence[int]) -> list[list[int]]:
+        """A point that every rank comes to, and up to four numbers of each rank that all of them see there."""
+        return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(wish, 0, numbers)]
+
+    def _negotiate(self, wish: Wish, value: int, own: Sequence[int] = ()) -> list[list[int]]:
+        """Until this rank's wish is granted: gather what other ranks wish for, reduce what rank 0 has finished."""
+        while True:
+            waits = self.open and self.program is None and self.reduces
+            done = [unit.index for unit in self._finished if unit not in self._reduced and not unit.shared]
+            rows = self._meet(wish, value, done[:_FINISHED_IN_ROW] if waits else [], own)
+            finished = rows[0][3 : 3 + rows[0][2]]
+            self._reduce([self.units[index] for index in finished])
+            self._flights.finish_reductions()
+            if self._learning and self.open:
+                self._events += [(Moment.REDUCE, index) for index in finished]
+            gathers = sorted({(row[0], row[1]) for row in rows if row[0] in (Wish.FORWARD, Wish.BACKWARD)}, key=_turn)
+            if not gathers:
+                if len({row[0] for row in rows}) > 1:
+                    raise Disagreement(self._differ(rows))
+                return rows
+            moment, index = gathers[0]
+            unit = self.units[index]
+            self._flights.start_gather(unit)
+            self._flights.finish_gathers()
+            if self.open and self._learning:
+                self._events.append((Moment(moment), index))
+            if wish in (Wish.FORWARD, Wish.BACKWARD) and value == index:
+                return rows
+            self._let_go(unit)
+
+    def _meet(self, wish: Wish, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
+        row = [wish, value, len(finished), *finished]
+        row += [0] * (_OWN - len(row))
+        return self.agreement.meet(self._say(row), [*row, *own])
+
+    def _differ(self, rows: list[list[int]]) -> str:
+        stands = "; ".join(f"rank {rank} is at {self._say(row)}" for rank, row in enumerate(rows))
+        return (
+            f"the ranks have parted: {stands}. Let every rank make the same calls, or put the modules that only some "
+            "ranks run into one unit with zero_optimization.leaf_module (or onefold.utils.set_z3_leaf_modules)"
+        )
+
+    def _say(self, row: list[int]) -> str:
+        wish = Wish(row[0])
+        if wish in (Wish.FORWARD, Wish.BACKWARD):
+            return f"the {wish.name.lower()} gather of {self.units[row[1]].name}"
+        return f"{_WORDS[wish]} {self.units[row[1]].name}" if wish is Wish.PART else _WORDS[wish]
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def _learn(self, aborted: bool) -> None:
+        """Take rank 0's record of this pass as the program of the next ones, unless its pass failed."""
+        used = [*self._used, *self._trained]
+        record = [] if aborted else [*(index for event in self._events for index in event)]
+        firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
+        group = self.agreement.group
+        device = group.device
+        sizes = torch.tensor([len(record), len(firsts)], device=device)
+        broadcast_from(group, 0, sizes, self._ledger)
+        numbers = torch.zeros(int(sizes.sum()), dtype=torch.int64, device=device)
+        if group.rank == 0:
+            numbers.copy_(torch.tensor(record + firsts))
+        broadcast_from(group, 0, numbers, self._ledger)
+        if not numbers.numel():
+            return
+        flat = numbers.tolist()
+        length = int(sizes[0])
+        events: list[Event] = [(Moment(flat[i]), flat[i + 1]) for i in range(0, length, 2)]
+        reduced = {unit for moment, unit in events if moment is Moment.REDUCE}
+        events += [(Moment.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
+        self._follow(events)
+        self.refresh_batches = self._batches([self.units[index] for index in flat[length:]])
+        self._learning = False
+        self._used.clear()
+
+    def _follow(self, events: list[Event]) -> None:
+        """One program for whole passes, one for a backward whose forward is long over."""
+        backward = next((place for place, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
+        self._programs = [
+            compile_program(
+                part,
+                [unit.num_gathered for unit in self.units],
+                [unit.num_elements for unit in self.units],
+                self._plan.limits,
+                self._plan.reduce_bucket,
+                {unit.index for unit in self.units if unit.encloses},
+            )
+            for part in (events, events[backward:])
+        ]
+        self.program = self._programs[0]
+
+    def close_last(self, unit: Unit) -> None:
+        """A unit whose gradients came late: from now on its reduction is the last of the pass."""
+        if self.program is not None and not self._learning:
+            events = [event for event in self._programs[0].events if event != (Moment.REDUCE, unit.index)]
+            self._follow([*events, (Moment.REDUCE, unit.index)])
+
+    def _batches(self, units: Iterable[Unit], bucket: int | None = None) -> list[list[Unit]]:
+        sizes = [unit.num_elements for unit in self.units]
+        batches = coalesce([unit.index for unit in units], sizes, bucket or self._plan.gather_bucket)
+        return [[self.units[index] for index in batch] for batch in batches]
+
+    def forget_units(self) -> None:
+        for held in (self.units, self._trained, self._events, self._programs, self.refresh_batches):
+            held.clear()
+        for also in (self._finished, self._reduced, self._used):
+            also.clear()
+        self.program = None
+
+
+def _turn(gather: tuple[int, int]) -> tuple[int, int]:
+    """Forwards in the order of the module tree, then backwards in the reverse one."""
+    wish, index = gather
+    return (wish, index if wish == Wish.FORWARD else -index)
