@@ -26,12 +26,14 @@ _NAMES = {
     "ConfigError": "onefold.config",
     "Profiling": "onefold.report.timeline",
 }
-_MODULES = {"checkpointing", "comm", "config", "utils", "plan", "report"}
+_MODULES = {"checkpointing", "comm", "config", "utils", "plan", "report", "zero"}
 
 __all__ = ["ConfigError", "Engine", "Profiling", "add_config_arguments", "init_distributed", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("initialize", "zero"):
+        importlib.import_module("onefold.compat.parameters")  # what other tools read on parameters
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _MODULES:

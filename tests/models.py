@@ -60,7 +60,8 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage},
+        # Parameters this small would stay whole: shard them all the same.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict) and key != "optimizer":

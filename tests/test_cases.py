@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.runtime.unit import ParameterState
 
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 WIDTH = 10
 STEPS = 3
 # Plain SGD shows a wrong factor that Adam would hide.
@@ -1185,7 +1184,7 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
     for step in range(2):
         engine.backward(square(engine, step))
         engine.step()
-    in_flight = any(unit.parameter is ParameterState.GATHERING for unit in engine._units)
+    in_flight = any(unit.refreshing for unit in engine._units)
     read = {
         "attribute": lambda: model.leave.weight,
         "through the engine": lambda: engine.leave.weight,
@@ -1198,7 +1197,7 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
         "functional_call": lambda: torch.func.functional_call(model.leave, {}, (torch.eye(WIDTH),)).t(),
     }[how]
     value = read().detach().clone()
-    arrived = owner.parameter is ParameterState.FULL
+    arrived = not owner.refreshing
     return in_flight, arrived, value, engine.module.leave.weight.detach().clone()
 
 
@@ -1224,7 +1223,7 @@ def arrived_by_reading(how: str) -> bool:
     engine.step()
     copied = copy.deepcopy(model) if how == "model" else copy.deepcopy(model.blocks)
     units = [unit for unit in engine._units if how == "model" or unit.name.startswith("blocks")]
-    arrived = all(unit.parameter is ParameterState.FULL for unit in units)
+    arrived = not any(unit.refreshing for unit in units)
     mine = model.state_dict() if how == "model" else model.blocks.state_dict()
     return arrived and equal(dict(copied.state_dict()), dict(mine))
 

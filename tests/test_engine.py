@@ -24,7 +24,7 @@ import onefold
 from onefold import ConfigError
 from onefold.utils import memory_status, see_memory_usage
 
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 Weights = dict[str, torch.Tensor]
 
 

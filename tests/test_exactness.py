@@ -9,7 +9,7 @@ import torch
 from models import Net, Trace, batches, config, net, precision, rank, start, train
 
 WORLDS = [1, 2, 3, 4]
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 
 
 def run_stages(dtype: str, accumulation: int, clipping: float, **more: Any) -> dict[int, Trace]:

@@ -32,7 +32,7 @@ def skipped_twice(overlap: bool) -> dict[str, torch.Tensor]:
         model.skip = index in (1, 2, 3)
         engine.backward(engine(x, y))
         engine.step()
-        flying = [unit for flight in engine._schedule._gathering for unit in flight.units]
+        flying = [unit for flight in engine._schedule.flights.refreshing for unit in flight.units]
         assert len(flying) == len(set(flying))
     return weights_of(engine.module)
 

@@ -29,7 +29,7 @@ def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str,
         "gather": engine.ledger.bytes("gather"),
         "reduce calls": engine.ledger.calls("reduce-scatter"),
         "gather calls": engine.ledger.calls("gather"),
-        "scalars": engine.ledger.bytes("gather scalars"),
+        "scalars": engine.ledger.bytes("meet"),
         "operations": sorted(row.operation for row in engine.ledger.rows()),
     }
 
@@ -47,7 +47,7 @@ def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, size, accumu
             assert got["gather"] == gathered * others * got["P"] // world
             # Beside them, one small vector a step: partial square sum and the late flag.
             assert got["scalars"] == 2 * 8 * others
-            assert set(got["operations"]) <= {"reduce-scatter", "gather", "gather scalars"}
+            assert set(got["operations"]) <= {"reduce-scatter", "gather", "meet"}
 
 
 def test_the_wire_dtype_is_what_travels(on_ranks):
@@ -73,16 +73,16 @@ def test_buckets_coalesce_small_units(on_ranks):
 def in_flight(limit: int) -> int:
     """The most elements that were on the wire at once during a backward."""
     engine = start(net(depth=6), config(1, zero_optimization={"overlap_comm": True, "reduce_bucket_size": limit}))
-    schedule, most = engine._schedule, [0]
-    starts = schedule._collective.start_reduce_scatter
+    flights, most = engine._schedule.flights, [0]
+    starts = flights.collective.start_reduce_scatter
 
     def counting(reductions: Any) -> Any:
         pending = starts(reductions)
-        flying = sum(flight.num_elements for flight in schedule._reducing)
+        flying = sum(flight.num_elements for flight in flights.reducing)
         most[0] = max(most[0], flying + sum(reduction.source.numel() for reduction in reductions))
         return pending
 
-    schedule._collective.start_reduce_scatter = counting  # type: ignore[method-assign]
+    flights.collective.start_reduce_scatter = counting  # type: ignore[method-assign]
     x, y = batches(1)[0]
     engine.backward(engine(x, y))
     return most[0]
@@ -113,7 +113,7 @@ def collectives(
         expected += source[mine].to(wire).float()
     line = torch.zeros(group.size * 64)
     line[group.rank * 64 : (group.rank + 1) * 64] = group.rank + 1
-    collective.start_gather([line]).finish()
+    collective.start_gather([Gathering(line)]).finish()
     return target, expected + (1.0 if add else 0.0), line
 
 

@@ -209,7 +209,7 @@ class ZeroOptimization:
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
         False,
-        "Gather whole weights when the model is saved.",
+        "Gather whole weights when the model is saved. Accelerate and Trainer ask for it.",
         aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
         one_spelling=True,
         stage3=True,

@@ -63,6 +63,8 @@ class Stepper(Protocol):
 
     def finish(self) -> None: ...
 
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]: ...
+
     def state_bytes(self) -> int: ...
 
 
@@ -101,6 +103,9 @@ class TiledStepper:
 
     def finish(self) -> None:
         pass
+
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
+        return [(0, piece.states[name])] if name in piece.states else []
 
     def state_bytes(self) -> int:
         return sum(state.nbytes for piece in self._pieces for state in piece.states.values())
@@ -149,6 +154,10 @@ class WholeStepper:
                 target.grad = None
             if piece.copies_out:
                 piece.line(0, piece.master.numel()).copy_(piece.master)
+
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
+        found = [(start, self.inner.state[target].get(name)) for target, start, _ in self._targets[id(piece)]]
+        return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
 
     def state_bytes(self) -> int:
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

@@ -84,6 +84,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if piece.copies_out:
                 piece.master.copy_(piece.line(0, piece.master.numel()))
 
+    def piece_of(self, run: Run) -> Piece:
+        """What this rank steps of a run."""
+        return self._pieces[run]
+
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
+        """The tensors of one state, each with its place in the piece; none before the optimizer has made them."""
+        return self._stepper.states_of(piece, name)
+
     def master_bytes(self) -> int:
         return sum(
             piece.master.nbytes for piece in self._pieces.values() if piece.copies_out or not piece.run.rests_whole

@@ -33,13 +33,16 @@ class Update:
         if scalars.late:
             self._schedule.reduce_late()
             scalars = self._exchange()
-        # The scale the gradients were computed with: it is updated only after it has been divided out.
-        unscale = self._postscale / (self.loss_scale.value * owed)
+        unscale = self.unscale(owed)
         self.norm = scalars.norm * unscale
         optimizer.overflow = scalars.overflow and self._checks_overflow
         self.applied = not optimizer.overflow
         if self.applied:
             optimizer.apply(unscale * self._clip_coefficient(self.norm))
+
+    def unscale(self, owed: int) -> float:
+        """By the scale the gradients were computed with: it is updated only after it has been divided out."""
+        return self._postscale / (self.loss_scale.value * owed)
 
     def _exchange(self) -> StepScalars:
         shards = [run.reduced for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]

@@ -11,7 +11,7 @@ from onefold.comm import Group, Ledger, broadcast_from
 from onefold.config import Config
 from onefold.plan import Layout, Plan, Precision, UnitCut, cut, persistent_parameters
 from onefold.plan.table import DTYPES
-from onefold.runtime.homes import gathered, whole_shape
+from onefold.runtime.homes import gathered, leave_home, whole_shape
 from onefold.runtime.unit import Run, Unit
 
 
@@ -58,6 +58,7 @@ def build_units(
                 )
                 for (dtype, trainable, persists), inside in members.items()
             ]
+        leave_home(parameter for run in runs for parameter in run.parameters)
         unit = Unit(found.module, modules[found.module], runs, index=index, shared=found.shared)
         _initialise(modules, on_meta & {member.name for run in runs for member in run.layout.members}, units)
         for run in runs:

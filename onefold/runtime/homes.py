@@ -7,32 +7,47 @@ Units of a live engine are lent by its schedule, so that all ranks agree on the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from onefold.comm import Collective, Ledger, broadcast_from
+from onefold.comm import Agreement, Collective, Ledger, broadcast_from
+from onefold.runtime.order import Wish
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.unit import Run, Unit
+from onefold.runtime.unit import ParameterState, Run, Unit
 
 _ATTRIBUTE = "_onefold_home"
-_numbers = count()
+_next_number = 0
+
+# Told of parameters that get a home and that leave it for good.
+came: list[Callable[[nn.Parameter, Home], None]] = []
+left: list[Callable[[nn.Parameter], None]] = []
+
+
+class Owner(Protocol):
+    """The engine, as far as homes know it."""
+
+    def parameters_loaded(self, units: list[Unit]) -> None:
+        """Parameters of these units were written from outside."""
 
 
 class Home:
-    """Some runs that are whole or resting together. `number`: the same on every rank, and grows."""
+    """Some runs that are whole or resting together. `number`: that of its first parameter, the same on every rank."""
 
     def __init__(self, runs: Sequence[Run], collective: Collective, ledger: Ledger) -> None:
-        self.number = next(_numbers)
+        global _next_number
+        self.number = _next_number
+        _next_number += sum(len(run.parameters) for run in runs)
         self.lent = 0
         self.collective = collective
         self.ledger = ledger
         # A live engine holds the unit; this must not keep it alive.
         self._schedule: weakref.ref[Schedule] | None = None
         self._unit: weakref.ref[Unit] | None = None
+        self._owner: weakref.ref[Owner] | None = None
         self._runs: list[Run] | None = list(runs)
         self._members = {
             id(parameter): (which, index)
@@ -41,12 +56,23 @@ class Home:
         }
         for parameter in (parameter for run in runs for parameter in run.parameters):
             parameter.__dict__[_ATTRIBUTE] = self
+        self._tell()
 
     @staticmethod
-    def of_unit(unit: Unit, schedule: Schedule, ledger: Ledger) -> Home:
+    def of_unit(unit: Unit, schedule: Schedule, ledger: Ledger, owner: Owner) -> Home:
         home = Home(unit.runs, schedule.flights.collective, ledger)
         home._schedule, home._unit, home._runs = weakref.ref(schedule), weakref.ref(unit), None
+        home._owner = weakref.ref(owner)
         return home
+
+    def _tell(self) -> None:
+        for tell in came:
+            for parameter in (parameter for run in self.runs for parameter in run.parameters):
+                tell(parameter, self)
+
+    @property
+    def owner(self) -> Owner | None:
+        return self._owner() if self._owner is not None else None
 
     @property
     def unit(self) -> Unit | None:
@@ -64,13 +90,28 @@ class Home:
         which, index = self._members[id(parameter)]
         return self.runs[which], index
 
+    def place_of(self, parameter: torch.Tensor) -> int:
+        """Its place among all parameters here."""
+        return list(self._members).index(id(parameter))
+
     def stand_alone(self) -> None:
-        """The engine lets go: from now on the runs are held here."""
-        self._runs, self._schedule, self._unit = self.runs, None, None
+        """The engine lets go: from now on runs that rest as shards are held here; other parameters need no home."""
+        runs, self._schedule, self._unit, self._owner = self.runs, None, None, None
+        for run in runs:
+            run.forget_gradients()
+        if all(run.rests_whole for run in runs):
+            leave_home(parameter for run in runs for parameter in run.parameters)
+        else:
+            self._runs = runs
 
     @property
     def is_whole(self) -> bool:
         return all(run.full.untyped_storage().size() for run in self.runs)
+
+    @property
+    def in_flight(self) -> bool:
+        unit = self.unit
+        return unit is not None and unit.parameter is ParameterState.GATHERING
 
     def borrow(self) -> None:
         """Whole until given back. All ranks call this together."""
@@ -95,12 +136,47 @@ class Home:
                 if not run.rests_whole:
                     run.hide()
 
+    def cast(self, of: Callable[[torch.dtype], torch.dtype]) -> None:
+        """Another dtype for everything here, before any engine has it."""
+        for run in self.runs:
+            if of(run.dtype) != run.dtype:
+                run.cast(of(run.dtype))
+        self._tell()
+
+    def leave_whole(self) -> None:
+        """Give back without an end in sight: the next forward or step of the engine puts the unit to rest."""
+        schedule, unit = self._schedule() if self._schedule else None, self.unit
+        if schedule is not None and unit is not None:
+            self.lent -= 1
+            unit.uses.held = True
+            schedule.take_back(unit)
+
+    def read(self) -> None:
+        """A module that does not own these parameters is about to use them."""
+        schedule, unit = self._schedule() if self._schedule else None, self.unit
+        if schedule is not None and unit is not None:
+            schedule.read(unit, within=True)
+
+    def meet(self, wish: Wish, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers."""
+        schedule = self._schedule() if self._schedule else None
+        if schedule is not None:
+            return schedule.order.meet(wish, numbers)
+        return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
+
     def take_values_of(self, rank: int) -> None:
         """One rank has written: its values become everybody's."""
         with torch.no_grad():
             for run in self.runs:
                 broadcast_from(self.collective.group, rank, run.full, self.ledger)
                 run.store()
+        self.tell_written()
+
+    def tell_written(self) -> None:
+        """Parameters have new values: whoever keeps masters of them must know."""
+        owner, unit = self.owner, self.unit
+        if owner is not None and unit is not None:
+            owner.parameters_loaded([unit])
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         return object, ()  # a pickled parameter has left home
@@ -118,6 +194,14 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
         return parameter.shape
     run, index = home.run_of(parameter)
     return torch.Size(run.layout.members[index].shape)
+
+
+def leave_home(parameters: Iterable[nn.Parameter]) -> None:
+    """These parameters lie elsewhere now; a home that all have left is freed."""
+    for parameter in parameters:
+        if parameter.__dict__.pop(_ATTRIBUTE, None) is not None:
+            for tell in left:
+                tell(parameter)
 
 
 @contextmanager

@@ -101,11 +101,16 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for reference in self._watched:
-            module = reference()
+        for module in (reference() for reference in self._watched):
             if module is not None:
-                module.__dict__["_parameters"] = dict(module._parameters)
+                self.stop_watching(module)
         self._watched.clear()
+
+    def stop_watching(self, module: nn.Module) -> None:
+        """Plain parameter tables from here down: a compiler traces them, and the unit's own hooks do the work."""
+        for inner in module.modules():
+            if isinstance(inner._parameters, WatchedParameters):
+                inner.__dict__["_parameters"] = dict(dict.items(inner._parameters))
 
     def expect_end(self) -> None:
         """Inside a graph task that nobody brackets: have autograd call back when it ends."""

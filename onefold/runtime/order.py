@@ -44,6 +44,7 @@ class Wish(IntEnum):
     PART = 4
     STEP = 5
     LEND = 6
+    READ = 7
 
 
 _WORDS = {
@@ -52,6 +53,7 @@ _WORDS = {
     Wish.PART: "a use of a module that earlier passes did not make:",
     Wish.STEP: "the step",
     Wish.LEND: "the end of GatheredParameters",
+    Wish.READ: "a read of whole values",
 }
 
 

@@ -104,10 +104,10 @@ class Schedule:
             if not self.order.keeps(unit):
                 self.let_go(unit)
 
-    def read(self, unit: Unit, *, backward: bool = False) -> None:
+    def read(self, unit: Unit, *, backward: bool = False, within: bool = False) -> None:
         """A parameter is read outside its module's forward: it stays whole until the pass, or the evaluation, ends."""
         self.flights.settle(unit)
-        within = self._depth or self.order.open or backward
+        within = within or backward or self._depth > 0 or self.order.open
         if unit.sharded and within and not unit.uses.any:
             self._use(unit, Moment.BACKWARD if backward else Moment.FORWARD)
             unit.uses.held = True

@@ -62,26 +62,26 @@ class Run:
         self.reduced: torch.Tensor | None = None
         self.last_landing = [0] * len(self.parameters)
         self._filled = bytearray(len(self.parameters))
-        self._plan = plan
+        self.plan = plan
         self._precision = precision
         self._rank = rank
         self._accumulates = accumulates
         self._sum_slot: torch.Tensor | None = None
         self._shard: torch.Tensor | None = None
-        self._take_parameters()
+        self.take_parameters()
         if trainable:
             self._allocate_shard()
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
-    def _take_parameters(self) -> None:
+    def take_parameters(self) -> None:
         """Copy the values in and make every parameter a view of the line. The Parameter objects stay the same."""
         with torch.no_grad():
             for view, parameter in zip(self._views(), self.parameters, strict=True):
                 if parameter.is_meta:
                     # `.data` refuses a tensor of another kind; swapping the payload keeps the object.
                     torch.utils.swap_tensors(parameter, _as_parameter(view, parameter))
-                else:
+                elif parameter.data_ptr() != view.data_ptr():
                     view.copy_(parameter)
                     parameter.data = view
 
@@ -89,9 +89,14 @@ class Run:
         return [self.full[member.start : member.stop].view(member.shape) for member in self.layout.members]
 
     @property
+    def own_range(self) -> tuple[int, int]:
+        """Where this rank's slice of the line begins and ends."""
+        return self.layout.shard_range(self._rank)
+
+    @property
     def own_slice(self) -> torch.Tensor:
         """This rank's slice of the line; the line must be whole."""
-        start, stop = self.layout.shard_range(self._rank)
+        start, stop = self.own_range
         return self.full[start:stop]
 
     def store(self) -> None:
@@ -124,6 +129,21 @@ class Run:
                 parameter.data = placeholder
         self.full.untyped_storage().resize_(0)
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """From now on the line computes in another dtype. Only while nobody trains it."""
+        resting = self.full.untyped_storage().size() == 0
+        self.dtype = dtype
+        if resting:
+            assert self.shard is not None
+            self.shard = self.shard.to(dtype)
+            self.full = torch.empty(self.layout.total, dtype=dtype, device=self.device)
+            for parameter in self.parameters:
+                parameter.data = self.full[:0]
+            self.hide()
+        else:
+            self.full = self.full.to(dtype)
+            self.show()
+
     def parameter_bytes(self) -> int:
         """Bytes of parameters held now; a trained run's shard is its master, and counted there."""
         shard = self.shard.nbytes if self.shard is not None and not self.trainable else 0
@@ -137,7 +157,7 @@ class Run:
 
     @property
     def _grad_dtype(self) -> torch.dtype:
-        if not self._plan.keeps_whole_gradient:
+        if not self.plan.keeps_whole_gradient:
             return self.dtype
         return self._precision.of_gradient(self.dtype, self._num_micro_steps)
 
@@ -152,7 +172,7 @@ class Run:
     @property
     def in_place(self) -> bool:
         """Whether the sum stays in the slot; otherwise the slot goes back as soon as it is reduced."""
-        return reduces_in_place(self._plan, self.dtype, self._precision, self.layout.num_shards, self._num_micro_steps)
+        return reduces_in_place(self.plan, self.dtype, self._precision, self.layout.num_shards, self._num_micro_steps)
 
     def _allocate_shard(self) -> None:
         if not self.in_place:
@@ -228,6 +248,10 @@ class Run:
         self.close(pool)
         self._give_back_sum_slot(pool)
         self.reduced = None
+
+    def forget_gradients(self) -> None:
+        """No more training: hold nothing but parameters."""
+        self.grad = self.reduced = self._sum_slot = self._shard = None
 
     def _give_back_sum_slot(self, pool: Pool) -> None:
         if self._sum_slot is not None:

@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from onefold.comm import Group, Ledger, local_rank, make_collective
+from onefold.checkpoint.weights import consolidate, save_weights
+from onefold.comm import Group, Ledger, make_collective
 from onefold.config import Batch, Config
+from onefold.engine.facts import Facts
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
-from onefold.plan import ModelBytes, Plan
+from onefold.plan import Plan
 from onefold.plan.table import DTYPES, gradient_factors, make_precision
-from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
@@ -37,14 +37,12 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 _LATER = {
     "save_checkpoint",
     "load_checkpoint",
-    "save_16bit_model",
-    "save_fp16_model",
     "offload_states",
     "reload_states",
 }
 
 
-class Engine(nn.Module):
+class Engine(Facts):
     """A model with its optimizer, laid out by a plan. Made by `onefold.initialize`."""
 
     def __init__(
@@ -63,6 +61,7 @@ class Engine(nn.Module):
         self.plan = plan
         self.device = device
         self.ledger = Ledger()
+        self.is_compiled = False
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
@@ -104,7 +103,7 @@ class Engine(nn.Module):
                 weakref.WeakMethod(self.zero_grad),
             )
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
-        self._homes = [Home.of_unit(unit, self._schedule, self.ledger) for unit in self._units]
+        self._homes = [Home.of_unit(unit, self._schedule, self.ledger, self) for unit in self._units]
         watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and group.size > 1)
         self._hooks = Hooks(model, self._schedule, self, watch=watch)
         weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes).atexit = False
@@ -216,6 +215,15 @@ class Engine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.refresh_masters(units)
 
+    def settle(self) -> None:
+        """Whatever the last step left in flight has arrived."""
+        self._schedule.settle_all()
+
+    @property
+    def gradient_factor(self) -> float:
+        """What reduced gradients are still to be multiplied by: ranks, loss scale, bare backwards."""
+        return self._update.unscale(self._window.owed)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients."""
         for parameter in self._left_alone:
@@ -247,40 +255,6 @@ class Engine(nn.Module):
         return self._window.no_sync()
 
     @property
-    def micro_steps(self) -> int:
-        return self._window.micro_steps
-
-    @property
-    def batch(self) -> Batch:
-        return self._window.batch
-
-    def train_batch_size(self) -> int:
-        return self.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        return self.batch.train, self.batch.micro, self.batch.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation count so that a step takes this many samples."""
-        self._window.set_train(train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of one forward, and with it those of a step."""
-        self._window.set_micro(micro_batch_size)
-
-    def set_gradient_accumulation_steps(self, accumulation: int) -> None:
-        """Change the micro-steps of a step, and with it its samples."""
-        self._window.set_accumulation(accumulation)
-
-    # -- information --------------------------------------------------------------------------------------------
-
-    @property
     def module(self) -> nn.Module:
         """The bare model, whole: whatever `step` left in flight has arrived."""
         self._schedule.settle_all()
@@ -288,80 +262,67 @@ class Engine(nn.Module):
         assert model is not None
         return model
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The config as the user gave it."""
-        return self.settings.raw
+    # -- whole weights ------------------------------------------------------------------------------------------
 
-    @property
-    def local_rank(self) -> int:
-        return local_rank()
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """The model's whole state dict. All ranks call this together.
 
-    @property
-    def global_rank(self) -> int:
-        return dist.get_rank()
+        Where parameters are sharded it is gathered unit by unit into host memory of rank 0; other ranks get an empty
+        dict.
+        """
+        if self._schedule.sharded:
+            return consolidate(self.module, exclude_frozen=exclude_frozen_parameters) or {}
+        kept = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        found = self.module.state_dict()
+        return {n: tensor for n, tensor in found.items() if not (exclude_frozen_parameters and n in kept)}
 
-    @property
-    def world_size(self) -> int:
-        return self._group.size
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """`load_state_dict` on the model: every rank passes the same whole weights."""
+        self.module.load_state_dict(state_dict, strict=strict)
 
-    @property
-    def dp_world_size(self) -> int:
-        return self._group.size
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str = "5GB",
+    ) -> bool:
+        """Write the whole weights, as they compute, for `from_pretrained`. All ranks call this together.
 
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        return self._group.process_group
+        Safetensors unless the file name ends otherwise (`pytorch_model.bin` is pickled by torch).
+        """
+        save_weights(
+            self.module,
+            save_dir,
+            file_name=save_filename,
+            max_shard_size=max_shard_size,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
 
-    def get_data_parallel_rank(self) -> int:
-        return self._group.rank
+    save_fp16_model = save_16bit_model
 
-    def was_step_applied(self) -> bool:
-        """Whether the last boundary updated the weights (an overflow skips it)."""
-        return self._update.applied
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """What accelerate calls: the whole state dict on rank 0, None elsewhere."""
+        return consolidate(self.module, exclude_frozen=exclude_frozen_parameters)
 
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's averaged gradient before clipping; None before the first step."""
-        return self._update.norm
-
-    def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        return [group["betas"] if "betas" in group else group.get("momentum") for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else []
-
-    def gradient_clipping(self) -> float:
-        return self.settings.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.zero_optimization.stage
-
-    def loss_scale(self) -> float:
-        """The loss scale in force."""
-        return self._update.loss_scale.value
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        return self._precision.of_wire(DTYPES[self.settings.compute_dtype])
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of the model, dtype in which gradients accumulate)."""
-        return DTYPES[self.settings.compute_dtype], self._precision.accumulate
-
-    def planned_bytes(self) -> ModelBytes:
-        """The plan's arithmetic: model-state bytes of one rank."""
-        return planned_bytes(self._units, self.plan, self._precision, self._window, self.optimizer)
-
-    def held_bytes(self) -> ModelBytes:
-        """What is really allocated, counted from the tensors."""
-        return held_bytes(self._units, self._pool, self.optimizer)
-
-    def describe(self) -> str:
-        """The plan in words: what is replicated, what is sharded, bytes per rank."""
-        return describe(self._units, self.plan, self.planned_bytes(), self.batch, self.optimizer, self._collective_name)
+    def compile(  # type: ignore[override]
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """`torch.compile` the forward of every unit; gathers and reductions stay between them."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError("engine.compile: schedule and compiled_autograd_enabled belong to DeepSpeed's DeepCompile")
+        blocks = [unit for unit in self._units if not unit.encloses]
+        for unit in blocks:
+            self._hooks.stop_watching(unit.module)
+            unit.module.forward = torch.compile(unit.module.forward, backend=backend, **compile_kwargs or {})  # type: ignore[method-assign]
+        self.is_compiled = True
 
     def _print_progress(self) -> None:
         every = self.settings.steps_per_print or (10 if self.settings.wall_clock_breakdown else None)

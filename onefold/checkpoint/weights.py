@@ -1,0 +1,205 @@
+"""Whole weights in and out of a model whose parameters may rest as shards, one unit at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.safetensors import Weights, Writer
+from onefold.comm import Agreement, Ledger, data_group
+from onefold.runtime import Home, Run, home_of, whole_shape
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a state dict of the model holds: tensors by first name, and the other names of those that are tied."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+
+    @staticmethod
+    def of(model: nn.Module, *, exclude_frozen: bool = False) -> Contents:
+        tensors: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            own: dict[str, torch.Tensor | None] = {**module._parameters}
+            if exclude_frozen:
+                own = {name: p for name, p in own.items() if p is not None and p.requires_grad}
+            own |= {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                full = f"{path}.{name}" if path else name
+                known = first.setdefault(id(tensor), full)
+                if known == full:
+                    tensors[full] = tensor
+                else:
+                    aliases[full] = known
+        return Contents(tensors, aliases)
+
+
+def whole_tensors(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor whole, in turn. All ranks walk through this together; a unit is whole only while it is passed."""
+    by_home: dict[Home | None, list[str]] = {}
+    for name, tensor in contents.tensors.items():
+        by_home.setdefault(home_of(tensor), []).append(name)
+    for home in sorted(by_home, key=lambda home: -1 if home is None else home.number):
+        if home is not None:
+            home.borrow()
+        try:
+            for name in by_home[home]:
+                yield name, contents.tensors[name].detach()
+        finally:
+            if home is not None:
+                home.give_back()
+
+
+def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
+    """The whole state dict in host memory on rank 0, None elsewhere. Tied weights stay tied."""
+    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    first = data_group().rank == 0
+    found = {}
+    for name, tensor in whole_tensors(contents):
+        if first:
+            found[name] = tensor.to("cpu", copy=True)
+    if not first:
+        return None
+    names = {**dict.fromkeys(contents.tensors), **dict.fromkeys(contents.aliases)}
+    return {name: found[contents.aliases.get(name, name)] for name in names}
+
+
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    file_name: str = "model.safetensors",
+    max_shard_size: int | str = "5GB",
+    exclude_frozen: bool = False,
+) -> None:
+    """Whole weights as safetensors (streamed, one unit in memory), or pickled where the file name ends otherwise."""
+    if not file_name.endswith(".safetensors"):
+        found = consolidate(model, exclude_frozen=exclude_frozen)
+        together = _Together()
+        together.first(lambda: os.makedirs(folder, exist_ok=True))
+        together.first(lambda: torch.save(found, os.path.join(folder, file_name)))
+        together.agree()
+        return
+    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    entries = [(name, tensor.dtype, tuple(whole_shape(tensor))) for name, tensor in contents.tensors.items()]
+    together = _Together()
+    together.first(lambda: os.makedirs(folder, exist_ok=True))
+    writer = together.first(
+        lambda: Writer(folder, entries, file_name=file_name, max_shard_size=max_shard_size, aliases=contents.aliases)
+    )
+    for name, tensor in whole_tensors(contents):
+        if writer is not None:
+            together.first(partial(writer.write, name, tensor))
+    if writer is not None:
+        together.first(writer.close)
+        if together.error is not None:
+            writer.discard()
+    together.agree()
+
+
+class _Together:
+    """Rank 0 works alone while all ranks go through the same collectives; what fails there is raised everywhere."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._group = data_group()
+
+    def first(self, work: Callable[[], T]) -> T | None:
+        """Done on rank 0 only, and nothing more after an error."""
+        if self._group.rank != 0 or self.error is not None:
+            return None
+        try:
+            return work()
+        except Exception as error:  # raised by `agree`, when no rank waits for this one any more
+            self.error = error
+            return None
+
+    def agree(self) -> None:
+        failed = Agreement(self._group, Ledger()).meet("saving", [int(self.error is not None)])
+        if self.error is not None:
+            raise self.error
+        if failed[0][0]:
+            raise RuntimeError("rank 0 could not save the weights: see its error")
+
+
+def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> int:
+    """Fill a model's parameters and buffers from safetensors files; returns the bytes that this rank read.
+
+    `path`: a file, an index, or a folder with either. Each rank reads the ranges it keeps and no others. With `strict`
+    missing, unexpected and misshapen tensors are an error, listed together, before anything is written.
+    """
+    with Weights.open(path) as weights:
+        contents = Contents.of(model)
+        stored = {name: _stored_as(name, contents, weights) for name in contents.tensors}
+        _check(contents, stored, weights, strict=strict)
+        homes: dict[Home, None] = {}
+        for name, tensor in contents.tensors.items():
+            source, home = stored[name], home_of(tensor)
+            if source is None:
+                continue
+            if home is None:
+                _read_whole(weights, source, tensor)
+            else:
+                homes[home] = None
+                run, index = home.run_of(tensor)
+                _read_run(weights, source, run, index)
+        for home in homes:
+            home.tell_written()
+        return weights.bytes_read
+
+
+def _stored_as(name: str, contents: Contents, weights: Weights) -> str | None:
+    """The file's name for a tensor: its own, or that of a tensor it is tied to."""
+    known = {*weights.names, *weights.aliases}
+    names = [name, *(alias for alias, first in contents.aliases.items() if first == name)]
+    return next((candidate for candidate in names if candidate in known), None)
+
+
+def _check(contents: Contents, stored: dict[str, str | None], weights: Weights, *, strict: bool) -> None:
+    taken = {*stored.values(), *contents.aliases, *weights.aliases}
+    problems = [f"missing: {name}" for name, source in stored.items() if source is None and strict]
+    problems += [f"unexpected: {name}" for name in weights.names if name not in taken and strict]
+    for name, source in stored.items():
+        shape = tuple(whole_shape(contents.tensors[name]))
+        if source is not None and tuple(weights.entry(source).shape) != shape:
+            there = tuple(weights.entry(source).shape)
+            problems.append(f"misshapen: {name} is {shape} in the model, {there} in the file")
+    if problems:
+        raise ValueError(
+            f"{weights.path} does not fit the model:\n  " + "\n  ".join(problems) + "\nstrict=False skips what is "
+            "missing or unexpected"
+        )
+
+
+def _read_whole(weights: Weights, name: str, tensor: torch.Tensor) -> None:
+    line = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    weights.read(name, 0, tensor.numel(), line)
+    with torch.no_grad():
+        tensor.copy_(line.view(tensor.shape))
+
+
+def _read_run(weights: Weights, name: str, run: Run, index: int) -> None:
+    """The part of one parameter that this rank keeps, rounded as it computes."""
+    member = run.layout.members[index]
+    start, stop = (0, run.layout.total) if run.rests_whole else run.own_range
+    low, high = max(start, member.start), min(stop, member.stop)
+    if low >= high:
+        return
+    part = torch.empty(high - low, dtype=run.dtype)
+    weights.read(name, low - member.start, high - member.start, part)
+    target = run.full if run.shard is None else run.shard
+    with torch.no_grad():
+        target[low - start : high - start].copy_(part)

@@ -1,0 +1,366 @@
+"""Parameters that rest as shards, seen from outside the engine: building a model that way, reading it, writing it.
+
+[Note: building without ever holding the whole]
+Inside `Init` torch tells us of every module that a parent takes as its child, right after the child's constructor;
+its parameters are sharded there and then, one provisional home a module, rank 0's values on every rank. No class is
+patched. A parent that initialises its children's weights afterwards (`nn.init`, `.data`, `apply`) meets placeholders:
+a torch-function mode sees the call, makes the module whole around it and takes rank 0's result. Parameters are cast
+when all of them have their values, so that these are what a plain constructor and a cast would give. `initialize`
+lays everything out anew, unit by unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from onefold.checkpoint.weights import load_safetensors
+from onefold.comm import Ledger, data_group, init_distributed, local_device, make_collective
+from onefold.config import Config, load_config
+from onefold.plan import Layout, Part, Placement, Plan, Precision
+from onefold.plan.table import make_precision
+from onefold.runtime import Home, Run, home_of, whole_shape
+from onefold.runtime.order import Wish
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "gather_distributed_parameters",
+    "load_safetensors",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
+
+_SHARDED = Part(Placement.SHARDED)
+_PLAN = Plan(_SHARDED, _SHARDED, _SHARDED)
+
+# Homes that stay open behind the one being written: code that initialises modules goes from one to the next.
+_OPEN_HOMES = 4
+
+
+class Init:
+    """Shard parameters as modules are built. As a context manager, or on a module that exists: `Init(module=model)`.
+
+    `dtype` (or the config's bf16 / fp16 section) is what floating-point parameters are cast to; buffers stay.
+    The arguments are DeepSpeed's.
+    """
+
+    _active: Init | None = None
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | torch.device | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | PathLike[str] | Config | None = None,
+        config: Mapping[str, Any] | str | PathLike[str] | Config | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        others = {
+            "data_parallel_group": data_parallel_group,
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights or None,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+        }
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(f"zero.Init: {', '.join(given)} cannot be served; shards lie over all ranks, unquantized")
+        self._enabled = enabled
+        if not enabled:
+            return
+        init_distributed()
+        if remote_device is not None and torch.device(str(remote_device).replace("none", "cpu")).type not in (
+            "cpu" if remote_device == "none" else local_device().type,
+        ):
+            raise ValueError(f"zero.Init: remote_device {remote_device!r}: shards rest on {local_device()} today")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = load_config(source) if source is not None else None
+        base = make_precision(settings) if settings else Precision(None, torch.float32, None)
+        self._precision = base if dtype is None else Precision(dtype, base.accumulate, base.communicate)
+        self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
+        self._collective = make_collective("auto", self._group, self._ledger, self._device)
+        self._handles: list[Any] = []
+        self._owners: list[weakref.ref[nn.Module]] = []
+        self._open: list[Home] = []
+        self._made: list[weakref.ref[Home]] = []
+        self._touch = _Touch(self)
+        if module is not None:
+            self._shard(module)
+            self._cast()
+
+    def __enter__(self) -> Init:
+        if self._enabled and Init._active is None:
+            Init._active = self
+            self._handles = [
+                register_module_module_registration_hook(self._child_taken),
+                register_module_parameter_registration_hook(self._parameter_taken),
+            ]
+            self._touch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if Init._active is not self:
+            return
+        self._touch.__exit__(kind, error, trace)
+        Init._active = None
+        for handle in self._handles:
+            handle.remove()
+        if kind is None:
+            self._close(0)
+            for owner in (reference() for reference in self._owners):
+                if owner is not None:
+                    self._shard_own(owner)
+            self._cast()
+        self._owners.clear()
+
+    def _child_taken(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        if child is not None:
+            self._shard(child)
+
+    def _parameter_taken(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._owners.append(weakref.ref(module))
+
+    def _shard(self, module: nn.Module) -> None:
+        for inner in module.modules():
+            self._shard_own(inner)
+
+    def _shard_own(self, module: nn.Module) -> None:
+        """One home for the parameters that a module holds itself and that have none yet."""
+        found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in module._parameters.items():
+            fit = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+            if fit and parameter is not None and home_of(parameter) is None:
+                found.setdefault(parameter.dtype, []).append((name, parameter))
+        if not found:
+            return
+        with torch._C.DisableTorchFunction():
+            runs = [
+                Run(
+                    Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size),
+                    [parameter for _, parameter in members],
+                    dtype,
+                    trainable=False,
+                    persistent=False,
+                    plan=_PLAN,
+                    precision=self._precision,
+                    rank=self._group.rank,
+                    accumulates=False,
+                    device=self._device,
+                )
+                for dtype, members in found.items()
+            ]
+            home = Home(runs, self._collective, self._ledger)
+            home.take_values_of(0)
+            home.lent = 1
+            home.give_back()
+        self._made.append(weakref.ref(home))
+
+    def _cast(self) -> None:
+        for home in (reference() for reference in self._made):
+            if home is not None:
+                home.cast(self._precision.of_parameter)
+        self._made.clear()
+
+    # -- writes by a parent's own initialisation ----------------------------------------------------------------
+
+    def open(self, home: Home) -> None:
+        """Make a home whole until others have been opened after it."""
+        if home not in self._open:
+            home.borrow()
+            self._open.append(home)
+            self._close(_OPEN_HOMES)
+
+    def _close(self, keep: int) -> None:
+        while len(self._open) > keep:
+            home = self._open.pop(0)
+            with torch._C.DisableTorchFunction():
+                for run in home.runs:
+                    run.take_parameters()  # `.data` may have been given a tensor of its own
+                home.take_values_of(0)
+                home.give_back()
+
+
+class _Touch(TorchFunctionMode):
+    """Answers for placeholders: their shape from their home, everything else from the whole tensor."""
+
+    def __init__(self, init: Init) -> None:
+        super().__init__()
+        self._init = init
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        resting = [(p, home) for p in _parameters_in((args, kwargs)) if (home := home_of(p)) is not None]
+        if resting:
+            answer = _SHAPES.get(func)
+            if answer is not None:
+                return answer(whole_shape(resting[0][0]), *args[1:], **kwargs)
+            if _reads_no_values(func):
+                return func(*args, **kwargs)
+            for _, home in resting:
+                self._init.open(home)
+        return func(*args, **kwargs)
+
+
+_SHAPES: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__: len,  # type: ignore[attr-defined]
+    torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
+    torch.Tensor.dim: len,
+    torch.Tensor.numel: lambda shape: shape.numel(),
+    torch.Tensor.nelement: lambda shape: shape.numel(),
+    torch.Tensor.__len__: lambda shape: shape[0],
+}
+
+
+def _reads_no_values(func: Callable[..., Any]) -> bool:
+    """Getters and setters of anything but the values: dtype, device, requires_grad, grad and their kin."""
+    if func in (torch.Tensor.requires_grad_, torch.Tensor.is_floating_point, torch.Tensor.__hash__):
+        return True
+    name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return func.__name__ in ("__get__", "__set__", "__delete__") and name not in ("data", "T", "mT", "H", "mH", "real")
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _parameters_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _parameters_in(item)
+
+
+class GatheredParameters:
+    """Whole parameters inside; all ranks enter together. With `modifier_rank` its writes become everybody's.
+
+    `params`: one parameter, an iterable of them, plain tensors and None among them. A write without `modifier_rank`
+    would be lost when the context closes, so it raises instead.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._enabled = enabled
+        listed = [params] if isinstance(params, torch.Tensor) else list(params or ())
+        homes = {home for parameter in listed if (home := home_of(parameter)) is not None}
+        self._homes = sorted(homes, key=lambda home: home.number) if enabled else []
+        self._borrowed: list[Home] = []
+        self._modifier_rank = modifier_rank
+        self._before: list[list[tuple[int, ...]]] = []
+        if fwd_module is not None:
+            for parameter in listed:
+                register_external_parameter(fwd_module, parameter)
+
+    def __enter__(self) -> None:
+        for home in self._homes:
+            home.borrow()
+            self._borrowed.append(home)
+        if self._modifier_rank is None:
+            self._before = [[_fingerprint(run) for run in home.runs] for home in self._borrowed]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._modifier_rank is not None:
+                for home in self._borrowed:
+                    home.take_values_of(self._modifier_rank)
+            elif kind is None and self._borrowed:
+                self._refuse_writes()
+        finally:
+            while self._borrowed:
+                self._borrowed.pop().give_back()
+
+    def _refuse_writes(self) -> None:
+        written = [
+            [_fingerprint(run) for run in home.runs] != before
+            for home, before in zip(self._borrowed, self._before, strict=True)
+        ]
+        ranks = self._borrowed[0].meet(Wish.LEND, [1 + written.index(True) if True in written else 0])
+        found = [(rank, row[0] - 1) for rank, row in enumerate(ranks) if row[0]]
+        if found:
+            rank, place = found[0]
+            names = [member.name for run in self._borrowed[place].runs for member in run.layout.members]
+            raise RuntimeError(
+                f"rank {rank} wrote to {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} inside "
+                "GatheredParameters without modifier_rank: the write would be lost. Say whose values count, "
+                "modifier_rank=0"
+            )
+
+
+def _fingerprint(run: Run) -> tuple[int, ...]:
+    """Changes when a line that rests as shards is written to."""
+    if run.rests_whole:
+        return ()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[run.dtype.itemsize]
+    return (int(run.full.view(bits).sum(dtype=torch.int64)), *(parameter._version for parameter in run.parameters))
+
+
+def gather_distributed_parameters(model: nn.Module) -> None:
+    """Make a model whole on every rank, for reading and saving; the next forward or step puts it back to rest."""
+    for home in sorted({h for p in model.parameters() if (h := home_of(p)) is not None}, key=lambda h: h.number):
+        home.borrow()
+        home.leave_whole()
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor | None) -> None:
+    """`module.forward` uses a parameter of another module. Reads by attribute are found without this; a parameter kept
+    in a list or a closure is not.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_external_parameter takes a module, not {type(module).__name__}")
+    external = _external(module)
+    if not isinstance(parameter, nn.Parameter) or any(parameter is known for known in external):
+        return
+    if not external:
+        module.register_forward_pre_hook(_read_external)
+    external.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    external = _external(module)
+    external[:] = [known for known in external if known is not parameter]
+
+
+def _external(module: nn.Module) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = module.__dict__.setdefault("_onefold_external", [])
+    return found
+
+
+def _read_external(module: nn.Module, args: Any) -> None:
+    for parameter in _external(module):
+        home = home_of(parameter)
+        if home is not None:
+            home.read()

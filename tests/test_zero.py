@@ -1,0 +1,444 @@
+"""Parameters that rest as shards, from outside: Init, GatheredParameters, loading, saving, attributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Net, batches, config, net, precision, rank, start, train, weights_of
+from torch import nn
+
+import onefold
+from onefold.runtime import home_of, whole_shape
+from onefold.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+)
+
+STAGES = [0, 1, 2, 3]
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# -- Init -------------------------------------------------------------------------------------------------------
+
+
+class Parent(nn.Module):
+    """Writes its children's weights in every way that people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.extra = nn.Parameter(torch.randn(5, 3))
+        self.bias = nn.Linear(7, 5)
+        self.apply(self.initialise)
+        nn.init.zeros_(self.bias.bias)
+        self.net.head.weight.data.fill_(0.25)
+        self.net.embed.weight.data = torch.full(self.net.embed.weight.shape, 0.5)
+        with torch.no_grad():
+            self.net.blocks[1].up.weight[0] = 7.0
+            self.net.blocks[2].up.weight.copy_(self.net.blocks[0].up.weight * 2)
+
+    def initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.net(x, y) + self.bias(self.extra.t().new_ones(2, 7)).sum() * self.extra.sum()
+
+
+def built_under_init(world: int, dtype: str) -> tuple[bool, bool, bool]:
+    torch.manual_seed(5)
+    plain = Parent()
+    if dtype == "bf16":
+        plain = plain.bfloat16()
+    torch.manual_seed(5 + rank())
+    with onefold.zero.Init(config_dict_or_path=config(3, **precision(dtype))):
+        model = Parent()
+    resting = all(p.numel() == 0 for p in model.parameters())
+    shapes = [whole_shape(p) for p in model.parameters()] == [p.shape for p in plain.parameters()]
+    whole = {name: p.clone() for name, p in plain.state_dict().items()}
+    whole["net.scale"] = whole["net.scale"].float()
+    return resting or world == 1, shapes, same(weights_of(model), whole)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_init_gives_the_model_that_a_plain_constructor_gives(on_ranks, world, dtype):
+    assert on_ranks(world, built_under_init, world, dtype) == [(True, True, True)] * world
+
+
+def trained_after_init(dtype: str, how: str) -> tuple[bool, bool]:
+    settings = config(3, gradient_clipping=0.5, **precision(dtype))
+    torch.manual_seed(5)
+    plain = start(Parent(), settings)
+    expected = train(plain)
+    torch.manual_seed(5)
+    if how == "context":
+        with onefold.zero.Init(config_dict_or_path=settings), onefold.zero.Init():  # nested: the outer one serves
+            model = Parent()
+    else:
+        model = Parent()
+        onefold.zero.Init(module=model, config_dict_or_path=settings)
+    engine = start(model, settings)
+    return train(engine).same(expected), all(p.numel() == 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["context", "module"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_built_under_init_trains_to_the_same_bits(on_ranks, how, dtype):
+    assert on_ranks(2, trained_after_init, dtype, how) == [(True, True)] * 2
+
+
+def not_enabled() -> bool:
+    with onefold.zero.Init(enabled=False):
+        model = Net()
+    return all(p.numel() for p in model.parameters())
+
+
+def test_init_that_is_not_enabled_does_nothing(on_ranks):
+    assert on_ranks(2, not_enabled) == [True, True]
+
+
+def optimizer_on_placeholders() -> bool:
+    torch.manual_seed(5)
+    expected = train(start(Net(), config(3), model_parameters=None))
+    torch.manual_seed(5)
+    with onefold.zero.Init():
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    settings = config(3)
+    del settings["optimizer"]
+    return train(start(model, settings, optimizer=optimizer)).same(expected)
+
+
+def test_an_optimizer_built_on_placeholders_is_taken_in_by_identity(on_ranks):
+    assert on_ranks(2, optimizer_on_placeholders) == [True, True]
+
+
+def added_after_init() -> bool:
+    """Adapters and resized embeddings appear after Init, and are real parameters until initialize."""
+    torch.manual_seed(5)
+    with onefold.zero.Init():
+        model = Net()
+    torch.manual_seed(9 + rank())
+    model.adapter = nn.Linear(4, 4)
+    first = model.adapter.weight.clone()
+    engine = start(model, config(3))
+    engine.backward(engine(*batches(1)[0]))
+    engine.step()
+    sizes = {tuple(whole_shape(p)) for p in model.parameters()}
+    weights = weights_of(engine.module)
+    return (4, 4) in sizes and (rank() != 0 or torch.allclose(weights["adapter.weight"], first, atol=1e-2))
+
+
+def test_parameters_added_after_init_are_taken_in(on_ranks):
+    assert on_ranks(2, added_after_init) == [True, True]
+
+
+# -- GatheredParameters -----------------------------------------------------------------------------------------
+
+
+def engine_of(stage: int, **more: Any) -> onefold.Engine:
+    return start(net(), config(stage, **more))
+
+
+def gathers(stage: int) -> list[Any]:
+    engine = engine_of(stage)
+    model = engine.module
+    weight, found = model.head.weight, []
+    reference = weights_of(model)
+    with onefold.zero.GatheredParameters(weight):
+        found.append(torch.equal(weight, reference["head.weight"]))
+    with onefold.zero.GatheredParameters(p for p in [weight, None, torch.ones(2), model.embed.weight, weight]):
+        found.append(torch.equal(model.embed.weight, reference["embed.weight"]))
+    with onefold.zero.GatheredParameters([]), onefold.zero.GatheredParameters(None):
+        pass
+    with onefold.zero.GatheredParameters(model.parameters(), enabled=False):
+        found.append(weight.numel() == 0 or stage < 3)
+    # Sets come in another order on each rank.
+    shuffled = list(model.parameters())
+    generator = torch.Generator().manual_seed(rank())
+    shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
+    with onefold.zero.GatheredParameters(shuffled):
+        with onefold.zero.GatheredParameters(weight):  # nested
+            pass
+        found.append(same({k: v.clone() for k, v in model.state_dict().items()}, reference))
+    found.append(weight.numel() == 0 or stage < 3)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_parameters_takes_whatever_people_pass(on_ranks, world, stage):
+    for found in on_ranks(world, gathers, stage):
+        assert all(found[:2]), found
+        assert found[2] or world == 1
+        assert found[3]
+        assert found[4] or world == 1
+
+
+def written(stage: int, dtype: str) -> tuple[bool, bool]:
+    """Rank 0 writes different values than the others; its values count, and the next step starts from them."""
+    engine = engine_of(stage, **precision(dtype))
+    model = engine.module
+    with onefold.zero.GatheredParameters([model.head.weight], modifier_rank=0):
+        if rank() == 0:
+            model.head.weight.data.fill_(0.125)
+        else:
+            with torch.no_grad():
+                model.head.weight.fill_(99.0)
+    before = weights_of(model)["head.weight"]
+    master = safe_get_full_fp32_param(model.head.weight)
+    return bool((before == 0.125).all()), bool((master == 0.125).all())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_modifier_ranks_values_become_everybodys(on_ranks, stage, dtype):
+    assert on_ranks(2, written, stage, dtype) == [(True, True)] * 2
+
+
+def lost_write(who: str) -> tuple[str, bool]:
+    engine = engine_of(3)
+    model = engine.module
+    before = weights_of(model)
+    message = ""
+    try:
+        with onefold.zero.GatheredParameters([model.head.weight, model.embed.weight]):
+            if who == "all" or rank() == 1:
+                model.head.weight.data[-1, -1] = 3.0
+    except RuntimeError as error:
+        message = str(error)
+    return message, same(weights_of(model), before)
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_a_write_without_modifier_rank_is_refused_on_every_rank(on_ranks, who):
+    for message, unchanged in on_ranks(2, lost_write, who):
+        assert "modifier_rank=0" in message
+        assert ("rank 0 wrote" if who == "all" else "rank 1 wrote") in message
+        assert unchanged
+
+
+def gathered_for_good() -> tuple[bool, bool, bool]:
+    engine = engine_of(3)
+    model = engine.module
+    reference = weights_of(model)
+    onefold.zero.gather_distributed_parameters(model)
+    whole = same({k: v.clone() for k, v in model.state_dict().items()}, reference)
+    engine.backward(engine(*batches(1)[0]))
+    engine.step()
+    return whole, all(p.numel() == 0 for p in model.parameters()), not same(weights_of(model), reference)
+
+
+def test_gather_distributed_parameters_lasts_until_training_goes_on(on_ranks):
+    assert on_ranks(2, gathered_for_good) == [(True, True, True)] * 2
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------
+
+
+def bare_state_dict() -> tuple[str, bool, list[int]]:
+    engine = engine_of(3)
+    try:
+        engine.module.state_dict()
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    reference = weights_of(engine.module)
+    whole = engine.module_state_dict()
+    other = engine._zero3_consolidated_16bit_state_dict()
+    fits = same(dict(whole), reference) and other is not None if rank() == 0 else whole == {} and other is None
+    return message, fits, [p.numel() for p in engine.module.parameters()]
+
+
+def test_a_bare_state_dict_at_rest_raises_and_names_the_way(on_ranks):
+    for message, fits, sizes in on_ranks(2, bare_state_dict):
+        assert "module_state_dict" in message
+        assert fits
+        assert set(sizes) == {0}
+
+
+def loaded(stage: int, dtype: str) -> tuple[bool, bool]:
+    engine = engine_of(stage, **precision(dtype))
+    torch.manual_seed(77)
+    other = Net().to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    engine.module.load_state_dict(other.state_dict())
+    fits = same(weights_of(engine.module), {k: v.clone() for k, v in other.state_dict().items()})
+    return fits, torch.equal(safe_get_full_fp32_param(engine.module.head.weight), other.head.weight.float())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_load_state_dict_gathers_and_reaches_masters(on_ranks, stage, dtype):
+    assert on_ranks(2, loaded, stage, dtype) == [(True, True)] * 2
+
+
+def saved(folder: str, stage: int, tied: bool, max_shard_size: str, file_name: str) -> tuple[bool, int]:
+    torch.manual_seed(5)
+    engine = start(Net(tied=tied), config(stage, **precision("bf16")))
+    engine.backward(engine(*batches(1)[0]))
+    engine.step()
+    engine.save_16bit_model(folder, file_name, max_shard_size=max_shard_size)
+    reference = weights_of(engine.module)
+    torch.manual_seed(6)
+    with onefold.zero.Init(dtype=torch.bfloat16):
+        fresh = Net(tied=tied)
+    if file_name.endswith(".bin"):
+        fresh_engine = start(fresh, config(stage, **precision("bf16")))
+        fresh_engine.load_module_state_dict(torch.load(Path(folder) / file_name, weights_only=True))
+        return same(weights_of(fresh_engine.module), reference), 0
+    read = onefold.zero.load_safetensors(fresh, folder)
+    return same(weights_of(fresh), reference), read
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("size", "name"), [("5GB", "model.safetensors"), ("3KB", "model.safetensors"), ("5GB", "m.bin")]
+)
+def test_saved_weights_come_back_and_each_rank_reads_its_ranges(on_ranks, tmp_path, stage, tied, size, name):
+    results = on_ranks(2, saved, str(tmp_path), stage, tied, size, name)
+    assert all(fits for fits, _ in results)
+    if name.endswith(".safetensors"):
+        stored = sum(p.numel() for p in Net(tied=tied).parameters()) * 2
+        buffers = 4 * 2  # the buffer is read by both
+        assert sum(read for _, read in results) == stored + buffers
+        assert (tmp_path / "model.safetensors.index.json").exists() == (size == "3KB")
+
+
+def misfit(folder: str) -> str:
+    engine = engine_of(3)
+    engine.save_16bit_model(folder)
+    other = Net(width=22)
+    other.more = nn.Linear(2, 2)
+    try:
+        onefold.zero.load_safetensors(other, folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_does_not_fit_is_listed_together(on_ranks, tmp_path):
+    for message in on_ranks(2, misfit, str(tmp_path)):
+        assert "missing: more.weight" in message
+        assert "misshapen: embed.weight" in message
+
+
+# -- masters, gradients and states ------------------------------------------------------------------------------
+
+
+def accessed(stage: int, dtype: str) -> dict[str, Any]:
+    engine = engine_of(stage, gradient_clipping=0.0, **precision(dtype))
+    torch.manual_seed(5)
+    plain = Net().to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    x, y = batches(1, seed=3)[0]
+    torch.distributed.broadcast(x, 0)
+    torch.distributed.broadcast(y, 0)
+    weight = engine.module.blocks[1].up.weight
+    before = [safe_get_full_grad(weight), safe_get_full_optimizer_state(weight, "nothing")]
+    engine.backward(engine(x, y))
+    plain(x, y).backward()
+    grad = safe_get_full_grad(weight)
+    local = safe_get_local_grad(weight)
+    close = torch.allclose(grad, plain.blocks[1].up.weight.grad.float(), atol=2e-3)
+    safe_set_full_grad(weight, torch.full_like(grad, 0.5))
+    half = bool((safe_get_full_grad(weight) == 0.5).all())
+    engine.step()
+    momentum = safe_get_full_optimizer_state(weight, "exp_avg")
+    safe_set_full_optimizer_state(weight, torch.full_like(momentum, 0.75), "exp_avg")
+    again = safe_get_full_optimizer_state(weight, "exp_avg")
+    safe_set_full_fp32_param(weight, torch.arange(weight_size(weight)).float().view(whole_shape(weight)))
+    master = safe_get_full_fp32_param(weight)
+    shown = weights_of(engine.module)["blocks.1.up.weight"]
+    local_master = safe_get_local_fp32_param(weight)
+    refused = ""
+    try:
+        safe_set_local_fp32_param(weight, local_master + 1)
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "before": before == [None, None],
+        "close": close,
+        "half": half,
+        "momentum": torch.allclose(momentum, torch.full_like(momentum, 0.05)),
+        "again": bool((again == 0.75).all()),
+        "master": torch.equal(master.flatten(), torch.arange(master.numel()).float()),
+        "shown": torch.equal(shown.float(), master.to(shown.dtype).float()),
+        "local": (local.numel(), local_master.numel(), safe_get_local_optimizer_state(weight, "exp_avg").numel()),
+        "refused": refused,
+        "numel": master.numel(),
+    }
+
+
+def weight_size(weight: nn.Parameter) -> int:
+    return whole_shape(weight).numel()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_masters_gradients_and_states_are_read_and_set_in_every_stage(on_ranks, world, stage, dtype):
+    results = on_ranks(world, accessed, stage, dtype)
+    for found in results:
+        for name in ("before", "close", "half", "momentum", "again", "master", "shown"):
+            assert found[name], (name, stage, dtype)
+        rests_as_shards = stage == 3 and (world > 1 or dtype != "fp32")
+        assert bool(found["refused"]) != rests_as_shards
+    if stage:
+        for which in range(3):
+            assert sum(found["local"][which] for found in results) == results[0]["numel"]
+
+
+# -- what other tools read --------------------------------------------------------------------------------------
+
+
+def attributes() -> dict[str, Any]:
+    from onefold.compat.parameters import ZeroParamStatus
+
+    engine = engine_of(3)
+    weight: Any = engine.module.blocks[0].up.weight
+    weight._is_hf_initialized = True
+    resting = weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    weight.all_gather()
+    whole = weight.ds_status == ZeroParamStatus.AVAILABLE and tuple(weight.shape) == tuple(weight.ds_shape)
+    weight.partition()
+    engine.backward(engine(*batches(1)[0]))
+    engine.step()
+    held = torch.tensor([weight.partition_numel()])
+    torch.distributed.all_reduce(held)
+    numbers = [p.ds_id for p in engine.module.parameters()]
+    other = engine_of(2)
+    hidden = other.module.blocks[0].up.weight
+    return {
+        "resting": resting and weight.ds_status != ZeroParamStatus.AVAILABLE,
+        "whole": whole,
+        "held": int(held) == weight.ds_numel == 42 * 21,
+        "unique": len(set(numbers)) == len(numbers),
+        "numbers": numbers,
+        "kept": weight._is_hf_initialized,
+        "summary": weight.ds_summary()["ds_shape"] == (42, 21),
+        "hidden": hasattr(hidden, "ds_shape") or home_of(hidden) is None,
+    }
+
+
+def test_other_tools_find_their_attributes(on_ranks):
+    results = on_ranks(2, attributes)
+    numbers = results[0]["numbers"]
+    for found in results:
+        assert found.pop("numbers") == numbers
+        assert not found.pop("hidden")
+        assert all(found.values()), found
