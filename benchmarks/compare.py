@@ -32,6 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=64, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=8, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
+    parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", type=parse_systems, default="ddp,fsdp2,deepspeed,onefold")
@@ -93,6 +94,7 @@ def main() -> None:
         num_steps=arguments.steps,
         num_warmup_steps=arguments.warmup,
         device="cpu",
+        recompute=arguments.recompute,
     )
     outcomes = run_all(
         arguments.systems,

@@ -37,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="tokens a sequence (default: the preset's)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones")
+    parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--systems", type=parse_systems, default="torch,onefold")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a run may take")
@@ -96,6 +97,7 @@ def main() -> None:
         num_steps=arguments.steps,
         num_warmup_steps=arguments.warmup,
         device="cuda",
+        recompute=arguments.recompute,
     )
     outcomes = run_all(
         arguments.systems,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ PRESETS = {
     "25m": ModelShape(num_layers=8, width=512, num_heads=8, vocabulary=2048, max_sequence=256),
     "120m": ModelShape(num_layers=12, width=768, num_heads=12, vocabulary=20480, max_sequence=256),
     "1.3b": ModelShape(num_layers=24, width=2048, num_heads=16, vocabulary=32000, max_sequence=1024),
+    "6.7b": ModelShape(num_layers=32, width=4096, num_heads=32, vocabulary=32000, max_sequence=2048),
 }
 
 
@@ -49,8 +51,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.max_sequence, shape.width)
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.num_layers)])
@@ -63,7 +66,7 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

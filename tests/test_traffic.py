@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import batches, config, net, precision, start
 
-from onefold.comm import Exchange, Ledger, Native, Reduction, data_group
+from onefold.comm import Exchange, Gathering, Ledger, Native, Reduction, data_group
 
 
 def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str, Any]:

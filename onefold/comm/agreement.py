@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 
 ROW = 16
+_PAUSE = 0.02
 
 
 class Agreement:
@@ -23,21 +25,30 @@ class Agreement:
         self.guard = Guard(group)
         self._ledger = ledger
 
-    def meet(self, what: str, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row, in rank order. `what` names the meeting for the hang guard."""
+    def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:
+        """Every rank's row, in rank order. `what` names the meeting for the hang guard.
+
+        `meanwhile` is called again and again until everybody has come.
+        """
         assert len(row) <= ROW
         mine = torch.tensor([*row, *[0] * (ROW - len(row))], dtype=torch.int64)
-        rows: list[list[int]] = self.exchange(what, mine).tolist()
+        rows: list[list[int]] = self.exchange(what, mine, meanwhile).tolist()
         return rows
 
-    def exchange(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+    def exchange(self, what: str, mine: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """Every rank's small vector, on the host, as rows in rank order."""
         if self.group.size == 1:
             return mine.unsqueeze(0)
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
-        with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
-            dist.all_gather(rows, mine, group=self.group.host_group)
+        with self._ledger.timed("meet", self.group.axis):
+            work = dist.all_gather(rows, mine, group=self.group.host_group, async_op=True)
+            assert work is not None
+            while meanwhile is not None and not work.is_completed():
+                meanwhile()
+                time.sleep(_PAUSE)
+            with self.guard.waiting(what):
+                work.wait()
         return torch.stack(rows)
 
 

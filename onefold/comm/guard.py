@@ -6,6 +6,9 @@ The hot path only writes down what it waits for. A thread looks once a second; w
 note, and they still stand a second later, and they do not all name one operation, is the job stuck: ranks that are
 merely slow have no note. The thread then breaks this rank's connections, which is the one way to wake a thread that
 waits in the backend, and the wait raises with all ranks' notes.
+
+Notes also serve ranks that must part from a program they all follow: a note says how far its rank has come, and a
+mark in the store (`ask`) reaches every rank whose wait lasts, so that a rank with something to say is heard.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import torch.distributed as dist
 from onefold.comm.mesh import Group
 
 PATIENCE = 3.0
-_PERIOD = 0.5
+_PERIOD = 0.25
+
+Note = tuple[int, str, int, int]
 
 
 class Disagreement(RuntimeError):
@@ -36,6 +41,10 @@ class Guard:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # Where this rank is in the program it follows: which pass, and how many launches.
+        self.passes = 0
+        self.progress = 0
+        self.asked = False
         self._waiting: tuple[int, str] | None = None
         self._since = 0.0
         self._number = 0
@@ -69,53 +78,72 @@ class Guard:
     def _explain(self, error: RuntimeError) -> str:
         """The backend gave a wait up: by our own verdict, by another rank's, or because a rank is gone."""
         if self._verdict is None:
-            waiting = self._waiting
-            assert waiting is not None
-            self._publish(waiting)
-            notes = self._others_notes()
-            if len({note[1] for note in notes.values()} | {waiting[1]}) > 1:
-                self._verdict = self._describe({self._group.rank: waiting, **notes})
+            mine = self._note()
+            assert mine is not None
+            self._publish(mine)
+            notes = {**self._others_notes(), self._group.rank: mine}
+            if len({note[1] for note in notes.values()}) > 1:
+                self._verdict = self._describe(notes)
             else:
-                self._verdict = (
-                    f"rank {self._group.rank}: {waiting[1]} failed, another rank has left or is gone: {error}"
-                )
+                self._verdict = f"rank {self._group.rank}: {mine[1]} failed, another rank has left or is gone: {error}"
         return self._verdict
+
+    def ask(self) -> None:
+        """Let every rank that comes to wait in this pass know that this one wants to be heard."""
+        if self._group.size > 1:
+            self._store.set(self._mark(), "1")
+
+    def furthest(self) -> int:
+        """The launches that waiting ranks have made in this pass, at the most."""
+        return max((note[3] for note in self._others_notes().values() if note[2] == self.passes), default=0)
+
+    def _note(self) -> Note | None:
+        waiting = self._waiting
+        return None if waiting is None else (*waiting, self.passes, self.progress)
+
+    def _mark(self) -> str:
+        return f"onefold/asks/{self._group.process_group.group_name}/{self.passes}"
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
-    def look(self, before: dict[int, tuple[int, str]]) -> dict[int, tuple[int, str]]:
+    def look(self, before: dict[int, Note]) -> dict[int, Note]:
         """One look. Returns the notes of all ranks if they differ, to be compared with those of the next look."""
-        waiting = self._waiting
-        if waiting is None or time.monotonic() - self._since < PATIENCE:
+        mine = self._note()
+        waited = time.monotonic() - self._since
+        if mine is None or waited < _PERIOD:
             return {}
-        self._publish(waiting)
-        notes = {**self._others_notes(), self._group.rank: waiting}
-        if len(notes) < self._group.size or len({what for _, what in notes.values()}) == 1:
+        self._publish(mine)
+        with suppress(RuntimeError):
+            self.asked = self.asked or self._store.check([self._mark()])
+        if waited < PATIENCE:
             return {}
-        if notes == before and self._waiting == waiting:
+        notes = {**self._others_notes(), self._group.rank: mine}
+        if len(notes) < self._group.size or len({note[1] for note in notes.values()}) == 1:
+            return {}
+        if notes == before and self._note() == mine:
             self._verdict = self._describe(notes)
             self._break_connections()
             return {}
         return notes
 
-    def _publish(self, waiting: tuple[int, str]) -> None:
+    def _publish(self, note: Note) -> None:
         with suppress(RuntimeError):  # the store's host may be gone already
-            self._store.set(self._key(self._group.rank), json.dumps([*waiting, time.time()]))
+            self._store.set(self._key(self._group.rank), json.dumps([*note, time.time()]))
 
-    def _others_notes(self) -> dict[int, tuple[int, str]]:
-        notes: dict[int, tuple[int, str]] = {}
+    def _others_notes(self) -> dict[int, Note]:
+        notes: dict[int, Note] = {}
         with suppress(RuntimeError):
             for rank in self._group.peers:
                 if self._store.check([self._key(rank)]):
-                    number, what, when = json.loads(self._store.get(self._key(rank)))
+                    *note, when = json.loads(self._store.get(self._key(rank)))
                     if time.time() - when < 4 * _PERIOD:  # a rank that has gone on writes no more
-                        notes[rank] = (number, what)
+                        notes[rank] = (note[0], note[1], note[2], note[3])
         return notes
 
     def _key(self, rank: int) -> str:
         return f"onefold/waits/{self._group.process_group.group_name}/{rank}"
 
-    def _describe(self, notes: dict[int, tuple[int, str]]) -> str:
+    def _describe(self, notes: dict[int, Note]) -> str:
         by_operation: dict[str, list[str]] = {}
         for rank in sorted(notes):
             by_operation.setdefault(notes[rank][1], []).append(str(rank))
@@ -138,7 +166,7 @@ class Guard:
 
 
 def _watch(reference: weakref.ref[Guard], stop: threading.Event) -> None:
-    before: dict[int, tuple[int, str]] = {}
+    before: dict[int, Note] = {}
     while not stop.wait(_PERIOD):
         guard = reference()
         if guard is None:

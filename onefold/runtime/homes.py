@@ -144,12 +144,16 @@ class Home:
         self._tell()
 
     def leave_whole(self) -> None:
-        """Give back without an end in sight: the next forward or step of the engine puts the unit to rest."""
+        """Do not give back: the next forward or step of the engine puts the unit to rest, and without an engine the
+        parameters are plain from now on.
+        """
         schedule, unit = self._schedule() if self._schedule else None, self.unit
         if schedule is not None and unit is not None:
             self.lent -= 1
             unit.uses.held = True
             schedule.take_back(unit)
+        else:
+            leave_home(parameter for run in self.runs for parameter in run.parameters)
 
     def read(self) -> None:
         """A module that does not own these parameters is about to use them."""

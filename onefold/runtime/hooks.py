@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -179,12 +180,14 @@ class Hooks:
         seen = False
         for tensor in tensors_in(arguments):
             if tensor.requires_grad:
-                node = tensor.grad_fn
-                if node is not None:
-                    node.register_prehook(end)
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(end)
                 elif not isinstance(tensor, nn.Parameter):
-                    tensor.register_hook(end)
-                seen |= node is not None or not isinstance(tensor, nn.Parameter)
+                    # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
+                    tensor.register_hook(partial(_after_graph_task, end))
+                else:
+                    continue
+                seen = True
         return seen
 
     def after_forward(self, index: int, output: Any) -> None:
@@ -347,6 +350,10 @@ def _on_node(
             act(hooks, index, call)
 
     return hook
+
+
+def _after_graph_task(then: Callable[..., None], *_: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
 
 
 def _producers(output: Any) -> Iterable[Any]:

@@ -5,8 +5,14 @@ The first pass is negotiated: before a gather every rank says which unit it want
 gathered by all, and who wanted another asks again. So ranks may part ways in any manner and none waits in vain; what
 was granted is recorded, and rank 0's record becomes the program of all later passes. Those are followed without a
 word: a rank that skips a unit joins its gathers and reductions when it gets past them, reducing zeros; a gradient that
-still lands after that is late, and reduced once more at the step. Evaluation is always negotiated. What no program
-foresees is negotiated again if every rank comes to it, and ends in an error on every rank if only some do.
+still lands after that is late, and reduced once more at the step. Evaluation is always negotiated.
+
+[Note: parting]
+What no program foresees ends it. The rank that comes to it asks to be heard, joins what the others have launched so
+that none of them waits for it, and meets them: those that hear it in this pass, or at whatever they negotiate next.
+From there on the pass is negotiated, and the next one recorded anew. A model that parts again and again is negotiated
+for good. What cannot be negotiated either (one rank at its step while another begins a forward) is an error on every
+rank.
 
 Where no parameter is sharded there is nothing to gather in a pass. Then the first pass follows the reversed module
 tree, and the program is the order in which rank 0's units were finished.
@@ -74,6 +80,7 @@ class Order:
         # Whether the present backward ends in reductions.
         self.reduces = False
         self.agreement = agreement
+        self._guard = agreement.guard
         self._plan = plan
         self._flights = flights
         self._ledger = ledger
@@ -89,7 +96,6 @@ class Order:
         self._used: dict[Unit, None] = {}
         self._next_event = 0
         self._launched = 0
-        self._forward_only = True
         self.program: Program | None = None
         self._programs: list[Program] = []
         if not self._gathers:
@@ -103,9 +109,7 @@ class Order:
         if self._gathers:
             rows = self._negotiate(Wish.BEGIN, int(forward), [self._launched if self.open else 0])
             if self.open and self.program is not None:
-                # Ranks may have stopped at different places.
-                self._launch_until(self.program, max(row[_OWN] for row in rows))
-                self._flights.finish_gathers()
+                self._catch_up(self.program, max(row[_OWN] for row in rows))  # ranks may have stopped at other places
                 for unit in self.units:
                     self._let_go(unit)
             forward = any(row[1] for row in rows)
@@ -113,7 +117,8 @@ class Order:
             self.program = self._programs[0 if forward else 1]
         self.open = True
         self._next_event = self._launched = 0
-        self._forward_only = forward
+        self._guard.passes += 1
+        self._guard.progress, self._guard.asked = 0, False
         self._finished.clear()
         self._reduced.clear()
         self._events.clear()
@@ -121,22 +126,18 @@ class Order:
 
     def demand(self, moment: Moment, unit: Unit) -> None:
         """A sharded unit is used now: have its gather launched, and whatever the order puts before it."""
-        self._forward_only &= moment is Moment.FORWARD
+        if self._guard.asked:
+            self._part(unit)
         if not self.open or self.program is None:
             if unit.parameter is ParameterState.RESTING:
                 self._negotiate(Wish(moment), unit.index)
             return
-        event = (moment, unit.index)
-        place = self.program.find(event, self._next_event)
-        lost = place is None and unit.parameter is ParameterState.RESTING
-        if lost and self._forward_only and self.program.find(event, 0) is not None:
-            # A second forward before any backward: the pass starts over.
-            self.begin(forward=True)
-            place = self.program.find(event, 0)
+        place = self.program.find((moment, unit.index), self._next_event)
         if place is not None:
             self._follow_to(self.program, place)
             unit.uses.event = place
         if unit.parameter is ParameterState.RESTING:
+            self._guard.ask()
             self._part(unit)
             self._negotiate(Wish(moment), unit.index)
 
@@ -164,11 +165,12 @@ class Order:
             launch = launches[self._launched]
             if launch.gathers or not all(self.units[index] in self._finished for index in launch.units):
                 return
-            self._launched += 1
             self._launch(launch)
 
     def end(self, *, aborted: bool = False) -> None:
         """The backward is over: what this rank has skipped is joined, what got no gradient is reduced with zeros."""
+        if self._guard.asked:
+            self._part()
         if self.program is not None:
             self._follow_to(self.program, len(self.program.events))
         elif self._gathers:
@@ -198,11 +200,11 @@ class Order:
 
     def _launch_until(self, program: Program, number: int) -> None:
         while self._launched < number:
-            launch = program.launches[self._launched]
-            self._launched += 1
-            self._launch(launch)
+            self._launch(program.launches[self._launched])
 
     def _launch(self, launch: Launch) -> None:
+        self._launched += 1
+        self._guard.progress = self._launched
         if launch.gathers:
             self._flights.start_gather(self.units[launch.units[0]])
         elif self.reduces:
@@ -214,17 +216,32 @@ class Order:
         for some in self._batches(batch, self._plan.reduce_bucket):
             self._flights.start_reduction(some)
 
-    def _part(self, unit: Unit) -> None:
-        """Leave the program for the rest of this pass. If not every rank comes here, the guard says who did not."""
-        rows = self._meet(Wish.PART, unit.index, [], [self._launched])
-        if len({row[0] for row in rows}) > 1:
-            raise Disagreement(self._differ(rows))
-        assert self.program is not None
-        self._launch_until(self.program, max(row[_OWN] for row in rows))
-        self._flights.finish_gathers()
-        self.program, self._programs, self._whole_record = None, [], False
-        self._lessons -= 1
-        self._learning = self._lessons > 0
+    def _part(self, unit: Unit | None = None) -> None:
+        """Leave the program for the rest of this pass, together with every rank that is still in it."""
+        program = self.program
+        if program is None:
+            self._guard.asked = False
+            return
+        rows = self._meet(Wish.PART, unit.index if unit else 0, [], [self._launched])
+        # A rank that has already finished the pass has launched everything.
+        furthest = max(row[_OWN] if row[0] == Wish.PART else len(program.launches) for row in rows)
+        self._catch_up(program, furthest)
+        self._drop_program()
+
+    def _catch_up(self, program: Program, number: int) -> None:
+        """Join what other ranks have launched, and keep none of it that this rank does not use."""
+        if number > self._launched:
+            self._launch_until(program, number)
+            self._flights.finish_gathers()
+            for unit in self.units:
+                self._let_go(unit)
+
+    def _drop_program(self) -> None:
+        self._guard.asked = False
+        if self.program is not None:
+            self.program, self._programs, self._whole_record = None, [], False
+            self._lessons -= 1
+            self._learning = self._lessons > 0
 
     # -- negotiating --------------------------------------------------------------------------------------------
 
@@ -238,6 +255,9 @@ class Order:
             waits = self.open and self.program is None and self.reduces
             done = [unit.index for unit in self._finished if unit not in self._reduced and not unit.shared]
             rows = self._meet(wish, value, done[:_FINISHED_IN_ROW] if waits else [], own)
+            if any(row[0] == Wish.PART for row in rows):
+                self._drop_program()
+                continue
             finished = rows[0][3 : 3 + rows[0][2]]
             self._reduce([self.units[index] for index in finished])
             self._flights.finish_reductions()
@@ -261,7 +281,14 @@ class Order:
     def _meet(self, wish: Wish, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
         row = [wish, value, len(finished), *finished]
         row += [0] * (_OWN - len(row))
-        return self.agreement.meet(self._say(row), [*row, *own])
+        return self.agreement.meet(self._say(row), [*row, *own], self._meanwhile())
+
+    def _meanwhile(self) -> Callable[[], None] | None:
+        """While a rank in the middle of a program waits for the others, these may wait for what it has not launched."""
+        program = self.program
+        if program is None or not self.open or not self._gathers:
+            return None
+        return lambda: self._catch_up(program, self._guard.furthest())
 
     def _differ(self, rows: list[list[int]]) -> str:
         stands = "; ".join(f"rank {rank} is at {self._say(row)}" for rank, row in enumerate(rows))

@@ -79,8 +79,10 @@ class Run:
         with torch.no_grad():
             for view, parameter in zip(self._views(), self.parameters, strict=True):
                 if parameter.is_meta:
-                    # `.data` refuses a tensor of another kind; swapping the payload keeps the object.
-                    torch.utils.swap_tensors(parameter, _as_parameter(view, parameter))
+                    # `.data` refuses a tensor of another kind; swapping the payload keeps the object. The payload is no
+                    # view of the line: it would share its version with it, and every gather writes to the line.
+                    torch.utils.swap_tensors(parameter, _as_parameter(view.new_empty(0), parameter))
+                    parameter.data = view
                 elif parameter.data_ptr() != view.data_ptr():
                     view.copy_(parameter)
                     parameter.data = view
@@ -264,8 +266,8 @@ class Run:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
-def _as_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    parameter = nn.Parameter(view, requires_grad=like.requires_grad)
+def _as_parameter(payload: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    parameter = nn.Parameter(payload, requires_grad=like.requires_grad)
     parameter.__dict__.update(like.__dict__)
     return parameter
 
