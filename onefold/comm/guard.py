@@ -29,7 +29,7 @@ from onefold.comm.mesh import Group
 PATIENCE = 3.0
 _PERIOD = 0.25
 
-Note = tuple[int, str, int, int]
+Note = tuple[int, str, int, int, bool]
 
 
 class Disagreement(RuntimeError):
@@ -94,12 +94,16 @@ class Guard:
             self._store.set(self._mark(), "1")
 
     def furthest(self) -> int:
-        """The launches that waiting ranks have made in this pass, at the most."""
-        return max((note[3] for note in self._others_notes().values() if note[2] == self.passes), default=0)
+        """The launches of this pass made by ranks that wait and have heard, at the most.
+
+        Only those count: they will not launch more, so that where ranks part does not depend on who was faster.
+        """
+        notes = self._others_notes().values()
+        return max((note[3] for note in notes if note[2] == self.passes and note[4]), default=0)
 
     def _note(self) -> Note | None:
         waiting = self._waiting
-        return None if waiting is None else (*waiting, self.passes, self.progress)
+        return None if waiting is None else (*waiting, self.passes, self.progress, self.asked)
 
     def _mark(self) -> str:
         return f"onefold/asks/{self._group.process_group.group_name}/{self.passes}"
@@ -108,13 +112,15 @@ class Guard:
 
     def look(self, before: dict[int, Note]) -> dict[int, Note]:
         """One look. Returns the notes of all ranks if they differ, to be compared with those of the next look."""
-        mine = self._note()
         waited = time.monotonic() - self._since
-        if mine is None or waited < _PERIOD:
+        if self._waiting is None or waited < _PERIOD:
             return {}
-        self._publish(mine)
         with suppress(RuntimeError):
             self.asked = self.asked or self._store.check([self._mark()])
+        mine = self._note()
+        if mine is None:
+            return {}
+        self._publish(mine)
         if waited < PATIENCE:
             return {}
         notes = {**self._others_notes(), self._group.rank: mine}
@@ -137,7 +143,7 @@ class Guard:
                 if self._store.check([self._key(rank)]):
                     *note, when = json.loads(self._store.get(self._key(rank)))
                     if time.time() - when < 4 * _PERIOD:  # a rank that has gone on writes no more
-                        notes[rank] = (note[0], note[1], note[2], note[3])
+                        notes[rank] = (note[0], note[1], note[2], note[3], note[4])
         return notes
 
     def _key(self, rank: int) -> str:

@@ -88,7 +88,6 @@ def _sum(config: Config) -> None:
     if config.gradient_allreduce_op != "sum":
         return
     for name, on in (
-        ("zero_optimization.stage = 3", config.zero_optimization.stage == 3),
         ("zero_optimization.zenflow", config.zero_optimization.zenflow is not None),
         ("compile.deepcompile", config.compile.deepcompile),
     ):

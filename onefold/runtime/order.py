@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from itertools import count
 
 import torch
 
@@ -38,6 +39,9 @@ LESSONS = 4
 # A row of a negotiation: wish, value, then how many finished units and which, then four numbers for the wish's own use.
 _FINISHED_IN_ROW = 9
 _OWN = 12
+
+
+_orders = count(1)
 
 
 class Wish(IntEnum):
@@ -81,6 +85,7 @@ class Order:
         self.reduces = False
         self.agreement = agreement
         self._guard = agreement.guard
+        self._guard.passes = next(_orders) * 1_000_000_000  # passes of two engines are never the same
         self._plan = plan
         self._flights = flights
         self._ledger = ledger
@@ -265,9 +270,11 @@ class Order:
                 self._events += [(Moment.REDUCE, index) for index in finished]
             gathers = sorted({(row[0], row[1]) for row in rows if row[0] in (Wish.FORWARD, Wish.BACKWARD)}, key=_turn)
             if not gathers:
-                if len({row[0] for row in rows}) > 1:
-                    raise Disagreement(self._differ(rows))
-                return rows
+                if len({row[0] for row in rows}) == 1 or (wish is Wish.END and not self._whole_record):
+                    return rows
+                if any(row[0] == Wish.END for row in rows) and not self._whole_record:
+                    continue  # ranks that parted end their pass now; the others were through with it before
+                raise Disagreement(self._differ(rows))
             moment, index = gathers[0]
             unit = self.units[index]
             self._flights.start_gather(unit)
@@ -312,12 +319,13 @@ class Order:
         firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
         group = self.agreement.group
         device = group.device
-        sizes = torch.tensor([len(record), len(firsts)], device=device)
-        broadcast_from(group, 0, sizes, self._ledger)
-        numbers = torch.zeros(int(sizes.sum()), dtype=torch.int64, device=device)
-        if group.rank == 0:
-            numbers.copy_(torch.tensor(record + firsts))
-        broadcast_from(group, 0, numbers, self._ledger)
+        with self._guard.waiting("the record of the first pass"):
+            sizes = torch.tensor([len(record), len(firsts)], device=device)
+            broadcast_from(group, 0, sizes, self._ledger)
+            numbers = torch.zeros(int(sizes.sum()), dtype=torch.int64, device=device)
+            if group.rank == 0:
+                numbers.copy_(torch.tensor(record + firsts))
+            broadcast_from(group, 0, numbers, self._ledger)
         if not numbers.numel():
             return
         flat = numbers.tolist()
