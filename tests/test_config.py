@@ -357,7 +357,6 @@ def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "bf16.enabled and torch_autocast.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
-        ({"gradient_allreduce_op": "sum", **zero(stage=3)}, "write mean"),
         ({"data_types": {"param_dtype": "bf16"}}, "set bf16.enabled to true"),
         ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "leave out data_types.param_dtype"),
         ({"bf16": {"bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),

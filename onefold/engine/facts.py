@@ -13,7 +13,7 @@ from onefold.config import Batch, Config
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
 from onefold.plan import ModelBytes, Plan, Precision
-from onefold.plan.table import DTYPES
+from onefold.plan.table import DTYPES, every_stage
 from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.runtime import Unit
 from onefold.tier.device import Pool
@@ -145,6 +145,15 @@ class Facts(nn.Module):
     def planned_bytes(self) -> ModelBytes:
         """The plan's arithmetic: model-state bytes of one rank."""
         return planned_bytes(self._units, self.plan, self._precision, self._window, self.optimizer)
+
+    def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
+        """The same for every stage: what another one would have needed."""
+        return {
+            name: planned_bytes(
+                self._units, plan.for_world(self._group.size), self._precision, self._window, self.optimizer
+            )
+            for name, plan in every_stage(self.settings).items()
+        }
 
     def held_bytes(self) -> ModelBytes:
         """What is really allocated, counted from the tensors."""

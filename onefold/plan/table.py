@@ -173,6 +173,14 @@ def make_plan(config: Config) -> Plan:
     )
 
 
+def every_stage(config: Config) -> dict[str, Plan]:
+    """The plan that each stage would have made of the same config."""
+    zero = config.zero_optimization
+    return {
+        f"stage {stage}": make_plan(replace(config, zero_optimization=replace(zero, stage=stage))) for stage in TABLE
+    }
+
+
 def make_precision(config: Config) -> Precision:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     accumulate, communicate = config.data_types.grad_accum_dtype, config.communication_data_type

@@ -18,6 +18,7 @@ import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.engine import Engine
+from onefold.plan import make_plan
 from onefold.report.memory import peak_bytes, used_bytes
 from onefold.train.data import Corpus, load_corpus
 from onefold.train.gpt import GPT, PRESETS
@@ -36,9 +37,9 @@ def train(options: TrainOptions) -> bool:
     prepared = prepare_config(options, on_gpus=torch.cuda.is_available())
     with stop_on_interrupt() as stop_asked:
         torch.manual_seed(options.seed)
-        model = GPT(model_config)
-        num_parameters = model.num_parameters()
-        engine = start_engine(model, prepared)
+        with torch.device("meta"):
+            num_parameters = GPT(model_config).num_parameters()
+        engine = start_engine(lambda: GPT(model_config), prepared)
         try:
             progress = make_progress(options.steps, shows=dist.get_rank() == 0)
             introduce(progress, engine, corpus, prepared)
@@ -53,11 +54,14 @@ def train(options: TrainOptions) -> bool:
     return len(steps) == options.steps
 
 
-def start_engine(model: GPT, prepared: PreparedConfig) -> Engine:
+def start_engine(build: Callable[[], GPT], prepared: PreparedConfig) -> Engine:
+    """Where the plan shards parameters, no rank ever holds the whole model, not even while it is built."""
     config = load_config(prepared.document)
     if config.log_level is None:
         # The job has a progress bar and prints the plan itself.
         logging.getLogger("onefold").setLevel(logging.WARNING)
+    with onefold.zero.Init(config_dict_or_path=config, enabled=make_plan(config).shards_parameters):
+        model = build()
     engine, _, _, _ = onefold.initialize(model=model, config=config)
     return engine
 
@@ -121,6 +125,9 @@ def finish(
     peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
     peaks[dist.get_rank()] = peak_bytes(engine.device)
     dist.all_reduce(peaks)
+    folder = Path(options.out or default_out(options))
+    if options.save_16bit_model:
+        engine.save_16bit_model(str(folder))
     if dist.get_rank() != 0:
         return
     plan = engine.plan
@@ -142,14 +149,15 @@ def finish(
         tokens_per_second=len(steps) * engine.train_batch_size() * corpus.sequence_length / steps[-1].seconds,
         peak_bytes_per_rank=tuple(peaks.tolist()),
         traffic=tuple(engine.ledger.rows()),
+        bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
     )
-    folder = Path(options.out or default_out(options))
     plot = write_files(folder, summary, steps)
     print(flush=True)
     show(summary)
     if sample:
         print(f"\na sample, after {len(steps)} steps:\n{sample}")
-    files = f"metrics.jsonl and summary.json in {folder}"
+    weights = ", the weights in model.safetensors," if options.save_16bit_model else " and"
+    files = f"metrics.jsonl{weights} summary.json in {folder}"
     print(f"\nplot: {plot}\n{files}" if plot else f"\n{files}; install matplotlib for a plot", flush=True)
 
 

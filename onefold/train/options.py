@@ -32,6 +32,7 @@ class TrainOptions:
     data: tuple[str, ...] = ()
     prompt: str = "def "
     sample_length: int = 200
+    save_16bit_model: bool = False
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
@@ -45,6 +46,7 @@ class TrainOptions:
             data=tuple(arguments.data),
             prompt=arguments.prompt,
             sample_length=arguments.sample_length,
+            save_16bit_model=arguments.save_16bit_model,
         )
 
     def to_arguments(self) -> tuple[str, ...]:
@@ -54,6 +56,7 @@ class TrainOptions:
             "seed": self.seed, "prompt": self.prompt, "sample-length": self.sample_length,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        given += ["--save-16bit-model"] * self.save_16bit_model
         return (*given, *(("--data", *self.data) if self.data else ()))
 
 
@@ -65,7 +68,7 @@ def default_out(options: TrainOptions) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 2, AdamW)")
+    add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
     add(
         "--steps", type=_at_least_one, default=DEFAULT_STEPS, metavar="N", help="optimizer steps (default: %(default)s)"
@@ -76,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", default=[], metavar="PATH",
         help="text files or folders (default: the Python standard library's own source)")  # fmt: skip
     add("--prompt", default="def ", metavar="TEXT", help="what the sample at the end continues (default: %(default)r)")
+    add("--save-16bit-model", "--zero3_save_16bit_model", dest="save_16bit_model", action="store_true",
+        help="write the trained weights, whole, as model.safetensors beside the summary")  # fmt: skip
     add("--sample-length", type=_not_negative, default=200, metavar="N", help="bytes of sample (default: %(default)s)")
 
 

@@ -33,6 +33,8 @@ class Summary:
     peak_bytes_per_rank: tuple[int, ...]
     traffic: tuple[Row, ...]
     """What rank 0 sent."""
+    bytes_by_stage: dict[str, int]
+    """Model states of one rank, as each ZeRO stage would have held them at the end of a backward."""
 
     def rows(self) -> list[tuple[str, str]]:
         """The table, top to bottom."""
@@ -48,6 +50,11 @@ class Summary:
             ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits a byte)"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s over all ranks"),
             ("peak memory", f"{peaks} (by rank)"),
+            (
+                "model states",
+                ", ".join(f"{stage} {format_bytes(value)}" for stage, value in self.bytes_by_stage.items())
+                + " (a rank, by stage)",
+            ),
         ]
         rows += [
             (
