@@ -41,7 +41,7 @@ def limited(case: Callable[..., Any]) -> Callable[..., Any]:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        faulthandler.dump_traceback_later(30, exit=True)
+        faulthandler.dump_traceback_later(45, exit=True)
         try:
             return case(*args, **kwargs)
         finally:
@@ -363,7 +363,7 @@ def saved(folder: str, kind: str, stage: int, way: str) -> dict[str, bool]:
                 model.save_pretrained(folder)
     else:
         onefold.zero.gather_distributed_parameters(model)
-        if way == "seed on all" or rank() == 0:
+        if way == "whole on all" or rank() == 0:
             model.save_pretrained(folder)
     torch.distributed.barrier()
     fresh = auto_class(kind).from_pretrained(folder, dtype=torch.bfloat16)
@@ -385,11 +385,11 @@ def saved(folder: str, kind: str, stage: int, way: str) -> dict[str, bool]:
         ("llama", 3, "gathered"),
         ("gpt2", 3, "single"),
         ("gpt2", 3, "accelerate"),
-        ("gpt2", 3, "seed on all"),
+        ("gpt2", 3, "whole on all"),
         ("gpt2", 2, "pieces"),
         ("t5", 3, "pieces"),
         ("t5", 3, "accelerate"),
-        ("t5", 3, "seed"),
+        ("t5", 3, "whole"),
         ("mixtral", 3, "pieces"),
     ],
 )
@@ -958,7 +958,7 @@ def test_gathered_parameters_works_inside_init(on_ranks):
 
 def whole_after_ragged_evaluation(folder: str, way: str) -> bool:
     """As after a `generate()` that took more tokens on one rank than on the other."""
-    faulthandler.dump_traceback_later(8, exit=True)
+    faulthandler.dump_traceback_later(10, exit=True)
     engine = start(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), config(3))
     with torch.no_grad():
         for _ in range(1 + 3 * rank()):

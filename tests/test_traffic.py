@@ -9,6 +9,7 @@ import torch
 from models import batches, config, net, precision, start
 
 from onefold.comm import Exchange, Gathering, Ledger, Native, Reduction, data_group
+from onefold.comm.agreement import ROW
 
 
 def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, size, accumu
             # f P = P (N - 1) / N
             assert got["reduce"] == reductions * size * others * got["P"] // world
             assert got["gather"] == gathered * others * got["P"] // world
-            # Beside them, one small vector a step: partial square sum and the late flag.
-            assert got["scalars"] == 2 * 8 * others
+            # Beside them, one row of integers a step: partial square sum, the late flag, and where the rank is.
+            assert got["scalars"] == ROW * 8 * others
             assert set(got["operations"]) <= {"reduce-scatter", "gather", "meet"}
 
 

@@ -115,7 +115,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
 def test_the_shipped_config_needs_no_words() -> None:
     prepared = prepare_config(TrainOptions(steps=50), on_gpus=False)
     assert prepared.notes == ()
-    assert prepared.document["zero_optimization"]["stage"] == 2
+    assert prepared.document["zero_optimization"]["stage"] == 3
     assert prepared.document["scheduler"]["params"]["total_num_steps"] == 50
     assert "bf16" not in prepared.document
     assert prepare_config(TrainOptions(), on_gpus=True).document["bf16"] == {"enabled": True}
