@@ -305,7 +305,7 @@ class GatheredParameters:
 
     def _refuse_writes(self) -> None:
         written = [
-            [_fingerprint(run) for run in home.runs] != before
+            home.moved() or [_fingerprint(run) for run in home.runs] != before
             for home, before in zip(self._borrowed, self._before, strict=True)
         ]
         ranks = self._borrowed[0].meet(Wish.LEND, [1 + written.index(True) if True in written else 0])
@@ -324,6 +324,11 @@ def _fingerprint(run: Run) -> tuple[int, ...]:
     """Changes when a line that rests as shards is written to."""
     if run.rests_whole:
         return ()
+    with torch._C.DisableTorchFunction():
+        return _bits(run)
+
+
+def _bits(run: Run) -> tuple[int, ...]:
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[run.dtype.itemsize]
     return (int(run.full.view(bits).sum(dtype=torch.int64)), *(parameter._version for parameter in run.parameters))
 

@@ -880,7 +880,7 @@ def test_a_fused_loss_reads_the_head_outside_its_forward(on_ranks, kind, way, re
     assert on_ranks(2, fused, kind, way, reentrant) == [(True, True)] * 2
 
 
-# -- known gaps, last because a rank that raises or hangs costs the pool ----------------------------------------
+# -- where it had gaps
 
 
 @limited
@@ -893,7 +893,6 @@ def cut_of(under_init: bool) -> list[str]:
     return names
 
 
-@pytest.mark.xfail(reason="plan/cut.py counts parameter.numel(), which is 0 for the placeholders of Init", strict=True)
 def test_a_model_built_under_init_is_cut_like_a_plain_one(on_ranks):
     plain = on_ranks(2, cut_of, False)
     assert "lm_head" in plain[0]  # large enough to be a unit of its own
@@ -913,7 +912,6 @@ def data_given(engaged: bool, modifier: int | None) -> str:
     return "written" if bool((weights_of(model)["lm_head.weight"] == 0.5).all()) else "lost"
 
 
-@pytest.mark.xfail(reason="GatheredParameters looks at the run's line, not at what .data has become", strict=True)
 @pytest.mark.parametrize(("engaged", "modifier"), [(False, 0), (True, 0), (True, None)])
 def test_data_assigned_inside_gathered_parameters_is_taken_or_refused(on_ranks, engaged, modifier):
     for found in on_ranks(2, data_given, engaged, modifier):
@@ -934,7 +932,6 @@ def resized_by_transformers(kind: str) -> bool:
     return found[0].same(found[1])
 
 
-@pytest.mark.xfail(reason="the resized .data is dropped, the old shape comes back at initialize", strict=True)
 def test_resize_token_embeddings_works_inside_gathered_parameters(on_ranks):
     assert on_ranks(2, resized_by_transformers, "llama") == [True, True]
 
@@ -951,7 +948,6 @@ def gathered_inside_init() -> bool:
     return at_rest(model) and all(bool((value == 0.5).all()) for value in weights_of(model).values())
 
 
-@pytest.mark.xfail(reason="Home.borrow and give_back run under Init's own torch-function mode", strict=True)
 def test_gathered_parameters_works_inside_init(on_ranks):
     assert on_ranks(2, gathered_inside_init) == [True, True]
 
@@ -972,7 +968,6 @@ def whole_after_ragged_evaluation(folder: str, way: str) -> bool:
     return True
 
 
-@pytest.mark.xfail(reason="a borrow is negotiated like any gather: a rank passes it while others evaluate", strict=True)
 @pytest.mark.parametrize("way", ["save", "modifier_rank"])
 def test_whole_weights_are_had_after_ranks_generated_different_lengths(on_ranks, tmp_path, way):
     assert on_ranks(2, whole_after_ragged_evaluation, str(tmp_path), way) == [True, True]

@@ -1298,23 +1298,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], LossOf, dict[str, Any]]] = {
 }
 
 _EMPTIED = "autograd reads a saved weight after its line was emptied: no hook saw that backward begin"
-_UNFORESEEN = "a use that no program foresees, on one rank only"
-_OTHER_MOMENT = "a backward's wish is granted by another rank's forward gather, so the record lacks it"
 
 # (case, world size; 0: any) -> why it fails
 KNOWN = {
-    ("two heads on one rank", 0): _OTHER_MOMENT,
-    ("two heads on the first rank", 0): _OTHER_MOMENT,
     ("tower not on the first rank", 3): "reduced when rank 0 has finished: later gradients are added in another order",
-    ("weights read after forward", 0): "a nested use of a whole unit jumps to a later event; a line is freed in flight",
     ("auxiliary losses", 0): _EMPTIED,
     ("outputs half in a box", 0): _EMPTIED,
     ("outputs in a frozen box", 0): _EMPTIED,
     ("backward of a backward", 0): _EMPTIED,
     ("regulariser of gathered parameters", 0): _EMPTIED,
-    ("tower that no rank used at first", 0): _UNFORESEEN,
-    ("layer that no rank used at first", 0): _UNFORESEEN,
-    ("two heads on one rank, later", 0): _UNFORESEEN,
 }
 
 

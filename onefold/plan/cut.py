@@ -12,7 +12,7 @@ blocks share belongs to the root, their common ancestor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -36,9 +36,17 @@ class UnitCut:
     shared: bool
 
 
-def cut(model: nn.Module, names: Sequence[str] = (), leaves: LeafModule | None = None) -> list[UnitCut]:
-    """Cut a model into units, the root's leftovers first, then blocks in the order of the module tree."""
-    blocks = _blocks(model, names, leaves or LeafModule())
+def cut(
+    model: nn.Module,
+    names: Sequence[str] = (),
+    leaves: LeafModule | None = None,
+    numel: Callable[[nn.Parameter], int] = nn.Parameter.numel,
+) -> list[UnitCut]:
+    """Cut a model into units, the root's leftovers first, then blocks in the order of the module tree.
+
+    `numel` knows the size of parameters that are placeholders.
+    """
+    blocks = _blocks(model, names, leaves or LeafModule(), numel)
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
@@ -74,14 +82,16 @@ def persistent_parameters(sizes: Mapping[str, int], threshold: int, in_all: int)
     return found
 
 
-def _blocks(model: nn.Module, names: Sequence[str], leaves: LeafModule) -> list[str]:
+def _blocks(
+    model: nn.Module, names: Sequence[str], leaves: LeafModule, numel: Callable[[nn.Parameter], int]
+) -> list[str]:
     """Paths of the blocks, in the order of the module tree."""
     chosen = _named(model, names) if names else _no_split(model) or _outermost(model, _repeated(model))
     chosen = _outermost(model, chosen | _leaves(model, leaves))
     large = {
         path
         for path, module in model.named_modules()
-        if sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= LARGE
+        if sum(numel(parameter) for parameter in module.parameters(recurse=False)) >= LARGE
         and path
         and not _owner(f"{path}.", chosen)
     }

@@ -40,7 +40,8 @@ def build_units(
     )
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
     units: list[Unit] = []
-    for index, found in enumerate(cut(model, config.onefold.units, zero.leaf_module)):
+    cuts = cut(model, config.onefold.units, zero.leaf_module, lambda parameter: whole_shape(parameter).numel())
+    for index, found in enumerate(cuts):
         members = _runs_of(found, parameters, groups, precision, persistent)
         with gathered([parameters[name] for found_run in members.values() for name, _ in found_run]):
             runs = [

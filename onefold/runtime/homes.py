@@ -117,24 +117,31 @@ class Home:
         """Whole until given back. All ranks call this together."""
         self.lent += 1
         schedule, unit = self._schedule() if self._schedule else None, self.unit
-        if schedule is not None and unit is not None:
-            schedule.lend(unit)
-        elif self.lent == 1:
-            sharded = [run for run in self.runs if not run.rests_whole]
-            with torch.no_grad():
-                self.collective.start_gather([run.refill() for run in sharded]).finish()
-                for run in sharded:
-                    run.show()
+        with torch._C.DisableTorchFunction():
+            if schedule is not None and unit is not None:
+                schedule.lend(unit)
+            elif self.lent == 1:
+                sharded = [run for run in self.runs if not run.rests_whole]
+                with torch.no_grad():
+                    self.collective.start_gather([run.refill() for run in sharded]).finish()
+                    for run in sharded:
+                        run.show()
 
     def give_back(self) -> None:
         self.lent -= 1
         schedule, unit = self._schedule() if self._schedule else None, self.unit
-        if schedule is not None and unit is not None:
-            schedule.take_back(unit)
-        elif self.lent == 0:
-            for run in self.runs:
-                if not run.rests_whole:
-                    run.hide()
+        with torch._C.DisableTorchFunction():
+            if schedule is not None and unit is not None:
+                schedule.take_back(unit)
+            elif self.lent == 0:
+                for run in self.runs:
+                    if not run.rests_whole:
+                        run.hide()
+
+    def moved(self) -> bool:
+        """Whether some parameter was given a tensor of its own while it was whole (`.data = ...`)."""
+        with torch._C.DisableTorchFunction():
+            return any(not run.is_home(index) for run in self.runs for index in range(len(run.parameters)))
 
     def cast(self, of: Callable[[torch.dtype], torch.dtype]) -> None:
         """Another dtype for everything here, before any engine has it."""
@@ -169,9 +176,20 @@ class Home:
         return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
 
     def take_values_of(self, rank: int) -> None:
-        """One rank has written: its values become everybody's."""
-        with torch.no_grad():
+        """One rank has written: its values become everybody's.
+
+        A parameter that was given data of another shape leaves for good, and is laid out anew by `initialize`.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             for run in self.runs:
+                strangers = run.strangers()
+                if strangers and self.owner is not None:
+                    raise RuntimeError(
+                        f"{', '.join(strangers)} got data of another shape: the engine has laid the model out. Resize "
+                        "it before initialize"
+                    )
+                leave_home(run.let_leave(name) for name in strangers)
+                run.take_parameters()
                 broadcast_from(self.collective.group, rank, run.full, self.ledger)
                 run.store()
         self.tell_written()

@@ -62,7 +62,7 @@ _WORDS = {
     Wish.END: "the end of a backward",
     Wish.PART: "a use of a module that earlier passes did not make:",
     Wish.STEP: "the step",
-    Wish.LEND: "the end of GatheredParameters",
+    Wish.LEND: "GatheredParameters, or another use of whole weights, of",
     Wish.READ: "a read of whole values",
 }
 
@@ -145,6 +145,14 @@ class Order:
             self._guard.ask()
             self._part(unit)
             self._negotiate(Wish(moment), unit.index)
+
+    def lend(self, unit: Unit) -> None:
+        """All ranks ask for the unit together, outside any pass."""
+        rows = self._negotiate(Wish.LEND, unit.index)
+        if len({row[1] for row in rows}) > 1:
+            raise Disagreement(self._differ(rows))
+        self._flights.start_gather(unit)
+        self._flights.finish_gathers()
 
     def note_use(self, unit: Unit) -> None:
         """For the order in which units are refreshed after a step: that of their first use."""
@@ -308,7 +316,7 @@ class Order:
         wish = Wish(row[0])
         if wish in (Wish.FORWARD, Wish.BACKWARD):
             return f"the {wish.name.lower()} gather of {self.units[row[1]].name}"
-        return f"{_WORDS[wish]} {self.units[row[1]].name}" if wish is Wish.PART else _WORDS[wish]
+        return f"{_WORDS[wish]} {self.units[row[1]].name}" if wish in (Wish.PART, Wish.LEND) else _WORDS[wish]
 
     # -- learning -----------------------------------------------------------------------------------------------
 

@@ -114,19 +114,26 @@ class Schedule:
 
     def lend(self, unit: Unit) -> None:
         """Whole until `take_back`, whatever happens in between."""
-        self._use(unit, Moment.FORWARD, outside=not self.order.open)
+        if self.order.open:
+            self._use(unit, Moment.FORWARD)
+        elif unit.sharded:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self.flights.settle(unit)
+                self.order.lend(unit)
+        else:
+            self.flights.settle(unit)
         unit.uses.lent += 1
 
     def take_back(self, unit: Unit) -> None:
         unit.uses.lent -= 1
         self.let_go(unit)
 
-    def _use(self, unit: Unit, moment: Moment, *, outside: bool = False) -> None:
+    def _use(self, unit: Unit, moment: Moment) -> None:
         self.flights.settle(unit)
         self.order.note_use(unit)
         if not unit.sharded:
             return
-        begins = not self.order.open and not outside and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
+        begins = not self.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         # Buffers made while evaluating must not be inference tensors: training uses them again.
         with torch.inference_mode(mode=False), torch.no_grad():
             if begins:

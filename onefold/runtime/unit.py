@@ -87,6 +87,24 @@ class Run:
                     view.copy_(parameter)
                     parameter.data = view
 
+    def is_home(self, index: int) -> bool:
+        """Whether a parameter of a whole line is still the view of it that `show` made."""
+        member, parameter = self.layout.members[index], self.parameters[index]
+        lies = parameter.data_ptr() == self.full[member.start : member.stop].data_ptr() or not parameter.numel()
+        return lies and tuple(parameter.shape) == member.shape
+
+    def strangers(self) -> list[str]:
+        """Parameters that were given another shape."""
+        pairs = zip(self.layout.members, self.parameters, strict=True)
+        return [member.name for member, parameter in pairs if tuple(parameter.shape) != member.shape]
+
+    def let_leave(self, name: str) -> nn.Parameter:
+        """A parameter goes its own way; its place in the line stays, for nobody."""
+        index = next(index for index, member in enumerate(self.layout.members) if member.name == name)
+        leaving = self.parameters[index]
+        self.parameters[index] = nn.Parameter(self._views()[index], requires_grad=False)
+        return leaving
+
     def _views(self) -> list[torch.Tensor]:
         return [self.full[member.start : member.stop].view(member.shape) for member in self.layout.members]
 
