@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.checkpoint.weights import consolidate, save_weights
-from onefold.comm import Group, Ledger, make_collective
+from onefold.comm import Disagreement, Group, Ledger, make_collective
 from onefold.config import Batch, Config
 from onefold.engine.facts import Facts
 from onefold.loader import data_loader
@@ -141,8 +141,9 @@ class Engine(Facts):
                 scaled = loss.float() * self._update.loss_scale.value if self._update.scales_loss else loss
                 scaled.backward(retain_graph=retain_graph)
                 self._schedule.end_backward()
-            except BaseException:
-                self.abort_backward()
+            except BaseException as error:
+                if not isinstance(error, Disagreement):  # after that no rank can be reached any more
+                    self.abort_backward()
                 raise
         if self.settings.memory_breakdown:
             memory_status("after backward")

@@ -83,7 +83,8 @@ def compile_program(
 
     Units that enclose others are in use around those others: they are never gathered ahead, and always counted.
     """
-    kept, needed = _kept(events, gathered, limits)
+    around = sum(size for unit, size in enumerate(gathered) if unit in enclosing)
+    kept, needed = _kept(events, gathered, limits, enclosing, around)
     last_of_batch = {
         batch[-1]: tuple(batch)
         for batch in coalesce([unit for moment, unit in events if moment is Moment.REDUCE], reduced, reduce_bucket)
@@ -91,35 +92,39 @@ def compile_program(
     gathers = [position for position in range(len(events)) if needed[position]]
     launches: list[Launch] = []
     launched_at: list[int] = []
-    live = {unit: size for unit, size in enumerate(gathered) if unit in enclosing}
+    live: dict[int, int] = {}
+    ahead: dict[int, int] = {}
     next_gather = 0
     for position, (moment, unit) in enumerate(events):
         if moment is Moment.REDUCE:
             if unit in last_of_batch:
                 launches.append(Launch(gathers=False, units=last_of_batch[unit]))
         elif gathered[unit]:
-            ahead = 0
+            ahead.pop(unit, None)
+            if unit not in enclosing:
+                live[unit] = gathered[unit]
             while next_gather < len(gathers):
                 place = gathers[next_gather]
                 following = events[place][1]
                 size = gathered[following]
-                # Everything up to this use must come; further only what is not whole now and fits the limits.
-                if place > position and (
-                    following in live or ahead >= limits.prefetch or sum(live.values()) + size > limits.live
-                ):
-                    break
-                ahead += size if place > position else 0
-                live[following] = size
+                if place > position:
+                    # Everything up to this use must come; further only what is not whole now and fits the limits.
+                    whole = following in live or following in enclosing
+                    full = sum(ahead.values()) >= limits.prefetch or around + sum(live.values()) + size > limits.live
+                    if whole or full:
+                        break
+                    ahead[following] = live[following] = size
                 launches.append(Launch(gathers=True, units=(following,)))
                 next_gather += 1
-            live[unit] = gathered[unit]
         launched_at.append(len(launches))
-        if moment is not Moment.REDUCE and not kept[position] and unit not in enclosing:
+        if moment is not Moment.REDUCE and not kept[position]:
             live.pop(unit, None)
     return Program(tuple(events), tuple(launches), tuple(launched_at), tuple(kept))
 
 
-def _kept(events: Sequence[Event], gathered: Sequence[int], limits: Limits) -> tuple[list[bool], list[bool]]:
+def _kept(
+    events: Sequence[Event], gathered: Sequence[int], limits: Limits, enclosing: Container[int], around: int
+) -> tuple[list[bool], list[bool]]:
     """Which uses leave their unit whole for the next one, and which uses need a gather."""
     traversed = [0]
     for moment, unit in events:
@@ -140,8 +145,12 @@ def _kept(events: Sequence[Event], gathered: Sequence[int], limits: Limits) -> t
         needed[position] = unit not in whole
         whole[unit] = gathered[unit]
         again = following[position]
-        near = again is not None and traversed[again] - traversed[position + 1] < limits.reuse
-        kept[position] = near and sum(whole.values()) <= limits.live
+        if again is not None and traversed[again] - traversed[position + 1] < limits.reuse:
+            # Room must be left for the largest of what is used in between.
+            between = {other for moment, other in events[position + 1 : again] if moment is not Moment.REDUCE}
+            largest = max((gathered[other] for other in between if other not in whole), default=0)
+            others = sum(size for other, size in whole.items() if other not in enclosing)
+            kept[position] = around + others + largest <= limits.live
         if not kept[position]:
             del whole[unit]
     return kept, needed

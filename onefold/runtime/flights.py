@@ -11,7 +11,7 @@ import torch
 
 from onefold.comm import Collective, Gathering, Guard, Pending
 from onefold.plan import Plan
-from onefold.runtime.unit import ParameterState, Run, Unit
+from onefold.runtime.unit import Run, Unit
 from onefold.tier.device import Pool
 
 # A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
@@ -86,7 +86,7 @@ class Flights:
             unit.finish_gather()
 
     def finish_gathers_until(self, unit: Unit) -> None:
-        while unit.parameter is ParameterState.GATHERING:
+        while unit.flying:
             self.finish_gather()
 
     def finish_gathers(self) -> None:

@@ -10,9 +10,11 @@ way is it queued by the first landing itself.
 [Note: where a unit's backward begins and ends]
 Units whose parameters are not whole at rest are watched call by call. A call's backward begins when the node that
 produced one of its outputs is about to run; of an output that is a view also the node of its base, since writing to
-the view in place takes the view's own node out of the graph. It ends when the node that produced one of its inputs is
-about to run. Nodes are watched and not tensors passed through a function of ours, so that a module may write to its
-inputs in place.
+the view in place takes the view's own node out of the graph. Tensors that a call leaves on its modules (the loss of a
+router) are outputs too. It ends when the node that produced one of its inputs is about to run; where that is an output
+of another unit, the end comes first. Nodes are watched and not tensors passed through a function of ours, so that a
+module may write to its inputs in place. A backward that is itself recorded (`create_graph`) leaves nodes that no hook
+knows: units it goes through stay whole until the pass ends.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
         self._calls = count(1)
+        # Where calls of a unit leave tensors: its modules and names of their attributes, by unit.
+        self._left: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(_hook(me, model, _before_root_forward)))
         owner = {
@@ -166,47 +170,70 @@ class Hooks:
             return
         again = inside_backward()
         self._schedule.before_forward(unit, again=again)
-        unit.uses.stack.append(0)
+        unit.uses.stack.append((0, []))
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
             unit.uses.calls += 1
             call = next(self._calls)
-            ends = self._watch_end(index, call, arguments)
-            unit.uses.stack[-1] = call if ends else -call
+            inputs, seen = self._watch_end(index, call, arguments)
+            unit.uses.stack[-1] = (call if seen else -call, inputs)
 
-    def _watch_end(self, index: int, call: int, arguments: Any) -> bool:
-        """Have the schedule told when this call's backward is over; whether that can be seen."""
+    def _watch_end(self, index: int, call: int, arguments: Any) -> tuple[list[Any], bool]:
+        """Have the schedule told when this call's backward is over: the nodes of its inputs, and whether it will be."""
         end = _on_node(weakref.ref(self), Hooks._after_backward, index, call)
-        seen = False
+        nodes, seen = [], False
         for tensor in tensors_in(arguments):
-            if tensor.requires_grad:
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(end)
-                elif not isinstance(tensor, nn.Parameter):
-                    # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
-                    tensor.register_hook(partial(_after_graph_task, end))
-                else:
-                    continue
-                seen = True
-        return seen
+            node: Any = tensor.grad_fn
+            if node is not None:
+                nodes.append(node)
+                node.metadata.setdefault(_ENDS, []).append(end)
+                node.register_prehook(end)
+            elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
+                tensor.register_hook(partial(_after_graph_task, end))
+            else:
+                continue
+            seen = True
+        return nodes, seen
 
     def after_forward(self, index: int, output: Any) -> None:
         unit = self._schedule.units[index]
         again = inside_backward()
-        call = unit.uses.stack.pop() if unit.uses.stack else 0
+        call, inputs = unit.uses.stack.pop() if unit.uses.stack else (0, [])
         if call:
-            begin = _on_node(weakref.ref(self), Hooks._before_backward, index, call)
-            nodes = list(_producers(output))
+            left = self._left_on_modules(unit)
+            produced = list(_producers([output, left]))
+            nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
             for node in nodes:
-                node.register_prehook(begin)
+                begin = _on_node(weakref.ref(self), Hooks._before_backward, index, call)
+                node.register_prehook(_ends_first(node.metadata.setdefault(_ENDS, []), begin))
             if again:
                 unit.uses.backwards.add(call)  # inside the backward that will run through it at once
-            elif not nodes and unit.trained and output is not None:
+            elif not produced and (unit.trained or call > 0) and output is not None:
                 unit.uses.held = True  # nothing tells when its backward begins, so it must stay
         self._schedule.after_forward(unit, again=again)
 
+    def _left_on_modules(self, unit: Unit) -> list[torch.Tensor]:
+        """Tensors with a history that a call has set as attributes of its modules."""
+        if unit.index not in self._left or (self._schedule.order.open and self._schedule.order.program is None):
+            found = self._left.setdefault(unit.index, [])
+            known = {(id(module()), name) for module, name in found}
+            for module in unit.module.modules():
+                for name, value in module.__dict__.items():
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and value.grad_fn is not None
+                        and (id(module), name) not in known
+                    ):
+                        found.append((weakref.ref(module), name))
+        values = [getattr(module(), name, None) for module, name in self._left[unit.index]]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
     def _before_backward(self, index: int, call: int) -> None:
-        self._schedule.before_backward(self._schedule.units[index], call)
+        unit = self._schedule.units[index]
+        self._schedule.before_backward(unit, call)
+        if torch.is_grad_enabled():
+            unit.uses.held = True
 
     def _after_backward(self, index: int, call: int) -> None:
         self._schedule.after_backward(self._schedule.units[index], [call])
@@ -348,6 +375,20 @@ def _on_node(
         hooks = me()
         if hooks is not None:
             act(hooks, index, call)
+
+    return hook
+
+
+_ENDS = "onefold ends"
+
+
+def _ends_first(ends: list[Callable[..., None]], begin: Callable[..., None]) -> Callable[..., None]:
+    """Where one call's backward ends and another's begins: let go of the one before the other is gathered."""
+
+    def hook(*_: Any) -> None:
+        for end in ends:
+            end()
+        begin()
 
     return hook
 

@@ -126,6 +126,8 @@ class Schedule:
 
     def take_back(self, unit: Unit) -> None:
         unit.uses.lent -= 1
+        if self.order.open and torch.is_grad_enabled():
+            unit.uses.held = True  # what was computed from it may have a backward that nobody sees begin
         self.let_go(unit)
 
     def _use(self, unit: Unit, moment: Moment) -> None:
@@ -144,6 +146,7 @@ class Schedule:
     def let_go(self, unit: Unit) -> None:
         """Back to rest, unless somebody on this rank still uses it."""
         if unit.sharded and unit.parameter is ParameterState.FULL and not unit.uses.any:
+            self.flights.finish_gathers_until(unit)
             unit.release()
 
     def rest(self) -> None:

@@ -1,27 +1,35 @@
-"""Walks over what models take and return: tensors inside tuples, lists, mappings and dataclasses."""
+"""Walks over what models take and return: the tensors inside it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+
+# How deep objects of unknown classes are looked into: an output, the layers in it, their tensors.
+_DEPTH = 4
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside tuples, lists, mappings and dataclasses."""
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Every tensor inside tuples, lists, mappings, dataclasses, and attributes of other objects but modules."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
+            yield from tensors_in(item, depth)
+    elif isinstance(value, tuple | list | set):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, depth)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name), depth)
+    elif depth and not isinstance(value, type | nn.Module | ModuleType):
+        for item in list(getattr(value, "__dict__", {}).values()):
+            yield from tensors_in(item, depth - 1)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -324,6 +324,8 @@ class Unit:
         self.parameter = ParameterState.FULL
         # Stepped, and the other ranks' slices of what rests whole are on their way.
         self.refreshing = False
+        # Gathers on their way. A unit that is whole may be gathered again, since another rank needs this one's part.
+        self.flying = 0
         self.uses = Uses()
         self.num_elements = sum(run.layout.total for run in self.trained)
         self.num_gathered = sum(run.layout.total for run in self.sharded)
@@ -332,11 +334,13 @@ class Unit:
     # -- parameters ---------------------------------------------------------------------------------------------
 
     def start_gather(self) -> list[Gathering]:
+        self.flying += 1
         if self.parameter is ParameterState.RESTING:
             self.parameter = ParameterState.GATHERING
         return [run.refill() for run in self.sharded]
 
     def finish_gather(self) -> None:
+        self.flying -= 1
         # A unit that was whole when another rank asked for it stays as it is.
         if self.parameter is ParameterState.GATHERING:
             for run in self.sharded:
@@ -345,6 +349,7 @@ class Unit:
 
     def release(self) -> None:
         assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
+        assert not self.flying, self.name
         if self.sharded:
             for run in self.sharded:
                 run.hide()
@@ -393,7 +398,8 @@ class Uses:
 
     def __init__(self) -> None:
         self.forwards = 0
-        self.stack: list[int] = []  # calls of the forwards under way, 0 for those without a backward
+        # The forwards under way: the number of the call, 0 without a backward, and the producers of its inputs.
+        self.stack: list[tuple[int, list[object]]] = []
         self.backwards: set[int] = set()
         self.calls = 0
         self.ended = 0
