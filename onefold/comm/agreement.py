@@ -41,14 +41,13 @@ class Agreement:
             return mine.unsqueeze(0)
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
-        with self._ledger.timed("meet", self.group.axis):
+        with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
             work = dist.all_gather(rows, mine, group=self.group.host_group, async_op=True)
             assert work is not None
             while meanwhile is not None and not work.is_completed():
                 meanwhile()
                 time.sleep(_PAUSE)
-            with self.guard.waiting(what):
-                work.wait()
+            work.wait()
         return torch.stack(rows)
 
 

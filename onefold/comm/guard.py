@@ -63,6 +63,7 @@ class Guard:
             self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop), daemon=True)
             self._thread.start()
             weakref.finalize(self, self._stop.set)
+        before = (self._waiting, self._since)
         self._number += 1
         self._since = time.monotonic()
         self._waiting = (self._number, f"{operation} {', '.join(units)}".strip())
@@ -73,7 +74,7 @@ class Guard:
                 raise
             raise Disagreement(self._explain(error)) from error
         finally:
-            self._waiting = None
+            self._waiting, self._since = before
 
     def _explain(self, error: RuntimeError) -> str:
         """The backend gave a wait up: by our own verdict, by another rank's, or because a rank is gone."""
