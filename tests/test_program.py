@@ -223,16 +223,11 @@ def test_prefetch_gathers_the_next_unit_ahead_of_its_use():
     assert aheads == [{1}, {2}, {3}, set(), {2}, {1}, {0}, set()]
 
 
-PREFETCH = "ahead is counted from zero at every event, so what earlier events have gathered ahead is not in it"
-
-
-@pytest.mark.xfail(strict=True, reason=PREFETCH)
 def test_prefetch_limits_what_is_ahead_of_its_use():
     one = straight([100] * 12, Limits(prefetch=200, live=PLENTY))
     assert max(100 * len(ahead) for _, _, ahead in whole_at(one, one.compile())) == 200
 
 
-@pytest.mark.xfail(strict=True, reason=PREFETCH)
 def test_prefetch_overshoots_by_less_than_one_unit():
     for one in random_passes():
         program = one.compile()
@@ -260,7 +255,6 @@ def test_what_is_kept_stays_within_the_live_limit():
             assert sum(one.gathered[unit] for unit in kept) <= one.limits.live, (one, place)
 
 
-@pytest.mark.xfail(strict=True, reason="a unit is kept without leaving room for the next one, nor for what encloses it")
 def test_the_live_limit_is_passed_only_by_what_one_use_needs():
     for one in random_passes():
         program = one.compile()
