@@ -361,6 +361,8 @@ class Engine(Facts):
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
         _let_go(self._schedule, self._hooks, self._homes)
+        for unit in self._units if self.is_compiled else ():
+            unit.module.__dict__.pop("forward", None)
         self._schedule.drop_gradients()
         self._pool.clear()
         self.optimizer = None

@@ -1,0 +1,65 @@
+"""`engine.compile()`: blocks compiled, gathers and reductions between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import batches, config, net, precision, start, train
+
+import onefold
+
+
+def compiled(stage: int, dtype: str, compiles: bool) -> tuple[Any, dict[str, int], bool]:
+    torch._dynamo.reset()
+    engine = start(net(), config(stage, gradient_clipping=0.5, **precision(dtype)))
+    if compiles:
+        engine.compile(backend="aot_eager", compile_kwargs={"fullgraph": True})
+    trace = train(engine, 3)
+    with torch.no_grad():
+        engine.eval()
+        x, y = batches(1, seed=9)[0]
+        trace.losses.append(engine(x, y).item())
+    traffic = {row.operation: row.bytes for row in engine.ledger.rows() if row.operation != "meet"}
+    return trace, traffic, engine.is_compiled
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_compiled_blocks_train_as_the_eager_ones_do(on_ranks, stage, dtype):
+    eager = on_ranks(2, compiled, stage, dtype, False)
+    for (mine, sent, yes), (theirs, expected, no) in zip(on_ranks(2, compiled, stage, dtype, True), eager, strict=True):
+        assert (yes, no) == (True, False)
+        assert sent == expected
+        torch.testing.assert_close(mine.losses, theirs.losses, rtol=1e-4, atol=1e-4)
+        for name in theirs.weights:
+            torch.testing.assert_close(mine.weights[name], theirs.weights[name], rtol=1e-2, atol=2e-3)
+
+
+def refuses() -> list[str]:
+    engine = start(net(), config(1))
+    found = []
+    for given in ({"schedule": []}, {"compiled_autograd_enabled": True}):
+        try:
+            engine.compile(**given)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_belongs_to_deepcompile_is_refused(on_ranks):
+    assert [len(found) for found in on_ranks(1, refuses)] == [2]
+
+
+def after_destroy() -> bool:
+    model = net()
+    engine = start(model, config(2))
+    engine.compile(backend="aot_eager")
+    train(engine, 1)
+    engine.destroy()
+    return all("forward" not in module.__dict__ for module in model.modules()) and onefold.Engine is type(engine)
+
+
+def test_destroy_takes_the_compiled_forward_away(on_ranks):
+    assert on_ranks(1, after_destroy) == [True]
