@@ -5,6 +5,7 @@ NCCL refuses two ranks on one GPU, so NCCL between GPUs is not run here.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from ranks import RankPool
 
 import onefold
 from onefold.comm import Ledger, Native, Reduction, data_group
+from onefold.optim.pieces import TILE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,19 +75,18 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_stages_are_bit_equal_on_one_gpu(nccl, dtype):
-    runs = [nccl.run(train_on_gpu, stage, dtype, 1, True, "auto")[0] for stage in (0, 1, 2)]
-    assert same(runs[0], runs[1])
-    assert same(runs[0], runs[2])
+    runs = [nccl.run(train_on_gpu, stage, dtype, 1, True, "auto")[0] for stage in (0, 1, 2, 3)]
     for run in runs:
+        assert same(runs[0], run)
         assert run["bytes"][0] == run["bytes"][1]
 
 
 def test_nccl_itself_carries_the_collectives(nccl):
-    native = nccl.run(train_on_gpu, 2, "bf16", 1, True, "native")[0]
+    native = nccl.run(train_on_gpu, 3, "bf16", 1, True, "native")[0]
     assert native["collective"] == "native"
     assert native["calls"]["reduce-scatter"] > 0
     assert native["calls"]["gather"] > 0
-    assert same(native, nccl.run(train_on_gpu, 2, "bf16", 1, True, "exchange")[0])
+    assert same(native, nccl.run(train_on_gpu, 3, "bf16", 1, True, "exchange")[0])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -94,7 +95,7 @@ def test_two_ranks_on_one_gpu_over_the_host(staged, dtype, accumulation):
     """Streams, events and order: overlapped runs equal serial ones bit for bit, in every stage."""
     runs = {
         (stage, overlap): staged.run(train_on_gpu, stage, dtype, accumulation, overlap, "auto")
-        for stage in (0, 1, 2)
+        for stage in (0, 1, 2, 3)
         for overlap in (False, True)
     }
     for (stage, _), results in runs.items():
@@ -127,8 +128,8 @@ def test_collectives_overlap_on_a_stream_of_their_own(nccl):
     assert nccl.run(streams_used)[0] == (True, True, True)
 
 
-def one_sync_a_step() -> int:
-    engine = start(net().cuda(), config(2, bf16={"enabled": True}))
+def one_sync_a_step(stage: int) -> int:
+    engine = start(net().cuda(), config(stage, bf16={"enabled": True}))
     x, y = (tensor.cuda() for tensor in batches(1)[0])
     for _ in range(2):
         engine.backward(engine(x, y))
@@ -145,16 +146,17 @@ def one_sync_a_step() -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def test_a_step_syncs_the_host_once(nccl):
-    assert nccl.run(one_sync_a_step)[0] == 1
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_syncs_the_host_once(nccl, stage):
+    assert nccl.run(one_sync_a_step, stage)[0] == 1
 
 
-def freed() -> tuple[int, int]:
-    import gc
-
+def freed(stage: int) -> tuple[int, int]:
+    evaluated_on_gpu(stage)  # what libraries allocate once
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    engine: onefold.Engine | None = start(net(width=256), config(2))
+    engine: onefold.Engine | None = start(net(width=256), config(stage, bf16={"enabled": True}))
     assert engine is not None
     x, y = (tensor.cuda() for tensor in batches(1)[0])
     engine.backward(engine(x, y))
@@ -164,6 +166,73 @@ def freed() -> tuple[int, int]:
     return before, torch.cuda.memory_allocated()
 
 
-def test_a_deleted_engine_frees_the_gpu(nccl):
-    before, after = nccl.run(freed)[0]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_deleted_engine_frees_the_gpu(nccl, stage):
+    before, after = nccl.run(freed, stage)[0]
     assert after <= before
+
+
+def at_rest_on_gpu() -> tuple[list[int], int]:
+    """Bytes allocated after each step at stage 3, and what masters and moments come to."""
+    evaluated_on_gpu(3)  # what libraries allocate once
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    engine = start(net(width=512), config(3, bf16={"enabled": True}, zero_optimization={
+        "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
+    }))  # fmt: skip
+    x, y = (tensor.cuda() for tensor in batches(1)[0])
+    found = []
+    for _ in range(4):
+        engine.backward(engine(x, y))
+        engine.step()
+        torch.cuda.synchronize()
+        gc.collect()
+        found.append(torch.cuda.memory_allocated() - before)
+    held = engine.held_bytes()
+    assert held.parameters == held.gradients == 0
+    return found, held.masters + held.states
+
+
+def test_memory_at_rest_is_masters_and_moments(nccl):
+    found, states = nccl.run(at_rest_on_gpu)[0]
+    assert found[1] == found[2] == found[3]
+    scratch = 4 * TILE["cuda"]  # the step's own tile
+    assert states <= found[-1] < 1.1 * states + scratch
+
+
+def evaluated_on_gpu(stage: int) -> torch.Tensor:
+    engine = start(net(), config(stage, bf16={"enabled": True}))
+    x, y = (tensor.cuda() for tensor in batches(1)[0])
+    engine.backward(engine(x, y))
+    engine.step()
+    with torch.inference_mode():
+        logits = engine.module.logits(x)
+    engine.backward(engine(x, y))
+    engine.step()
+    return logits.float().cpu()
+
+
+def test_bare_evaluation_between_steps_on_the_gpu(nccl, staged):
+    for pool in (nccl, staged):
+        assert torch.equal(pool.run(evaluated_on_gpu, 3)[0], pool.run(evaluated_on_gpu, 0)[0])
+
+
+def compiled_on_gpu(stage: int) -> tuple[list[float], list[float]]:
+    losses = []
+    for compiles in (False, True):
+        engine = start(net(width=64), config(stage, bf16={"enabled": True}))
+        if compiles:
+            engine.compile()
+        losses.append([])
+        for x, y in batches(4):
+            loss = engine(x.cuda(), y.cuda())
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_blocks_on_the_gpu(nccl, stage):
+    eager, compiled = nccl.run(compiled_on_gpu, stage)[0]
+    torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=2e-2)
