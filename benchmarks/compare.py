@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.launch import Outcome, run, run_all
 from benchmarks.model import PRESETS
-from benchmarks.systems import Workload, parse_systems
+from benchmarks.systems import LIMITS, Workload, parse_systems
 from benchmarks.table import describe_run, failure_notes, format_table, ratio
 
 REFERENCE = "ddp"
@@ -109,6 +109,8 @@ def main() -> None:
         "job": f"{arguments.ranks} gloo ranks, one thread each, {arguments.batch} x {arguments.sequence} tokens a rank "
         f"and step; {arguments.rounds} rounds of {arguments.steps} timed steps after {arguments.warmup}",
     }
+    if any(system.startswith("onefold-3") for system in outcomes):
+        details["stage 3"] = LIMITS
     print("\n" + "\n".join(f"{name}: {value}" for name, value in details.items()) + f"\n\n{table}")
     if arguments.report:
         header = describe_run(

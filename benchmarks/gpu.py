@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.launch import Outcome, run, run_all
 from benchmarks.model import PRESETS
-from benchmarks.systems import Workload, parse_systems
+from benchmarks.systems import LIMITS, Workload, parse_systems
 from benchmarks.table import describe_run, failure_notes, format_table, ratio
 
 REFERENCE = "torch"
@@ -112,6 +112,8 @@ def main() -> None:
         "job": f"one device, world size 1, {workload.batch} x {workload.sequence} tokens a step; "
         f"{arguments.rounds} rounds of {workload.num_steps} timed steps after {workload.num_warmup_steps}",
     }
+    if any(system.startswith("onefold-3") for system in outcomes):
+        details["stage 3"] = LIMITS
     print("\n" + "\n".join(f"{name}: {value}" for name, value in details.items()) + f"\n\n{table}")
     if arguments.out:
         figures = {system: [dataclasses.asdict(each) for each in rounds] for system, rounds in outcomes.items()}

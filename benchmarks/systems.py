@@ -160,6 +160,13 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
 }
 
 
+# What reports say beside figures of stage 3.
+LIMITS = (
+    "onefold-3: persistence threshold, live and reuse limits 0; -ahead: persistence and reuse 0, live 1e9, prefetch 1 "
+    "(one unit ahead); -default: persistence 1e5, live 1e9, reuse 1e9, prefetch 5e7; all three built under zero.Init"
+)
+
+
 def parse_systems(text: str) -> list[str]:
     """A comma-separated list of names; a family name ('onefold') stands for its members."""
     chosen: list[str] = []
