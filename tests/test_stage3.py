@@ -1366,7 +1366,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(case, world, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "world"), cases())
+@pytest.mark.parametrize(("case", "world"), list(cases()))
 def test_case_is_bit_equal_to_stage_2(on_ranks, case, world):
     for problems in on_ranks(world, beside_stage_2, case):
         assert problems == []
