@@ -48,6 +48,8 @@ class Guard:
         self._waiting: tuple[int, str] | None = None
         self._since = 0.0
         self._number = 0
+        self._beat = 0
+        self._beats: dict[int, tuple[int, float]] = {}
         self._verdict: str | None = None
         self._store = dist.distributed_c10d._get_default_store()
         self._thread: threading.Thread | None = None
@@ -135,15 +137,20 @@ class Guard:
 
     def _publish(self, note: Note) -> None:
         with suppress(RuntimeError):  # the store's host may be gone already
-            self._store.set(self._key(self._group.rank), json.dumps([*note, time.time()]))
+            self._beat += 1
+            self._store.set(self._key(self._group.rank), json.dumps([*note, self._beat]))
 
     def _others_notes(self) -> dict[int, Note]:
         notes: dict[int, Note] = {}
         with suppress(RuntimeError):
             for rank in self._group.peers:
                 if self._store.check([self._key(rank)]):
-                    *note, when = json.loads(self._store.get(self._key(rank)))
-                    if time.time() - when < 4 * _PERIOD:  # a rank that has gone on writes no more
+                    *note, beat = json.loads(self._store.get(self._key(rank)))
+                    last, since = self._beats.get(rank, (None, 0.0))
+                    if beat != last:
+                        self._beats[rank] = (beat, time.monotonic())
+                    # A rank that has gone on writes no more, and hosts' clocks differ: only what changes is fresh.
+                    if last is not None and (beat != last or time.monotonic() - since < 4 * _PERIOD):
                         notes[rank] = (note[0], note[1], note[2], note[3], note[4])
         return notes
 

@@ -59,8 +59,6 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
         self._calls = count(1)
-        # Where calls of a unit leave tensors: its modules and names of their attributes, by unit.
-        self._left: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(_hook(me, model, _before_root_forward)))
         owner = {
@@ -190,7 +188,8 @@ class Hooks:
                 node.register_prehook(end)
             elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
-                tensor.register_hook(partial(_after_graph_task, end))
+                once: list[RemovableHandle] = []
+                once.append(tensor.register_hook(partial(_after_graph_task, end, once)))
             else:
                 continue
             seen = True
@@ -201,8 +200,7 @@ class Hooks:
         again = inside_backward()
         call, inputs = unit.uses.stack.pop() if unit.uses.stack else (0, [])
         if call:
-            left = self._left_on_modules(unit)
-            produced = list(_producers([output, left]))
+            produced = list(_producers([output, _left_on_modules(unit.module)]))
             nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
             for node in nodes:
                 begin = _on_node(weakref.ref(self), Hooks._before_backward, index, call)
@@ -212,22 +210,6 @@ class Hooks:
             elif not produced and (unit.trained or call > 0) and output is not None:
                 unit.uses.held = True  # nothing tells when its backward begins, so it must stay
         self._schedule.after_forward(unit, again=again)
-
-    def _left_on_modules(self, unit: Unit) -> list[torch.Tensor]:
-        """Tensors with a history that a call has set as attributes of its modules."""
-        if unit.index not in self._left or (self._schedule.order.open and self._schedule.order.program is None):
-            found = self._left.setdefault(unit.index, [])
-            known = {(id(module()), name) for module, name in found}
-            for module in unit.module.modules():
-                for name, value in module.__dict__.items():
-                    if (
-                        isinstance(value, torch.Tensor)
-                        and value.grad_fn is not None
-                        and (id(module), name) not in known
-                    ):
-                        found.append((weakref.ref(module), name))
-        values = [getattr(module(), name, None) for module, name in self._left[unit.index]]
-        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def _before_backward(self, index: int, call: int) -> None:
         unit = self._schedule.units[index]
@@ -393,8 +375,23 @@ def _ends_first(ends: list[Callable[..., None]], begin: Callable[..., None]) -> 
     return hook
 
 
-def _after_graph_task(then: Callable[..., None], *_: Any) -> None:
+def _after_graph_task(then: Callable[..., None], handle: list[RemovableHandle], *_: Any) -> None:
+    while handle:
+        handle.pop().remove()  # a leaf may be an input of every step
     torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
+
+
+_OF_EVERY_MODULE = {*nn.Module().__dict__, "_onefold_external"}
+
+
+def _left_on_modules(module: nn.Module) -> list[Any]:
+    """What calls have set as attributes, tensors and containers of them."""
+    return [
+        value
+        for inner in module.modules()
+        for name, value in inner.__dict__.items()
+        if isinstance(value, torch.Tensor | list | tuple | dict) and name not in _OF_EVERY_MODULE
+    ]
 
 
 def _producers(output: Any) -> Iterable[Any]:

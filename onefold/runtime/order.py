@@ -2,10 +2,11 @@
 
 [Note: one order for all ranks]
 The first pass is negotiated: before a gather every rank says which unit it wants, the first in module order is
-gathered by all, and who wanted another asks again. So ranks may part ways in any manner and none waits in vain; what
-was granted is recorded, and rank 0's record becomes the program of all later passes. Those are followed without a
-word: a rank that skips a unit joins its gathers and reductions when it gets past them, reducing zeros; a gradient that
-still lands after that is late, and reduced once more at the step. Evaluation is always negotiated.
+gathered by all, and who wanted another asks again; what all have finished is reduced. So ranks may part ways in any
+manner and none waits in vain; what was granted is recorded, and the record becomes the program of all later passes.
+Those are followed without a word: a rank that skips a unit joins its gathers and reductions when it gets past them,
+reducing zeros; a gradient that still lands after that is late, and reduced once more at the step. Evaluation is always
+negotiated.
 
 [Note: parting]
 What no program foresees ends it. The rank that comes to it asks to be heard, joins what the others have launched so
@@ -263,7 +264,7 @@ class Order:
         return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(wish, 0, numbers)]
 
     def _negotiate(self, wish: Wish, value: int, own: Sequence[int] = ()) -> list[list[int]]:
-        """Until this rank's wish is granted: gather what other ranks wish for, reduce what rank 0 has finished."""
+        """Until this rank's wish is granted: gather what other ranks wish for, reduce what all have finished."""
         while True:
             waits = self.open and self.program is None and self.reduces
             done = [unit.index for unit in self._finished if unit not in self._reduced and not unit.shared]
@@ -271,7 +272,8 @@ class Order:
             if any(row[0] == Wish.PART for row in rows):
                 self._drop_program()
                 continue
-            finished = rows[0][3 : 3 + rows[0][2]]
+            reported = [row[3 : 3 + row[2]] for row in rows]
+            finished = [index for index in reported[0] if all(index in others for others in reported[1:])]
             self._reduce([self.units[index] for index in finished])
             self._flights.finish_reductions()
             if self._learning and self.open:
@@ -289,7 +291,7 @@ class Order:
             self._flights.finish_gathers()
             if self.open and self._learning:
                 self._events.append((Moment(moment), index))
-            if wish in (Wish.FORWARD, Wish.BACKWARD) and value == index:
+            if (wish, value) == (moment, index):
                 return rows
             self._let_go(unit)
 

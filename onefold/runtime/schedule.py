@@ -77,7 +77,8 @@ class Schedule:
         """The unit's module is about to run. `again`: recomputed inside a backward."""
         unit.uses.forwards += 1
         self._depth += 1
-        self._use(unit, Moment.BACKWARD if again else Moment.FORWARD)
+        if unit.uses.forwards == 1 or unit.parameter is not ParameterState.FULL:
+            self._use(unit, Moment.BACKWARD if again else Moment.FORWARD)
 
     def after_forward(self, unit: Unit, *, again: bool = False) -> None:
         unit.uses.forwards -= 1
