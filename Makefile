@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-gpu lint format docs bench clean
+.PHONY: train test test-slow test-gpu lint format docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,8 +14,11 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## the main job: a small GPT learns the standard library's source
 	$(BIN)/onefold train $(ARGS)
 
-test: $(STAMP)  ## the whole suite, in real gloo processes
-	$(BIN)/python -m pytest -q -m 'not gpu' $(ARGS)
+test: $(STAMP)  ## the suite, in real gloo processes
+	$(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS)
+
+test-slow: $(STAMP)  ## more of the same cases: other world sizes, more models
+	$(BIN)/python -m pytest -q -m 'slow and not gpu' $(ARGS)
 
 test-gpu:  ## tests that need a CUDA device, with the Python that has it
 	$(PYTHON) -m pytest -q -m gpu $(ARGS)

@@ -587,6 +587,7 @@ def test_case_equals_plain_torch(on_ranks, case, stage):
         assert torch.equal(weights, results[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_case_equals_plain_torch_at_other_world_sizes(on_ranks, case, world):

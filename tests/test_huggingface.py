@@ -224,6 +224,7 @@ def most_alive(kind: str) -> tuple[int, int]:
     return live.most, sum(whole_shape(parameter).numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_ever_holds_the_whole_model_while_it_is_built(on_ranks, kind):
     for most, whole in on_ranks(2, most_alive, kind):
@@ -330,6 +331,7 @@ def test_generating_between_steps_gives_the_same_tokens_and_changes_no_bit(on_ra
     assert on_ranks(2, trains_and_generates, kind, quiet, ragged, None) == [(True, True, True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reentrant"),
     [("llama", True), ("llama", False), ("gpt2", True), ("t5", True), ("t5", False), ("mixtral", False)],
@@ -485,6 +487,7 @@ def resized(kind: str) -> tuple[bool, bool]:
     return found[0].same(found[1]), embedding.shape[0] == VOCABULARY + 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_embeddings_resized_between_init_and_initialize_train_equal(on_ranks, kind):
     assert on_ranks(2, resized, kind) == [(True, True)] * 2
@@ -527,6 +530,7 @@ def gathers(kind: str, engaged: bool) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engaged", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_gathered_parameters_takes_what_transformers_passes(on_ranks, kind, engaged):
@@ -865,6 +869,7 @@ def fused(kind: str, way: str, reentrant: bool | None) -> tuple[bool, bool]:
     return found[0].same(found[1]), at_rest(engine.module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way", "reentrant"),
     [

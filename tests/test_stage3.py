@@ -1337,7 +1337,7 @@ WITH_THREE = {
 def cases() -> Iterator[Any]:
     for case in CASES:
         for world in (2, 3) if case in WITH_THREE else (2,):
-            yield case, world
+            yield pytest.param(case, world, marks=pytest.mark.slow if world == 3 else ())
 
 
 @pytest.mark.parametrize(("case", "world"), list(cases()))

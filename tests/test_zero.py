@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +444,47 @@ def test_other_tools_find_their_attributes(on_ranks):
         assert found.pop("numbers") == numbers
         assert not found.pop("hidden")
         assert all(found.values()), found
+
+
+# -- memory while building --------------------------------------------------------------------------------------
+
+BUILD = """
+import re, sys
+import subprocess
+import sys
+from pathlib import Path
+import torch, onefold
+from onefold.train.gpt import GPT, PRESETS
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
+
+torch.set_num_threads(1)
+onefold.init_distributed()
+with onefold.zero.Init():
+    torch.nn.Linear(512, 512)
+with torch.device("meta"):
+    plain = GPT(PRESETS["120m"])
+unit = sum(p.numel() for p in plain.blocks[0].parameters())
+before = peak()
+with onefold.zero.Init():
+    model = GPT(PRESETS["120m"])
+built = peak() - before
+assert all(p.numel() == 0 for p in model.parameters())
+found = f"{4 * plain.num_parameters()} {4 * unit} {built}"
+Path(sys.argv[1], str(torch.distributed.get_rank())).write_text(found)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of a process from /proc")
+def test_building_takes_a_shard_and_a_few_units(tmp_path):
+    """A real process a rank, and its high-water mark: 120M parameters over two ranks."""
+    script = tmp_path / "build.py"
+    script.write_text(BUILD)
+    command = [sys.executable, "-m", "onefold.cli.main", "launch", "--nproc", "2", str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for index in ("0", "1"):
+        whole, unit, built = (int(number) for number in (tmp_path / index).read_text().split())
+        assert whole > 4 * 110_000_000
+        assert built < whole / 2 + 3 * unit, (whole, unit, built)
