@@ -540,7 +540,7 @@ def test_clipping_is_by_the_global_norm(on_ranks, stage):
 
 def scheduled(kind: str) -> tuple[list[float], list[float]]:
     """Rates in force at each step, beside the same scheduler on a plain optimizer."""
-    model = nn.Linear(8, 8, bias=False)
+    model = Weight()
     plain = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1)
     theirs: Any = torch.optim.lr_scheduler.StepLR(plain, step_size=2, gamma=0.5)
     given: dict[str, Any] = {}
