@@ -535,7 +535,7 @@ def bit_equal_through_the_engine(stage: int) -> list[str]:
     return differ
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_through_the_engine_is_bit_equal(on_ranks, stage):
     assert on_ranks(2, bit_equal_through_the_engine, stage) == [[], []]
 

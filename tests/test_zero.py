@@ -13,7 +13,9 @@ from models import Net, batches, config, net, precision, rank, start, train, wei
 from torch import nn
 
 import onefold
+from onefold.config import load_config
 from onefold.runtime import home_of, whole_shape
+from onefold.train.options import TrainOptions, prepare_config
 from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -488,3 +490,70 @@ def test_building_takes_a_shard_and_a_few_units(tmp_path):
         whole, unit, built = (int(number) for number in (tmp_path / index).read_text().split())
         assert whole > 4 * 110_000_000
         assert built < whole / 2 + 3 * unit, (whole, unit, built)
+
+
+# -- parameters of other modules --------------------------------------------------------------------------------
+
+
+class Borrower(nn.Module):
+    """Uses a weight that it keeps in a list, where no attribute is read."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.kept = [weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kept[0].t()
+
+
+class WithBorrower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.borrower = Borrower(self.blocks[1].weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.borrower(x).square().mean()
+
+
+def borrowed(stage: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    model = WithBorrower()
+    limits = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    onefold.zero.register_external_parameter(model.borrower, model.blocks[1].weight)
+    engine = start(model, config(stage, zero_optimization=limits))
+    for step in range(3):
+        engine.backward(engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))))
+        engine.step()
+    return weights_of(engine.module)
+
+
+def test_an_external_parameter_kept_out_of_sight_is_found_when_registered(on_ranks):
+    for mine, expected in zip(on_ranks(2, borrowed, 3), on_ranks(2, borrowed, 2), strict=True):
+        assert same(mine, expected)
+
+
+# -- the shipped configs ----------------------------------------------------------------------------------------
+
+SHIPPED = sorted((Path(__file__).parent.parent / "examples" / "configs").glob("*zero3*"))
+
+
+def runs_shipped(path: str) -> tuple[bool, bool, bool]:
+    prepared = prepare_config(TrainOptions(config=path, steps=10), on_gpus=False)
+    engine = start(net(), prepared.document)
+    first = engine(*batches(1)[0]).item()
+    for _ in range(3 * engine.gradient_accumulation_steps()):
+        loss = engine(*batches(1)[0])
+        engine.backward(loss)
+        engine.step()
+    asked = engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    return loss.item() < first, engine.plan.shards_parameters, engine.zero_gather_16bit_weights_on_model_save() == asked
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_stage_3_configs_run(on_ranks, path):
+    if load_config(path).refusals:
+        pytest.skip("asks for something that is not built yet")
+    assert on_ranks(2, runs_shipped, str(path)) == [(True, True, True)] * 2

@@ -220,6 +220,10 @@ class Engine(Facts):
         """Whatever the last step left in flight has arrived."""
         self._schedule.settle_all()
 
+    def empty_partition_cache(self) -> None:
+        """Whatever is still whole, and need not be, goes back to rest."""
+        self._schedule.rest()
+
     @property
     def gradient_factor(self) -> float:
         """What reduced gradients are still to be multiplied by: ranks, loss scale, bare backwards."""
