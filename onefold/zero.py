@@ -92,10 +92,11 @@ class Init:
         if not enabled:
             return
         init_distributed()
-        if remote_device is not None and torch.device(str(remote_device).replace("none", "cpu")).type not in (
-            "cpu" if remote_device == "none" else local_device().type,
-        ):
-            raise ValueError(f"zero.Init: remote_device {remote_device!r}: shards rest on {local_device()} today")
+        if str(remote_device).partition(":")[0] not in ("None", "none", local_device().type):
+            raise ValueError(
+                f"zero.Init: remote_device {str(remote_device)!r}: offloading comes with a later release, and shards "
+                f"rest on {local_device()}; leave it out"
+            )
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = load_config(source) if source is not None else None
         base = make_precision(settings) if settings else Precision(None, torch.float32, None)
@@ -294,7 +295,8 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self._modifier_rank is not None:
+            if kind is None and self._modifier_rank is not None and self._borrowed:
+                self._check_shapes()
                 for home in self._borrowed:
                     home.take_values_of(self._modifier_rank)
             elif kind is None and self._borrowed:
@@ -302,6 +304,17 @@ class GatheredParameters:
         finally:
             while self._borrowed:
                 self._borrowed.pop().give_back()
+
+    def _check_shapes(self) -> None:
+        """Data of another shape must come on every rank alike, and before an engine has laid the model out."""
+        names = [name for home in self._borrowed for name in home.reshaped()]
+        counts = [row[0] for row in self._borrowed[0].meet(Wish.LEND, [len(names)])]
+        laid_out = any(home.owner is not None for home in self._borrowed)
+        if any(counts) and (laid_out or len(set(counts)) > 1):
+            raise RuntimeError(
+                f"parameters were given data of another shape inside GatheredParameters, so many on each rank: {counts}"
+                f"{' (' + ', '.join(names) + ')' if names else ''}. Resize before initialize, and on every rank"
+            )
 
     def _refuse_writes(self) -> None:
         written = [

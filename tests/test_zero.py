@@ -237,12 +237,48 @@ def test_a_write_without_modifier_rank_is_refused_on_every_rank(on_ranks, who):
         assert unchanged
 
 
+def reshaped(engaged: bool, everybody: bool) -> str:
+    torch.manual_seed(5)
+    with onefold.zero.Init():
+        model = Net()
+    engine = start(model, config(3)) if engaged else None
+    try:
+        with onefold.zero.GatheredParameters([model.head.weight], modifier_rank=0):
+            if everybody or rank() == 0:
+                model.head.weight.data = torch.ones(40, 21)
+    except RuntimeError as error:
+        return str(error)
+    del engine
+    return f"taken {tuple(model.head.weight.shape)}"
+
+
+@pytest.mark.parametrize(("engaged", "everybody"), [(False, True), (False, False), (True, True), (True, False)])
+def test_another_shape_is_taken_from_all_ranks_before_initialize_or_refused_on_all(on_ranks, engaged, everybody):
+    for found in on_ranks(2, reshaped, engaged, everybody):
+        assert found == "taken (40, 21)" if everybody and not engaged else "before initialize" in found
+
+
+def elsewhere() -> str:
+    try:
+        onefold.zero.Init(remote_device="nvme")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_that_should_rest_elsewhere_are_refused_by_name(on_ranks):
+    assert "remote_device 'nvme'" in on_ranks(1, elsewhere)[0]
+
+
 def gathered_for_good() -> tuple[bool, bool, bool]:
     engine = engine_of(3)
     model = engine.module
     reference = weights_of(model)
     onefold.zero.gather_distributed_parameters(model)
     whole = same({k: v.clone() for k, v in model.state_dict().items()}, reference)
+    engine.empty_partition_cache()
+    whole = whole and engine.zero_optimization_partition_weights() and model.head.weight.numel() == 0
+    onefold.zero.gather_distributed_parameters(model)
     engine.backward(engine(*batches(1)[0]))
     engine.step()
     return whole, all(p.numel() == 0 for p in model.parameters()), not same(weights_of(model), reference)

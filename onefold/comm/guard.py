@@ -37,7 +37,7 @@ class Disagreement(RuntimeError):
 
 
 class Guard:
-    """Watches the waits of one rank in one group. `rules` says what to do about ranks that differ."""
+    """Watches the waits of one rank in one group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -79,6 +79,11 @@ class Home:
         return self._unit() if self._unit is not None else None
 
     @property
+    def _lender(self) -> tuple[Schedule | None, Unit | None]:
+        """The schedule of a live engine and the unit it lends, or neither."""
+        return self._schedule() if self._schedule is not None else None, self.unit
+
+    @property
     def runs(self) -> list[Run]:
         unit = self.unit
         runs = unit.runs if unit is not None else self._runs
@@ -116,7 +121,7 @@ class Home:
     def borrow(self) -> None:
         """Whole until given back. All ranks call this together."""
         self.lent += 1
-        schedule, unit = self._schedule() if self._schedule else None, self.unit
+        schedule, unit = self._lender
         with torch._C.DisableTorchFunction():
             if schedule is not None and unit is not None:
                 schedule.lend(unit)
@@ -129,7 +134,7 @@ class Home:
 
     def give_back(self) -> None:
         self.lent -= 1
-        schedule, unit = self._schedule() if self._schedule else None, self.unit
+        schedule, unit = self._lender
         with torch._C.DisableTorchFunction():
             if schedule is not None and unit is not None:
                 schedule.take_back(unit)
@@ -143,6 +148,11 @@ class Home:
         with torch._C.DisableTorchFunction():
             return any(not run.is_home(index) for run in self.runs for index in range(len(run.parameters)))
 
+    def reshaped(self) -> list[str]:
+        """Parameters that were given data of another shape."""
+        with torch._C.DisableTorchFunction():
+            return [name for run in self.runs for name in run.strangers()]
+
     def cast(self, of: Callable[[torch.dtype], torch.dtype]) -> None:
         """Another dtype for everything here, before any engine has it."""
         for run in self.runs:
@@ -154,7 +164,7 @@ class Home:
         """Do not give back: the next forward or step of the engine puts the unit to rest, and without an engine the
         parameters are plain from now on.
         """
-        schedule, unit = self._schedule() if self._schedule else None, self.unit
+        schedule, unit = self._lender
         if schedule is not None and unit is not None:
             self.lent -= 1
             unit.uses.held = True
@@ -164,13 +174,13 @@ class Home:
 
     def read(self) -> None:
         """A module that does not own these parameters is about to use them."""
-        schedule, unit = self._schedule() if self._schedule else None, self.unit
+        schedule, unit = self._lender
         if schedule is not None and unit is not None:
             schedule.read(unit, within=True)
 
     def meet(self, wish: Wish, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers."""
-        schedule = self._schedule() if self._schedule else None
+        schedule, _ = self._lender
         if schedule is not None:
             return schedule.order.meet(wish, numbers)
         return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
@@ -182,13 +192,7 @@ class Home:
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for run in self.runs:
-                strangers = run.strangers()
-                if strangers and self.owner is not None:
-                    raise RuntimeError(
-                        f"{', '.join(strangers)} got data of another shape: the engine has laid the model out. Resize "
-                        "it before initialize"
-                    )
-                leave_home(run.let_leave(name) for name in strangers)
+                leave_home(run.let_leave(name) for name in run.strangers())
                 run.take_parameters()
                 broadcast_from(self.collective.group, rank, run.full, self.ledger)
                 run.store()
