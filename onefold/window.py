@@ -49,6 +49,16 @@ class Window:
     def owed(self) -> int:
         return self._owed or 1
 
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients have been accumulated that no step has used yet."""
+        return self._owed is not None
+
+    def resume(self, micro_steps: int) -> None:
+        """Go on as a run that stands at a boundary after so many micro-steps."""
+        self.micro_steps = self._first = micro_steps
+        self.close()
+
     def owe(self, division: int) -> None:
         if self._owed not in (None, division):
             raise RuntimeError(

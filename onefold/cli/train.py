@@ -22,6 +22,8 @@ examples:
   onefold train --config ds_config.json          your own DeepSpeed config
   onefold train --data ~/notes README.md --steps 500
   onefold train --preset 25m --steps 20          a larger model
+  onefold train --out runs/a --save-every 50     checkpoints on the way, in runs/a/checkpoints
+  onefold train --resume runs/a --ranks 4        go on from the last of them, here on four ranks
 
   on several hosts:  onefold launch --hostfile hosts --module onefold.train --steps 500
 """
@@ -38,6 +40,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_arguments(parser)
     parser.add_argument(
         "--ranks", type=int, metavar="N", help=f"processes (default: one a GPU, or {CPU_RANKS} where there is none)"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the ranks again after a failure, so often; with --save-every they go on from the last checkpoint",
     )
     parser.set_defaults(run=run)
 
@@ -64,4 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_built(load_config(prepare_config(options, on_gpus=num_gpus > 0).document))
     load_corpus(options.data, PRESETS[options.preset].sequence_length)
     options = replace(options, out=options.out or default_out(options))
-    return run_ranks(Program.module("onefold.train", options.to_arguments()), Job(num_ranks))
+    return run_ranks(
+        Program.module("onefold.train", options.to_arguments()), Job(num_ranks, max_restarts=arguments.max_restarts)
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from onefold.comm.agreement import Agreement
+from onefold.comm.board import Board
 from onefold.comm.collective import Collective, Gathering, Pending, Reduction, broadcast_from
 from onefold.comm.exchange import Exchange
 from onefold.comm.guard import Disagreement, Guard
@@ -15,6 +16,7 @@ from onefold.comm.staged import StagedExchange
 
 __all__ = [
     "Agreement",
+    "Board",
     "Collective",
     "Disagreement",
     "Exchange",

@@ -50,6 +50,19 @@ class Agreement:
             work.wait()
         return torch.stack(rows)
 
+    def tell(self, what: str, text: str, rank: int = 0) -> str:
+        """One rank's text, on all of them."""
+        data = bytearray(text.encode())
+        length = self.meet(what, [len(data)])[rank][0]
+        if self.group.size == 1 or not length:
+            return text if length else ""
+        told = torch.frombuffer(data, dtype=torch.uint8) if self.group.rank == rank else None
+        told = told if told is not None else torch.empty(length, dtype=torch.uint8)
+        self._ledger.count("meet", self.group.axis, length * (self.group.size - 1) if self.group.rank == rank else 0)
+        with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
+            dist.broadcast(told, self.group.global_rank(rank), group=self.group.host_group)
+        return bytes(told.tolist()).decode()
+
 
 def as_integer(number: float) -> int:
     """The bits of a float, to travel in a row."""

@@ -91,6 +91,11 @@ class Guard:
                 self._verdict = f"rank {self._group.rank}: {mine[1]} failed, another rank has left or is gone: {error}"
         return self._verdict
 
+    @property
+    def verdict(self) -> str | None:
+        """Why the job is stuck, once that is certain: for waits that the backend does not wake."""
+        return self._verdict
+
     def ask(self) -> None:
         """Let every rank that comes to wait in this pass know that this one wants to be heard."""
         if self._group.size > 1:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from onefold.config.keys import key, section
 
 _LATER = "comes with a later release"
-_CHECKPOINTS = "checkpoints come with a later release"
 _COUNTED = "every call and byte is always counted; read engine.ledger"
 _MONITOR = "monitors are outside onefold's scope; log from your own loop and leave it out"
 
@@ -141,36 +140,54 @@ class Comet:
     mode: str | None = key(None, "A new run or an old one.", switch="enabled")
 
 
+_WRITER = "every rank writes its own file, flushed and checked"
+
+
 @dataclass(frozen=True)
 class ParallelWrite:
     """Who writes a checkpoint."""
 
-    pipeline_stage: bool = key(False, "Each pipeline stage writes.", notice=_CHECKPOINTS)
+    pipeline_stage: bool = key(False, "Each pipeline stage writes.", notice=_WRITER)
 
 
 @dataclass(frozen=True)
 class Writer:
     """How a checkpoint is written."""
 
-    type: str | None = key(None, "FAST, PYTHON or MOCK.", notice=_CHECKPOINTS)
-    io_buffer_size: int = key(64 * 1024 * 1024, "Bytes of one buffer.", notice=_CHECKPOINTS)
-    io_buffer_double: bool = key(True, "Two buffers.", notice=_CHECKPOINTS)
-    io_multiplier: int = key(1, "Files at a time.", notice=_CHECKPOINTS)
-    show_statistics: bool = key(False, "Print times.", notice=_CHECKPOINTS)
-    data_parallel: str | None = key(None, "Who writes.", notice=_CHECKPOINTS)
-    decoupled: bool = key(False, "Write in the background.", notice=_CHECKPOINTS)
+    type: str | None = key(None, "FAST, PYTHON or MOCK.", notice=_WRITER)
+    io_buffer_size: int = key(64 * 1024 * 1024, "Bytes of one buffer.", notice=_WRITER)
+    io_buffer_double: bool = key(True, "Two buffers.", notice=_WRITER)
+    io_multiplier: int = key(1, "Files at a time.", notice=_WRITER)
+    show_statistics: bool = key(False, "Print times.", notice=_WRITER)
+    data_parallel: str | None = key(None, "Who writes.", notice=_WRITER)
+    decoupled: bool = key(False, "Write in the background.", notice="checkpoint.async does that")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Saving and loading."""
 
-    tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
-        "Warn", "What to do when ranks save under different tags.", notice=_CHECKPOINTS
+    async_save: bool = key(
+        False,
+        "Go on training once the state is copied to host memory; the files are written in the background.",
+        aliases=("async",),
     )
-    load_universal: bool = key(False, "Load for another number of ranks.", notice=_CHECKPOINTS)
-    use_node_local_storage: bool = key(False, "Each node has a disk of its own.", notice=_CHECKPOINTS)
-    checkpoint_serialization: bool = key(True, "Serialise the whole.", notice=_CHECKPOINTS)
+    keep_last: int | None = key(
+        None, "Keep this many of the newest checkpoints of a folder; all by default.", minimum=1
+    )
+    keep_every: int | None = key(None, "With keep_last: keep also the checkpoints of every so many steps.", minimum=1)
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
+        "Warn", "What to do when ranks save under different tags; rank 0's is taken."
+    )
+    load_universal: bool = key(
+        False, "Load for another number of ranks.", notice="any checkpoint loads on any number of ranks"
+    )
+    use_node_local_storage: bool = key(
+        False,
+        "Each node has a disk of its own.",
+        refused="checkpoints need a file system that all ranks share: a node's own disk is lost with the node",
+    )
+    checkpoint_serialization: bool = key(True, "Serialise the whole.", notice=_WRITER)
     parallel_write: ParallelWrite = section(ParallelWrite, "Who writes a checkpoint.")
     writer: Writer = section(Writer, "How a checkpoint is written.")
 

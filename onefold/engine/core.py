@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from onefold.checkpoint.weights import consolidate, save_weights
 from onefold.comm import Disagreement, Group, Ledger, make_collective
 from onefold.config import Batch, Config
-from onefold.engine.facts import Facts
+from onefold.engine.loading import Loading
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
 from onefold.optim.sharded import ShardedOptimizer
@@ -35,14 +35,12 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 
 # Methods of DeepSpeed's engine that are on their way: their absence is ours, not the model's.
 _LATER = {
-    "save_checkpoint",
-    "load_checkpoint",
     "offload_states",
     "reload_states",
 }
 
 
-class Engine(Facts):
+class Engine(Loading):
     """A model with its optimizer, laid out by a plan. Made by `onefold.initialize`."""
 
     def __init__(
@@ -110,6 +108,7 @@ class Engine(Facts):
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
+        self._start_saving()
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -162,13 +161,16 @@ class Engine(Facts):
             )
         if self._window.in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
-        if self._window.at_boundary:
+        at_boundary = self._window.at_boundary
+        if at_boundary:
             with self._timeline.span("step"):
                 self._take_step(self.optimizer, lr_kwargs or {})
             self.global_steps += 1
             self.global_samples += self.batch.train
             self._print_progress()
         self._window.micro_steps += 1
+        if at_boundary:
+            self._remember_step()
 
     def _take_step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
         if not self._window.managed and self.plan.keeps_whole_gradient:
@@ -176,7 +178,8 @@ class Engine(Facts):
             self._schedule.begin_backward(boundary=True)
             self._schedule.end_backward()
         update, before = self._update, self._update.loss_scale.value
-        update.take(optimizer, self._window.owed)
+        if not update.take(optimizer, self._window.owed, alarm=self._saver.failed):
+            self._raise_failed_save()
         self.zero_grad()
         self._schedule.end_step()
         update.loss_scale.update(overflow=optimizer.overflow)
@@ -263,9 +266,7 @@ class Engine(Facts):
     def module(self) -> nn.Module:
         """The bare model, whole: whatever `step` left in flight has arrived."""
         self._schedule.settle_all()
-        model = self._modules["module"]
-        assert model is not None
-        return model
+        return self._model
 
     # -- whole weights ------------------------------------------------------------------------------------------
 
@@ -364,6 +365,7 @@ class Engine(Facts):
 
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
+        self._saver.stop()
         _let_go(self._schedule, self._hooks, self._homes)
         for unit in self._units if self.is_compiled else ():
             unit.module.__dict__.pop("forward", None)

@@ -19,19 +19,25 @@ class StepScalars:
     norm: float
     overflow: bool
     late: bool
+    alarm: bool
 
 
-def exchange_scalars(shards: Iterable[torch.Tensor], schedule: Schedule, *, late: bool) -> StepScalars:
-    """Square sums of this rank's reduced gradients, and whether any rank holds late ones."""
+def exchange_scalars(
+    shards: Iterable[torch.Tensor], schedule: Schedule, *, late: bool, alarm: bool = False
+) -> StepScalars:
+    """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed."""
     squares = [square_sum(shard) for shard in shards if shard.numel()]
     mine = torch.stack(squares).sum().item() if squares else 0.0
-    rows = schedule.meet_for_step([as_integer(mine), int(late)])
+    rows = schedule.meet_for_step([as_integer(mine), int(late), int(alarm)])
     square = 0.0
     for row in rows:
         square += as_float(row[0])
     finite = square == square and square != float("inf")
     return StepScalars(
-        norm=square**0.5 if finite else float("inf"), overflow=not finite, late=any(row[1] for row in rows)
+        norm=square**0.5 if finite else float("inf"),
+        overflow=not finite,
+        late=any(row[1] for row in rows),
+        alarm=any(row[2] for row in rows),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,15 @@ class Piece:
         return self.run.full[self.start + start : self.start + stop]
 
 
+@dataclass(frozen=True)
+class HeldState:
+    """A state tensor that lies along a piece, from `start` on, flat."""
+
+    name: str
+    start: int
+    memory: torch.Tensor
+
+
 class Stepper(Protocol):
     """Applies one optimizer to pieces. `whole`: it must see every piece before any parameter is final."""
 
@@ -64,6 +73,18 @@ class Stepper(Protocol):
     def finish(self) -> None: ...
 
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]: ...
+
+    def held_states(self, piece: Piece) -> list[HeldState]: ...
+
+    def loose_states(self, piece: Piece) -> list[tuple[int, int, dict[str, Any]]]:
+        """States that do not lie along a stretch of the piece."""
+        ...
+
+    def make_states(
+        self, piece: Piece, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Have the states of a checkpoint, by parameter: room for those that lie along it, values for the others."""
+        ...
 
     def state_bytes(self) -> int: ...
 
@@ -106,6 +127,17 @@ class TiledStepper:
 
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
         return [(0, piece.states[name])] if name in piece.states else []
+
+    def held_states(self, piece: Piece) -> list[HeldState]:
+        return [HeldState(name, 0, state) for name, state in piece.states.items()]
+
+    def loose_states(self, piece: Piece) -> list[tuple[int, int, dict[str, Any]]]:
+        return []
+
+    def make_states(
+        self, piece: Piece, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        pass  # a rule's states are there from the start
 
     def state_bytes(self) -> int:
         return sum(state.nbytes for piece in self._pieces for state in piece.states.values())
@@ -159,9 +191,45 @@ class WholeStepper:
         found = [(start, self.inner.state[target].get(name)) for target, start, _ in self._targets[id(piece)]]
         return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
 
+    def held_states(self, piece: Piece) -> list[HeldState]:
+        return [
+            HeldState(name, start, value.view(-1))
+            for target, start, _ in self._targets[id(piece)]
+            for name, value in self.inner.state[target].items()
+            if _lies_along(value, target)
+        ]
+
+    def loose_states(self, piece: Piece) -> list[tuple[int, int, dict[str, Any]]]:
+        return [
+            (start, stop, {k: v for k, v in self.inner.state[target].items() if not _lies_along(v, target)})
+            for target, start, stop in self._targets[id(piece)]
+        ]
+
+    def make_states(
+        self, piece: Piece, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        for target, start, stop in self._targets[id(piece)]:
+            first, last = piece.start + start, piece.start + stop
+            inside = [m.name for m in piece.run.layout.members if m.start < last and first < m.stop]
+            state: dict[str, Any] = {}
+            for name in inside:
+                state.update({k: v.to(target.device) if _is_array(v) else v for k, v in loose.get(name, {}).items()})
+                for key, dtype in names.get(name, {}).items():
+                    state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
+            self.inner.state[target] = state
+
     def state_bytes(self) -> int:
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
+
+
+def _is_array(value: Any) -> bool:
+    # torch's optimizers keep step counts in host memory, wherever the parameter is.
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _lies_along(value: Any, target: nn.Parameter) -> bool:
+    return _is_array(value) and value.numel() == target.numel() and value.is_contiguous()
 
 
 def _stretches(piece: Piece, shaped: bool) -> list[tuple[int, int, int, tuple[int, ...]]]:

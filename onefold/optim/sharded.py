@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from onefold.optim.choose import Chosen
 from onefold.optim.loss_scale import LossScale
-from onefold.optim.pieces import Piece, Stepper, TiledStepper, WholeStepper
+from onefold.optim.pieces import HeldState, Piece, Stepper, TiledStepper, WholeStepper
 from onefold.plan import Plan
 from onefold.runtime import Run, Schedule, Unit
 
@@ -44,6 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_states = len(chosen.rule.state_names(chosen.groups)) if chosen.rule else 0
         self.overflow = False
         self.num_steps = 0
+        # From the first change of a step until the engine has counted it: what is held is no step's state.
+        self.changing = False
         self._loss_scale = loss_scale
         self._drop_gradients = drop_gradients
         self._schedule = schedule
@@ -65,6 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def apply(self, coefficient: float) -> None:
         """Step every piece with its gradient times `coefficient`, and send stepped units on their way."""
+        self.changing = True
         self.num_steps += 1
         for batch, gradients in self._schedule.gradients_to_step():
             for run, gradient in gradients.items():
@@ -91,6 +94,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
         """The tensors of one state, each with its place in the piece; none before the optimizer has made them."""
         return self._stepper.states_of(piece, name)
+
+    def held_states(self, piece: Piece) -> list[HeldState]:
+        """All states that lie along a piece."""
+        return self._stepper.held_states(piece)
+
+    def loose_states(self, piece: Piece) -> list[tuple[int, int, dict[str, Any]]]:
+        """The other states, by stretch of the piece."""
+        return self._stepper.loose_states(piece)
+
+    def make_states(
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Have the states that a checkpoint names, by parameter, before they are filled."""
+        for piece in self._pieces.values():
+            self._stepper.make_states(piece, names, loose)
 
     def master_bytes(self) -> int:
         return sum(
@@ -120,10 +138,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("parameter groups are fixed when initialize lays out the shards: pass all of them there")
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("saving optimizer states comes with checkpoints, in a later release")
+        raise RuntimeError("optimizer states are sharded: engine.save_checkpoint saves them")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError("loading optimizer states comes with checkpoints, in a later release")
+        raise RuntimeError("optimizer states are sharded: engine.load_checkpoint loads them")
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.name}, {len(self.param_groups)} groups, {len(self._pieces)} runs)"

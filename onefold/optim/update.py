@@ -26,10 +26,15 @@ class Update:
         self._schedule = schedule
         self._postscale = postscale
 
-    def take(self, optimizer: ShardedOptimizer, owed: int) -> None:
-        """Step with the gradients that were reduced, still to be divided by `owed`; skip it on overflow."""
+    def take(self, optimizer: ShardedOptimizer, owed: int, *, alarm: bool = False) -> bool:
+        """Step with the gradients that were reduced, still to be divided by `owed`; skip it on overflow.
+
+        Where any rank raises the alarm nothing is done, on all ranks alike, and this returns False.
+        """
         self._schedule.check_in_place()
-        scalars = self._exchange()
+        scalars = self._exchange(alarm=alarm)
+        if scalars.alarm:
+            return False
         if scalars.late:
             self._schedule.reduce_late()
             scalars = self._exchange()
@@ -39,17 +44,18 @@ class Update:
         self.applied = not optimizer.overflow
         if self.applied:
             optimizer.apply(unscale * self._clip_coefficient(self.norm))
+        return True
 
     def unscale(self, owed: int) -> float:
         """By the scale the gradients were computed with: it is updated only after it has been divided out."""
         return self._postscale / (self.loss_scale.value * owed)
 
-    def _exchange(self) -> StepScalars:
+    def _exchange(self, *, alarm: bool = False) -> StepScalars:
         shards = [run.reduced for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]
         late = bool(self._schedule.late_units())
         if not shards and not late and self._schedule.trained:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
-        return exchange_scalars(shards, self._schedule, late=late)
+        return exchange_scalars(shards, self._schedule, late=late, alarm=alarm)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self._clipping <= 0 or not math.isfinite(norm):

@@ -124,6 +124,12 @@ class Flights:
         while self.refreshing:
             self.finish_refresh()
 
+    def gather_now(self, unit: Unit, runs: list[Run]) -> None:
+        """Fill lines that rest whole from every rank's slice."""
+        pending = self.collective.start_gather([Gathering(run.full) for run in runs])
+        with self._waiting("gather of what was loaded, of", [unit]):
+            pending.finish()
+
     # -- gradients where every rank steps everything ------------------------------------------------------------
 
     def whole_gradients(self, batches: list[list[Unit]]) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:

@@ -56,6 +56,7 @@ class Wish(IntEnum):
     STEP = 5
     LEND = 6
     READ = 7
+    LOAD = 8
 
 
 _WORDS = {
@@ -65,6 +66,7 @@ _WORDS = {
     Wish.STEP: "the step",
     Wish.LEND: "GatheredParameters, or another use of whole weights, of",
     Wish.READ: "a read of whole values",
+    Wish.LOAD: "load_checkpoint",
 }
 
 

@@ -225,11 +225,27 @@ class Schedule:
 
     def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, once every rank is at its step."""
+        self._rest_all("a step")
+        return self.order.meet(Wish.STEP, numbers)
+
+    def meet_for_load(self, number: int = 0) -> list[int]:
+        """Every rank's number, once nothing is in flight anywhere and nobody uses what is about to be written."""
+        self._rest_all("load_checkpoint")
+        self.settle_all()
+        return [row[0] for row in self.order.meet(Wish.LOAD, [number])]
+
+    def _rest_all(self, what: str) -> None:
         lent = [unit.name for unit in self.sharded if unit.uses.lent]
         if lent:
-            raise RuntimeError(f"a step inside GatheredParameters of {', '.join(lent)}: leave the context first")
+            raise RuntimeError(f"{what} inside GatheredParameters of {', '.join(lent)}: leave the context first")
         self.rest()
-        return self.order.meet(Wish.STEP, numbers)
+
+    def spread(self) -> None:
+        """This rank's slices of what rests whole were written: every rank gets all of them."""
+        for unit in self.units:
+            runs = [run for run in unit.runs if run.rests_whole and (self._plan.shards_states or not run.trainable)]
+            if runs and self.flights.collective.group.size > 1:
+                self.flights.gather_now(unit, runs)
 
     def gradients_to_step(self) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:
         """Batches in the order of first use, each run with the gradient this rank steps with."""

@@ -18,13 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_rank(options: TrainOptions) -> int:
     """Train as the rank that the environment says, and return the exit code."""
+    from onefold.checkpoint.load import MisfitError
+    from onefold.checkpoint.manifest import CheckpointError
     from onefold.config import ConfigError
     from onefold.train.data import DataError
-    from onefold.train.loop import train
+    from onefold.train.loop import ResumeError, train
 
     try:
         finished = train(options)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, CheckpointError, MisfitError, ResumeError) as error:
         _report(error)
         return 2
     except KeyboardInterrupt:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -22,12 +22,17 @@ from onefold.plan import make_plan
 from onefold.report.memory import peak_bytes, used_bytes
 from onefold.train.data import Corpus, load_corpus
 from onefold.train.gpt import GPT, PRESETS
-from onefold.train.options import PreparedConfig, TrainOptions, default_out, prepare_config
+from onefold.train.options import PreparedConfig, TrainOptions, prepare_config
 from onefold.train.progress import Progress, StepMetrics, make_progress
 from onefold.train.report import Summary, show, write_files
 
 # Two signals within this time are one Ctrl-C that arrived twice: from the terminal and from the launcher.
 SAME_SIGNAL_SECONDS = 1.0
+CHECKPOINTS = "checkpoints"
+
+
+class ResumeError(ValueError):
+    """The run that should go on cannot; the message says why."""
 
 
 def train(options: TrainOptions) -> bool:
@@ -43,15 +48,16 @@ def train(options: TrainOptions) -> bool:
         try:
             progress = make_progress(options.steps, shows=dist.get_rank() == 0)
             introduce(progress, engine, corpus, prepared)
+            done = resume(engine, options, progress)
             with progress:
-                steps = train_steps(engine, corpus, options, progress, stop_asked)
+                steps = train_steps(engine, corpus, options, progress, stop_asked, done)
             finish(engine, corpus, options, num_parameters, steps)
         finally:
             engine.destroy()
     # The launcher ends everybody when the first rank leaves with an error code.
     dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
-    return len(steps) == options.steps
+    return len(steps) >= options.steps
 
 
 def start_engine(build: Callable[[], GPT], prepared: PreparedConfig) -> Engine:
@@ -74,17 +80,45 @@ def introduce(progress: Progress, engine: Engine, corpus: Corpus, prepared: Prep
     progress.say(f"data: {corpus.num_bytes / 1e6:,.1f} MB of {corpus.name}, {corpus.num_held_out:,} bytes held out\n")
 
 
+def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
+    """Go on from the run's last checkpoint, where that is asked for or ranks were started again; the steps so far."""
+    restarted = options.save_every > 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if not options.resume and not restarted:
+        return []
+    path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
+    if path is None or client_state is None:
+        if options.resume:
+            raise ResumeError(f"--resume {options.folder}: no checkpoint in {options.folder / CHECKPOINTS}")
+        return []
+    for name, now in (("preset", options.preset), ("seed", options.seed), ("data", list(options.data))):
+        if client_state[name] != now:
+            raise ResumeError(f"--resume {options.folder}: that run has {name} {client_state[name]!r}, not {now!r}")
+    progress.say(f"resuming after step {engine.global_steps}, from {path}")
+    return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
+
+
+def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
+    state = {"preset": options.preset, "seed": options.seed, "data": list(options.data)}
+    metrics = [metrics.as_dict() for metrics in done] if dist.get_rank() == 0 else []
+    engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={**state, "metrics": metrics})
+
+
 def train_steps(
-    engine: Engine, corpus: Corpus, options: TrainOptions, progress: Progress, stop_asked: Callable[[], bool]
+    engine: Engine,
+    corpus: Corpus,
+    options: TrainOptions,
+    progress: Progress,
+    stop_asked: Callable[[], bool],
+    done: list[StepMetrics],
 ) -> list[StepMetrics]:
-    """Every optimizer step, until the last one or until somebody asks to stop."""
+    """Every optimizer step, until the last one or until somebody asks to stop. `done`: those of the run so far."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro_batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     tokens_per_step = engine.train_batch_size() * corpus.sequence_length
-    done: list[StepMetrics] = []
     engine.train()
-    started = step_started = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    step_started = time.perf_counter()
+    started = step_started - (done[-1].seconds if done else 0.0)
+    for step in range(len(done) + 1, options.steps + 1):
         loss_sum = torch.zeros((), device=engine.device)
         for micro_step in range((step - 1) * accumulation, step * accumulation):
             tokens, targets = corpus.train_batch(options.seed, micro_step, rank, micro_batch_size)
@@ -109,7 +143,10 @@ def train_steps(
         step_started = now
         done.append(metrics)
         progress.update(metrics)
-        if num_stopping and step < options.steps:
+        stops = num_stopping and step < options.steps
+        if options.save_every and (step % options.save_every == 0 or step == options.steps or stops):
+            save(engine, options, done)
+        if stops:
             progress.say(f"stopped by you at step {step}; writing what was done")
             break
     return done
@@ -125,7 +162,7 @@ def finish(
     peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
     peaks[dist.get_rank()] = peak_bytes(engine.device)
     dist.all_reduce(peaks)
-    folder = Path(options.out or default_out(options))
+    folder = options.folder
     if options.save_16bit_model:
         engine.save_16bit_model(str(folder))
     if dist.get_rank() != 0:

@@ -33,6 +33,13 @@ class TrainOptions:
     prompt: str = "def "
     sample_length: int = 200
     save_16bit_model: bool = False
+    save_every: int = 0
+    resume: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this run goes."""
+        return Path(self.out or default_out(self))
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
@@ -41,12 +48,14 @@ class TrainOptions:
             stage=arguments.stage,
             steps=arguments.steps,
             preset=arguments.preset,
-            out=arguments.out,
+            out=arguments.resume or arguments.out,
             seed=arguments.seed,
             data=tuple(arguments.data),
             prompt=arguments.prompt,
             sample_length=arguments.sample_length,
             save_16bit_model=arguments.save_16bit_model,
+            save_every=arguments.save_every,
+            resume=arguments.resume is not None,
         )
 
     def to_arguments(self) -> tuple[str, ...]:
@@ -54,6 +63,7 @@ class TrainOptions:
         flags = {
             "config": self.config, "stage": self.stage, "steps": self.steps, "preset": self.preset, "out": self.out,
             "seed": self.seed, "prompt": self.prompt, "sample-length": self.sample_length,
+            "save-every": self.save_every, "resume": self.out if self.resume else None,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
         given += ["--save-16bit-model"] * self.save_16bit_model
@@ -81,6 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", default="def ", metavar="TEXT", help="what the sample at the end continues (default: %(default)r)")
     add("--save-16bit-model", "--zero3_save_16bit_model", dest="save_16bit_model", action="store_true",
         help="write the trained weights, whole, as model.safetensors beside the summary")  # fmt: skip
+    add("--save-every", type=_not_negative, default=0, metavar="N",
+        help="save a checkpoint every N steps, and at the end, in OUT/checkpoints; ranks that are started again go on "
+        "from the last one (default: none)")  # fmt: skip
+    add("--resume", metavar="FOLDER",
+        help="go on with the run in this folder from its last checkpoint, on any number of ranks and in any stage, up "
+        "to --steps in all")  # fmt: skip
     add("--sample-length", type=_not_negative, default=200, metavar="N", help="bytes of sample (default: %(default)s)")
 
 

@@ -1,0 +1,248 @@
+"""A folder of checkpoints on disk: what is published, what is left over, and how either comes to be.
+
+[Note: publishing]
+A save writes its data to a folder of its own inside the tag's (`data-...`) and flushes files and folders. The rename
+of the manifest is the one instant at which the tag means the new data; until then it means the old, whatever happens.
+`latest` follows by a rename too. Only then is the data that no manifest names removed. A data folder that is being
+written is locked by the job that writes it, so another job's cleaning leaves it alone; a lock goes with its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, checksum
+
+LATEST = "latest"
+_DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
+_LOCK = ".lock"
+_PARTIAL = re.compile(r"\.(manifest\.json|latest)-[0-9a-f]{8}\.partial")
+# Where a file system cannot lock, data that nobody has touched for this long is taken for left over.
+_ABANDONED_SECONDS = 24 * 3600
+
+
+def check_tag(tag: object) -> str:
+    """A tag is the name of one folder."""
+    name = str(tag)
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 200:
+        raise ValueError(f"tag {name!r} must be a plain folder name")
+    if name == LATEST:
+        raise ValueError("tag 'latest' is the name of the file that says which checkpoint is the latest: take another")
+    return name
+
+
+def new_data_folder(tag_folder: Path) -> Path:
+    """Make a new, uniquely named folder for one save."""
+    tag_folder.mkdir(parents=True, exist_ok=True)
+    folder = tag_folder / f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a data folder; False where somebody else does. Gone with the process, however it ends."""
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                raise
+            yield time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """The old content or the new one, never a mixture, whatever happens."""
+    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
+    """From here on the tag means this manifest's data, which has been flushed."""
+    tag_folder = save_dir / manifest.tag
+    for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
+        sync(folder)
+    replace_file(tag_folder / NAME, manifest.to_text())
+    if save_latest:
+        replace_file(save_dir / LATEST, manifest.tag.encode())
+
+
+def clean(tag_folder: Path) -> None:
+    """Remove the data that the tag's manifest does not name and nobody is writing."""
+    for folder in [entry for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir()]:
+        with suppress(FileNotFoundError), locked(folder) as ours:
+            # Read under the lock: whoever held it until now may have published.
+            if ours and folder.name not in _named(tag_folder):
+                shutil.rmtree(folder)
+    for file in [entry for entry in tag_folder.iterdir() if _PARTIAL.fullmatch(entry.name)]:
+        with suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > 60:
+                file.unlink()
+
+
+def _named(tag_folder: Path) -> set[str]:
+    try:
+        return Manifest.read(tag_folder).data_folders
+    except CheckpointError:
+        if (tag_folder / NAME).exists():  # damaged: what it named cannot be told, so nothing is removed
+            return {entry.name for entry in tag_folder.iterdir()}
+        return set()
+
+
+def remove(tag_folder: Path) -> None:
+    """Unpublish first, then remove the data; files that are not ours stay."""
+    (tag_folder / NAME).unlink(missing_ok=True)
+    sync(tag_folder)
+    clean(tag_folder)
+    with suppress(OSError):  # not empty: somebody else's files
+        tag_folder.rmdir()
+
+
+@dataclass(frozen=True)
+class Found:
+    """One tag of a folder: its manifest, or what is wrong with it."""
+
+    tag: str
+    folder: Path
+    manifest: Manifest | None
+    problems: tuple[str, ...]
+
+    @property
+    def is_somebodys(self) -> bool:
+        """Whether something was ever published here, by us or by DeepSpeed."""
+        return (self.folder / NAME).exists() or is_deepspeeds(self.folder)
+
+    @property
+    def age(self) -> tuple[str, int, str]:
+        """Sorts older before newer."""
+        if self.manifest is None:
+            changed = datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat()
+            return (changed, 0, self.tag)
+        return (self.manifest.saved, self.manifest.global_steps, self.tag)
+
+
+def is_deepspeeds(path: Path) -> bool:
+    return any(path.glob("*_model_states.pt"))
+
+
+def examine(folder: Path) -> Found:
+    """Whether a tag is complete: its manifest, and all its files in their sizes, with the headers they were given."""
+    try:
+        manifest = Manifest.read(folder)
+    except (CheckpointError, OSError) as error:
+        hint = f"; it is DeepSpeed's: onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
+        return Found(folder.name, folder, None, (f"{error}{hint}",))
+    return Found(folder.name, folder, manifest, tuple(_file_problems(folder, manifest)))
+
+
+def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    for file in manifest.files:
+        path = folder / file.name
+        try:
+            size = path.stat().st_size
+            if size != file.nbytes:
+                yield f"{path}: {size} bytes, {file.nbytes} were written: truncated or overwritten"
+                continue
+            with path.open("rb") as opened:
+                if checksum(opened.read(file.header_bytes)) != file.header_checksum:
+                    yield f"{path}: the header is damaged: its checksum does not fit"
+        except FileNotFoundError:
+            yield f"{path}: is missing"
+        except OSError as error:
+            yield f"{path}: cannot be read: {error.strerror}"
+
+
+def list_tags(save_dir: Path) -> list[Found]:
+    """Everything in a folder that looks like a checkpoint of ours, newest first."""
+    if not save_dir.is_dir():
+        return []
+    found = []
+    for entry in save_dir.iterdir():
+        with suppress(OSError):
+            if entry.is_dir() and ((entry / NAME).exists() or any(_DATA.fullmatch(e.name) for e in entry.iterdir())):
+                found.append(examine(entry))
+    return sorted(found, key=lambda tag: tag.age, reverse=True)
+
+
+def read_latest(save_dir: Path) -> str | None:
+    try:
+        return check_tag((save_dir / LATEST).read_bytes().decode().strip())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {error}") from None
+
+
+def choose(save_dir: Path, tag: str | None) -> tuple[list[Found], list[str]]:
+    """The checkpoints to try, best first, and what to warn of.
+
+    A tag that is asked for is the only one. Otherwise the one that `latest` names, then all others from the newest on.
+    """
+    if tag is not None:
+        return [examine(save_dir / check_tag(tag))], []
+    warnings = []
+    try:
+        latest = read_latest(save_dir)
+    except CheckpointError as error:
+        latest, warnings = None, [str(error)]
+    found = list_tags(save_dir)
+    if latest is not None:
+        named = [entry for entry in found if entry.tag == latest] or [examine(save_dir / latest)]
+        found = named + [entry for entry in found if entry.tag != latest]
+    return found, warnings
+
+
+def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
+    """Remove all but the newest checkpoints, and those of every so many steps. Returns the tags that went."""
+    if keep_last is None:
+        return []
+    published = [found for found in list_tags(save_dir) if found.manifest is not None]
+    complete = [found for found in published if not found.problems]
+    with suppress(CheckpointError):
+        kept = {found.tag for found in complete[:keep_last]} | {read_latest(save_dir)}
+        gone = []
+        for found in published:
+            assert found.manifest is not None
+            every = keep_every is not None and found.manifest.global_steps % keep_every == 0
+            if found.tag not in kept and not every and found.age < complete[0].age:
+                remove(found.folder)
+                gone.append(found.tag)
+        return gone
+    return []

@@ -1,0 +1,92 @@
+"""Random number generators: Python's, numpy's global one, torch's on the CPU and on this rank's GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import random
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# numpy takes longer to tell its state than all others together. Its Mersenne twister is 624 words and a position: while
+# these are the same bytes as in the capture before, so is the state. (Not told apart: a script that gives numpy the
+# same seed before each of two captures, and draws 2n normal numbers, then 2n - 1.)
+TWISTER_BYTES = 625 * 4
+_last: tuple[bytes, dict[str, Any]] | None = None
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of all generators, as plain data and tensors. What is returned is not to be written to."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:  # before its import there is no state to lose
+        state["numpy"] = _numpy_state(numpy_random)
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from captured states. Nothing is changed unless all of them are sound.
+
+    The state of a GPU is left aside where there is none, and a generator of which nothing was captured stays as it is.
+    """
+    if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
+        raise ValueError("the random state must hold python and torch, and may hold numpy and cuda")
+    has_cuda = device.type == "cuda" and "cuda" in state
+    for name in state.keys() - ({"cuda"} if not has_cuda else set()):
+        try:
+            _try(name, state[name], device)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"the saved random state of {name} cannot be restored: {error}") from error
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        importlib.import_module("numpy.random").set_state(state["numpy"])
+        _forget()
+    if has_cuda:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _try(name: str, saved: Any, device: torch.device) -> None:
+    """Give the state to a generator that nobody uses."""
+    if name == "python":
+        random.Random().setstate(saved)
+    elif name == "numpy":
+        numpy_random = importlib.import_module("numpy.random")
+        kind = type(numpy_random.get_bit_generator())
+        if not isinstance(saved, dict) or saved["bit_generator"] != kind.__name__:
+            raise ValueError(f"it is not of a {kind.__name__}, which this process uses")
+        if kind is numpy_random.MT19937:  # numpy itself would read beyond the words
+            key, position = saved["state"]["key"], saved["state"]["pos"]
+            if key.shape != (624,) or not 0 <= position <= 624:
+                raise ValueError(f"a position {position} in words of shape {key.shape}")
+        numpy_random.RandomState(kind(0)).set_state(saved)
+    else:
+        generator = torch.Generator(device if name == "cuda" else "cpu")
+        fresh = generator.get_state()
+        if not isinstance(saved, torch.Tensor) or (saved.dtype, saved.shape) != (fresh.dtype, fresh.shape):
+            raise ValueError(f"it is not a tensor of {fresh.numel()} bytes")
+        generator.set_state(saved)
+
+
+def _numpy_state(numpy_random: ModuleType) -> dict[str, Any]:
+    global _last
+    generator = numpy_random.get_bit_generator()
+    if not isinstance(generator, numpy_random.MT19937):
+        return dict(numpy_random.get_state(legacy=False))
+    words = ctypes.string_at(generator.ctypes.state_address, TWISTER_BYTES)
+    if _last is None or _last[0] != words:
+        state: dict[str, Any] = dict(numpy_random.get_state(legacy=False))
+        # A normal number is kept for the next call, which takes it without moving the twister.
+        _last = None if state["has_gauss"] else (words, state)
+        return state
+    return _last[1]
+
+
+def _forget() -> None:
+    global _last
+    _last = None

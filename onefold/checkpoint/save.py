@@ -1,0 +1,384 @@
+"""Saving: rank 0 gives an order, every rank writes its part, rank 0 publishes.
+
+[Note: who joins a save]
+Nothing here is a collective. Rank 0 posts an order on the board, each rank answers with a note when its part is
+written, and rank 0 answers these with a verdict. A rank that calls `save_checkpoint` does its part there and then. For
+one that does not, because its program saves on rank 0 alone, a thread that listens to the board does it: what is saved
+changes only in a step, no step can pass without rank 0, and the thread waits until this rank stands after the same
+step as rank 0. Random numbers and data position are then those after that step.
+
+A background save is the same but for the moment at which a rank answers first, when it has copied its part to host
+memory. Rank 0 leaves `save_checkpoint` when all have, so that the next step may change what was copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from onefold.checkpoint import folder, tagged
+from onefold.checkpoint.manifest import Manifest, join_parts
+from onefold.checkpoint.orders import (
+    Head,
+    Order,
+    Retention,
+    Savable,
+    SaveError,
+    as_order,
+    await_folder,
+    published,
+    read_record,
+    record_name,
+    write_script,
+)
+from onefold.checkpoint.shards import Slot, write_shard
+from onefold.comm import Board, Disagreement, Guard
+from onefold.report.log import logger
+
+PERIOD = 0.25
+# Before the listener does a rank's part, its own program gets this long to come to its own call.
+COURTESY = 0.5
+
+
+class Saver:
+    """One rank's side of all saves of an engine."""
+
+    def __init__(self, owner: Savable, board: Board, guard: Guard, retention: Retention, writer: str) -> None:
+        self._owner = weakref.ref(owner)
+        self._board = board
+        self._guard = guard
+        self._rank = board.group.rank
+        self._retention = retention
+        self._writer = writer
+        self._number = 0
+        self._served = 0
+        # The last order that the listener has dealt with, for a call of this rank's program that comes after it.
+        self._passed: dict[str, Any] | None = None
+        # One part at a time, whichever thread does it.
+        self._mutex = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._stop = threading.Event()
+        if board.group.size > 1:
+            threading.Thread(target=_listen, args=(weakref.ref(self), self._stop), daemon=True).start()
+            weakref.finalize(self, self._stop.set)
+
+    # -- what the engine calls ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        save_dir: str,
+        tag: str,
+        head: Callable[[], Head],
+        *,
+        save_latest: bool,
+        exclude_frozen: bool,
+        background: bool,
+        validate_tag: Callable[[str], None],
+    ) -> None:
+        """`head` is called on rank 0 only."""
+        owner = self._owner()
+        assert owner is not None
+        with self._mutex:
+            self.finish()
+            if self._rank == 0:
+                self._lead(owner, save_dir, tag, head, save_latest, exclude_frozen, background)
+            else:
+                self._follow(owner, tag, validate_tag)
+            if not background:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if any, and raise what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has ended badly and nobody was told yet."""
+        return self._error is not None
+
+    def stop(self) -> None:
+        """The engine goes: no more listening; what is under way is finished."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            logger.error("%s", self._error)
+
+    # -- rank 0 -------------------------------------------------------------------------------------------------
+
+    def _lead(
+        self,
+        owner: Savable,
+        save_dir: str,
+        tag: str,
+        make_head: Callable[[], Head],
+        save_latest: bool,
+        exclude_frozen: bool,
+        background: bool,
+    ) -> None:
+        self._number += 1
+        self._served = self._number
+        steps = owner.steps_done()
+        held = ExitStack()
+        try:
+            head = make_head()
+            assert steps is not None, "a step is under way"
+            tree, tensors = tagged.encode(head.state, "state")
+            into = folder.new_data_folder(Path(os.path.abspath(save_dir), folder.check_tag(tag)))
+            held.enter_context(folder.locked(into))
+            order = Order(
+                self._number, steps, os.path.abspath(save_dir), tag, into.name, background, exclude_frozen, head.buffers
+            )
+            self._board.post("order", asdict(order))
+        except Exception as error:
+            held.close()
+            refused = f"{type(error).__name__}: {error}"
+            self._board.post("order", {"number": self._number, "steps": steps, "tag": tag, "refused": refused})
+            if isinstance(error, OSError):
+                raise SaveError(f"cannot save to {save_dir}, tag {tag}: {error}") from error
+            raise
+        more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
+
+        def publish() -> None:
+            with held:
+                self._publish(order, replace(head, state=tree), save_latest=save_latest)
+
+        self._begin(owner, order, more, publish)
+
+    def _publish(self, order: Order, head: Head, *, save_latest: bool) -> None:
+        """Once every rank has written: make it the tag's, or fail on every rank alike."""
+        try:
+            self._await_notes(order, ("written",))
+            save_dir, tag_folder = Path(order.save_dir), order.folder.parent
+            records = [read_record(order.folder, rank) for rank in range(self._board.group.size)]
+            manifest = Manifest(
+                tag=order.tag,
+                saved=datetime.now(UTC).isoformat(),
+                global_steps=order.steps,
+                world_size=len(records),
+                files=tuple(record.file for record in records),
+                tensors=join_parts(part for rank, record in enumerate(records) for part in record.numbered(rank)),
+                parameters=head.parameters,
+                state=head.state,
+                ranks=[record.own for record in records],
+                aliases=head.aliases,
+                left_out=head.left_out,
+                writer=self._writer,
+            )
+            write_script(save_dir)
+            folder.publish(save_dir, manifest, save_latest=save_latest)
+        except Exception as error:
+            message = f"checkpoint {order.tag} was not saved to {order.save_dir}: {error}"
+            with suppress(RuntimeError):
+                self._board.post("verdict", {"number": order.number, "error": message})
+            with suppress(OSError):
+                shutil.rmtree(order.folder)
+            raise SaveError(message) from error
+        self._board.post("verdict", {"number": order.number})
+        # The checkpoint stands. What remains is tidying, and a file that cannot be removed is no reason to fail.
+        try:
+            for rank in range(len(records)):
+                (order.folder / record_name(rank)).unlink(missing_ok=True)
+            folder.clean(tag_folder)
+            kept = self._retention
+            folder.retain(save_dir, keep_last=kept.keep_last, keep_every=kept.keep_every)
+        except OSError as error:
+            logger.warning("checkpoint %s is saved, but old files could not be removed: %s", order.tag, error)
+
+    def _await_notes(self, order: Order, phases: tuple[str, ...]) -> None:
+        answers: dict[int, str] = {}
+
+        def missing() -> list[int]:
+            for rank in range(self._board.group.size):
+                note = self._board.read(f"note/{rank}") if rank not in answers else None
+                if note is not None and note["number"] == order.number and note["phase"] in (*phases, "failed"):
+                    answers[rank] = note.get("error", "")
+            return [rank for rank in range(self._board.group.size) if rank not in answers]
+
+        self._board.wait(lambda: not missing(), missing, f"save_checkpoint of {order.tag}")
+        problems = [f"rank {rank}: {error}" for rank, error in sorted(answers.items()) if error]
+        if problems:
+            raise SaveError("; ".join(problems))
+
+    # -- the others ---------------------------------------------------------------------------------------------
+
+    def _follow(self, owner: Savable, tag: str, validate_tag: Callable[[str], None]) -> None:
+        steps = owner.steps_done()
+        passed, self._passed = self._passed, None
+        if passed is not None and (passed["steps"], passed["tag"]) == (steps, tag):
+            order = as_order(passed)
+            self._catch(lambda: self._await_verdict(order))
+            return
+        order = as_order(self._await_order())
+
+        def check() -> None:
+            validate_tag(order.tag)
+            if steps != order.steps:
+                raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")
+
+        self._begin(owner, order, [], lambda: self._await_verdict(order), check)
+
+    def _await_order(self) -> dict[str, Any]:
+        pause = 0.001
+        with self._guard.waiting("save_checkpoint, for rank 0"):
+            while (note := self._new_order()) is None:
+                if self._guard.verdict is not None:
+                    raise Disagreement(self._guard.verdict)
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.02)
+        self._served = note["number"]
+        return note
+
+    def _new_order(self) -> dict[str, Any] | None:
+        note = self._board.read("order")
+        return note if note is not None and note["number"] > self._served else None
+
+    def _await_verdict(self, order: Order) -> None:
+        def verdict() -> dict[str, Any] | None:
+            try:
+                note = self._board.read("verdict")
+            except RuntimeError:  # rank 0 held the board and has ended: what it left on disk speaks for it
+                there = order.data in published(order)
+                return {} if there else {"error": f"rank 0 has ended before {order.tag} was published"}
+            return note if note is not None and note["number"] >= order.number else None
+
+        self._board.wait(lambda: verdict() is not None, lambda: [0], f"save_checkpoint of {order.tag}")
+        found = verdict()
+        assert found is not None
+        if "error" in found:
+            raise SaveError(found["error"])
+
+    # -- a part -------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        owner: Savable,
+        order: Order,
+        more: list[Slot],
+        then: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Do this rank's part, here or, once it is copied, in the background; afterwards `then`."""
+        try:
+            check()
+            slots, own = self._part(owner, order, joined=False)
+            if order.background:
+                slots = [replace(slot, memory=slot.memory.to("cpu", copy=True)) for slot in slots]
+                self._note(order, "copied")
+        except Exception as error:
+            self._fail(order, error)
+            then()
+            raise
+
+        def work() -> None:
+            self._write(order, slots + more, own)
+            then()
+
+        if not order.background:
+            self._catch(work)
+            return
+        self._thread = threading.Thread(target=self._catch, args=(work,), name="onefold-save")
+        self._thread.start()
+        if self._rank == 0:
+            try:
+                self._await_notes(order, ("copied", "written"))
+            except SaveError:
+                self.finish()
+                raise
+
+    def _part(self, owner: Savable, order: Order, *, joined: bool) -> tuple[list[Slot], Any]:
+        slots, own = owner.part_of(order, joined=joined)
+        tree, tensors = tagged.encode(own, f"rank {self._rank}")
+        return slots + [Slot.whole(f"rank/{self._rank}/{key}", tensor) for key, tensor in tensors.items()], tree
+
+    def _write(self, order: Order, slots: list[Slot], own: Any) -> None:
+        try:
+            await_folder(order.folder)
+            record = write_shard(order.folder / f"rank-{self._rank:05}.safetensors", slots, own)
+            folder.replace_file(order.folder / record_name(self._rank), json.dumps(record.as_json()).encode())
+        except Exception as error:
+            self._fail(order, error)
+            return
+        self._note(order, "written")
+
+    def _note(self, order: Order, phase: str, **more: str) -> None:
+        self._board.post(f"note/{self._rank}", {"number": order.number, "phase": phase, **more})
+
+    def _fail(self, order: Order, error: Exception) -> None:
+        self._note(order, "failed", error=f"{type(error).__name__}: {error}")
+
+    def _catch(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._error = error
+
+    # -- the listener -------------------------------------------------------------------------------------------
+
+    def listen(self, since: float | None) -> float | None:
+        """One look at the board. Returns when an order was first seen that this rank has not served yet."""
+        note = self._new_order()
+        if note is not None or self._mutex.locked() or (self._thread is not None and self._thread.is_alive()):
+            self._board.beat()
+        if note is None:
+            return None
+        if since is None or time.monotonic() - since < COURTESY:
+            return since or time.monotonic()
+        owner = self._owner()
+        steps = owner.steps_done() if owner is not None else None
+        behind = steps is None or note["steps"] is None or steps < note["steps"]
+        if owner is None or (behind and "refused" not in note) or not self._mutex.acquire(blocking=False):
+            return since
+        try:
+            if note["number"] > self._served:
+                self._served, self._passed = note["number"], note
+                if "refused" not in note:
+                    # Its program does not save: this rank's part is done beside whatever it waits for.
+                    self._thread = threading.Thread(
+                        target=self._join, args=(owner, as_order(note), steps), name="onefold-save"
+                    )
+                    self._thread.start()
+        finally:
+            self._mutex.release()
+        return None
+
+    def _join(self, owner: Savable, order: Order, steps: int) -> None:
+        try:
+            if steps != order.steps:
+                raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")
+            slots, own = self._part(owner, order, joined=True)
+            if order.background:
+                slots = [replace(slot, memory=slot.memory.to("cpu", copy=True)) for slot in slots]
+                self._note(order, "copied")
+        except Exception as error:
+            self._fail(order, error)
+            logger.exception("rank %d could not join the save of %s", self._rank, order.tag)
+            return
+        self._write(order, slots, own)
+
+
+def _listen(reference: weakref.ref[Saver], stop: threading.Event) -> None:
+    since: float | None = None
+    while not stop.wait(PERIOD):
+        saver = reference()
+        if saver is None:
+            return
+        with suppress(RuntimeError):  # the store's host may be gone already
+            since = saver.listen(since)
+        del saver

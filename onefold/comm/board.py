@@ -1,0 +1,76 @@
+"""A notice board that all ranks see: small JSON notes in the store of the process group, the newest under each name.
+
+Unlike a collective it asks nothing of a rank that has nothing to say, and any thread may use it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.comm.mesh import Group
+
+# A rank whose beat has not changed for this long is taken to be gone.
+SILENCE = 15.0
+_SHORTEST, _LONGEST = 0.001, 0.05
+
+
+class Silent(RuntimeError):
+    """A rank that others wait for has stopped answering."""
+
+
+class Board:
+    """Notes of one engine's ranks. `name` is the same on all of them, and no other board's."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group = group
+        self._prefix = f"onefold/board/{name}/"
+        self._store = dist.distributed_c10d._get_default_store() if group.size > 1 else None
+        self._local: dict[str, str] = {}
+        self._mutex = threading.Lock()
+        self._beat = 0
+
+    def post(self, name: str, note: dict[str, Any]) -> None:
+        text = json.dumps(note)
+        if self._store is None:
+            self._local[name] = text
+        else:
+            self._store.set(self._prefix + name, text)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        if self._store is None:
+            text: Any = self._local.get(name)
+        else:
+            text = self._store.get(self._prefix + name) if self._store.check([self._prefix + name]) else None
+        note: dict[str, Any] | None = None if text is None else json.loads(text)
+        return note
+
+    def beat(self) -> None:
+        """This rank is alive, whatever its main thread does."""
+        with self._mutex:
+            self._beat += 1
+            self.post(f"beat/{self.group.rank}", {"beat": self._beat})
+
+    def wait(self, ready: Callable[[], bool], whom: Callable[[], list[int]], what: str) -> None:
+        """Until `ready`. Raises where one of the ranks that are waited for no longer beats."""
+        pause, last = _SHORTEST, dict[int, tuple[Any, float]]()
+        while not ready():
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST)
+            for rank in whom() if pause == _LONGEST else []:
+                beat, now = None, time.monotonic()
+                with suppress(RuntimeError):
+                    beat = self.read(f"beat/{rank}")
+                before, since = last.setdefault(rank, (beat, now))
+                if beat != before:
+                    last[rank] = (beat, now)
+                elif now - since > SILENCE:
+                    raise Silent(
+                        f"{what}: rank {rank} has not answered for {SILENCE:.0f} s; it has ended, or has no engine"
+                    )

@@ -1,0 +1,226 @@
+"""The engine loads: any plan's checkpoint, on any number of ranks, agreed on by all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.checkpoint import folder, rng
+from onefold.checkpoint.load import MisfitError, Read, Target, fill, groups_for, state_reads, verify, weight_reads
+from onefold.checkpoint.manifest import CheckpointError
+from onefold.checkpoint.reader import Checkpoint
+from onefold.engine.saving import Saving
+from onefold.report.log import logger
+from onefold.runtime import gathered, home_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of a checkpoint is wanted."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    job: bool
+    custom: Callable[..., None] | None
+
+
+class Loading(Saving):
+    """The part of the engine that loads."""
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Take a checkpoint up, saved by any plan on any number of ranks. All ranks call this together.
+
+        Returns its path and the client state it was saved with; (None, None) where `load_dir` holds no checkpoint.
+        Without a `tag`, what `latest` names; where that is damaged or incomplete, the newest that is not, with a
+        warning. Gradients that no step has used yet are dropped.
+        """
+        self._saver.finish()
+        self._schedule.meet_for_load()
+        self.zero_grad()
+        self._window.restart()
+        asked = Asked(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
+            scheduler=load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None,
+            job=not load_module_only,
+            custom=custom_load_fn,
+        )
+        names = self._candidates(Path(load_dir), tag)
+        for position, name in enumerate(names):
+            with ExitStack() as stack:
+                problem, found = self._read(Path(load_dir, name), asked, stack)
+                if found is not None:
+                    return str(found.folder), self._take_up(found, asked)
+            if position + 1 == len(names):
+                raise CheckpointError(f"{problem}. {load_dir} has no other complete checkpoint to take instead")
+            self._warn(f"{problem}: taking checkpoint {names[position + 1]} instead")
+        return None, None
+
+    def _warn(self, message: str) -> None:
+        if self._group.rank == 0:
+            logger.warning("%s", message)
+
+    def _candidates(self, load_dir: Path, tag: str | None) -> list[str]:
+        """The tags to try, best first, as rank 0 sees them. None where there is nothing to load."""
+        text = error = ""
+        if self._group.rank == 0:
+            try:
+                text = "\n".join(_find_candidates(load_dir, tag))
+            except (ValueError, OSError) as found:
+                error = str(found)
+        told = self._schedule.order.agreement.tell("load_checkpoint", f"{error}\0{text}")
+        error, _, text = told.partition("\0")
+        if error:
+            raise CheckpointError(error)
+        return text.split("\n") if text else []
+
+    def _read(self, path: Path, asked: Asked, stack: ExitStack) -> tuple[str, Checkpoint | None]:
+        """Read what this rank needs. Where any rank meets damage: what it is, and no checkpoint."""
+        opened: list[tuple[Checkpoint, list[Read]]] = []
+
+        def prepare() -> None:
+            checkpoint = stack.enter_context(Checkpoint.open(path))
+            target = Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
+            reads = [] if asked.custom else weight_reads(checkpoint, target, strict=asked.strict)
+            if asked.optimizer:
+                reads += self._state_reads(checkpoint, target, asked)
+            if self.global_steps:  # there is something to lose
+                verify(checkpoint, reads)
+            opened.append((checkpoint, reads))
+
+        for phase in (prepare, lambda: fill(*opened[0])):
+            problem = self._agree(phase)
+            if problem:
+                return problem, None
+        return "", opened[0][0]
+
+    def _agree(self, work: Callable[[], None]) -> str:
+        """Work that is this rank's alone; what any rank finds damaged, all of them know. Other errors all raise."""
+        kind, message = 0, ""
+        try:
+            work()
+        except (CheckpointError, OSError) as error:
+            kind, message = 1, str(error)
+        except MisfitError as error:
+            kind, message = 2, str(error)
+        kinds = self._schedule.meet_for_load(kind)
+        if not any(kinds):
+            return ""
+        worst = kinds.index(max(kinds))
+        message = self._schedule.order.agreement.tell("load_checkpoint", message, worst)
+        if max(kinds) == 2:
+            raise MisfitError(message)
+        return message
+
+    def _state_reads(self, checkpoint: Checkpoint, target: Target, asked: Asked) -> list[Read]:
+        saved = checkpoint.state["optimizer"]
+        if saved is None:
+            raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
+        loose: dict[str, Any] = {}
+        for rank in range(checkpoint.manifest.world_size):
+            loose |= checkpoint.own(rank).get("loose", {})
+        return state_reads(checkpoint, target, loose, strict=asked.strict and saved["num_steps"] > 0)
+
+    # -- going on -----------------------------------------------------------------------------------------------
+
+    def _take_up(self, checkpoint: Checkpoint, asked: Asked) -> dict[str, Any]:
+        """Everything that was read is in place: tell the rest of the engine, and go on from there."""
+        if asked.custom is not None:
+            self._load_with(checkpoint, asked.custom)
+        else:
+            self._spread_weights()
+        state = checkpoint.state
+        if asked.optimizer:
+            assert self.optimizer is not None
+            self.optimizer.num_steps = state["optimizer"]["num_steps"]
+            target = Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
+            saved = groups_for(checkpoint, target, state["optimizer"]["groups"])
+            for group, values in zip(self.optimizer.param_groups, saved, strict=True):
+                group.update(values)
+            self._restore_loss_scale(state["loss_scale"])
+        if asked.scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if asked.job:
+            self._restore_job(checkpoint, state["counters"], exactly=asked.optimizer or self.optimizer is None)
+        client_state: dict[str, Any] = state["client_state"]
+        return client_state
+
+    @torch.no_grad()
+    def _spread_weights(self) -> None:
+        """Masters have their values: lines take them over, and ranks send each other their slices."""
+        for run in (run for unit in self._units for run in unit.trained) if self.optimizer is not None else ():
+            assert self.optimizer is not None
+            piece = self.optimizer.piece_of(run)
+            if piece.copies_out:
+                piece.line(0, piece.master.numel()).copy_(piece.master)
+        self._schedule.spread()
+
+    def _load_with(self, checkpoint: Checkpoint, load: Callable[..., None]) -> None:
+        """The user's own function moves a whole state dict into the whole model."""
+        model = self._model
+        found = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
+        found |= {alias: found[name] for alias, name in checkpoint.manifest.aliases.items() if name in found}
+        with gathered(model.parameters()):
+            load(src=found, dst=model)
+            for home in sorted({h for p in model.parameters() if (h := home_of(p))}, key=lambda home: home.number):
+                home.take_values_of(0)
+
+    def _restore_loss_scale(self, saved: dict[str, Any]) -> None:
+        """A scale that is found while training goes on from where it was; one that the config fixes stays."""
+        scale = self._update.loss_scale
+        if "iteration" in saved and "iteration" in scale.state_dict():
+            scale.load_state_dict(saved)
+
+    def _restore_job(self, checkpoint: Checkpoint, counters: dict[str, int], *, exactly: bool) -> None:
+        self.global_steps = counters["global_steps"]
+        self.global_samples = counters["global_samples"]
+        self.skipped_steps = counters["skipped_steps"]
+        self._window.resume(counters["micro_steps"])
+        if not exactly:
+            return
+        same_world = checkpoint.manifest.world_size == self._group.size
+        own = checkpoint.own(self._group.rank if same_world else 0)
+        if own.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(own["data"])
+        if not same_world:
+            self._warn(
+                f"{checkpoint.folder} was saved by {checkpoint.manifest.world_size} ranks, this job has "
+                f"{self._group.size}: weights and states are the same to the bit, random numbers go on from this "
+                "job's own seed"
+            )
+        elif own.get("rng") is not None:
+            rng.restore(own["rng"], self.device)
+        self._remember_step()
+
+
+def _find_candidates(load_dir: Path, tag: str | None) -> Sequence[str]:
+    found, warnings = folder.choose(load_dir, tag)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    good = [entry.tag for entry in found if not entry.problems]
+    if not good and not any(entry.is_somebodys for entry in found):
+        logger.warning("%s holds no checkpoint%s", load_dir, f" {tag!r}" if tag is not None else "")
+        return []
+    bad = takewhile(lambda entry: entry.problems, found)
+    problems = [f"checkpoint {entry.tag} cannot be loaded: {'; '.join(entry.problems)}" for entry in bad]
+    if not good:
+        raise CheckpointError(". ".join(problems))
+    for problem in problems:
+        logger.warning("%s. Taking checkpoint %s instead", problem, good[0])
+    return good

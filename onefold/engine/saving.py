@@ -1,0 +1,175 @@
+"""The engine saves: what a job's state is, and what of it this rank writes."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold import __version__
+from onefold.checkpoint import rng
+from onefold.checkpoint.load import buffer_name
+from onefold.checkpoint.manifest import checksum
+from onefold.checkpoint.orders import Head, Order, Retention, Savable, SaveError
+from onefold.checkpoint.save import Saver
+from onefold.checkpoint.shards import Slot
+from onefold.checkpoint.slots import groups_of, loose_states, outside_runs, own_slots
+from onefold.comm import Board
+from onefold.engine.facts import Facts
+from onefold.report.log import logger
+from onefold.runtime import Schedule
+
+
+class Saving(Facts, Savable):
+    """The part of the engine that saves."""
+
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    lr_scheduler: Any
+    training_dataloader: Any
+    _schedule: Schedule
+
+    def _start_saving(self) -> None:
+        """Once the engine stands: let other ranks' saves be heard."""
+        section = self.settings.checkpoint
+        self._after_step = self._own_state()
+        agreement = self._schedule.order.agreement
+        name = agreement.tell("the name of the engine", secrets.token_hex(8))
+        self._saver = Saver(
+            self,
+            Board(self._group, name),
+            agreement.guard,
+            Retention(section.keep_last, section.keep_every),
+            f"onefold {__version__}, torch {torch.__version__}",
+        )
+        weakref.finalize(self, self._saver.stop).atexit = False
+
+    def _remember_step(self) -> None:
+        """For a save that this rank's program does not call: where it stood after the step."""
+        if self.optimizer is not None:
+            self.optimizer.changing = False
+        if self._group.size > 1:
+            self._after_step = self._own_state()
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        background: bool | None = None,
+    ) -> bool:
+        """Write model, optimizer, scheduler, random numbers, data position and `client_state` under save_dir/tag.
+
+        Call it on all ranks, or on rank 0 alone: then the others join at their next collective. `tag` is
+        "global_step{N}" by default. `background` (default: the config's `checkpoint.async`): go on training once the
+        state is copied to host memory; `wait_for_checkpoint`, the next save and the end of the process wait for it.
+        """
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        self._saver.save(
+            str(save_dir),
+            tag,
+            lambda: self._head(dict(client_state or {}), exclude_frozen_parameters),
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            background=self.settings.checkpoint.async_save if background is None else background,
+            validate_tag=lambda theirs: self._validate_tag(tag, theirs),
+        )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the save in the background is on disk; raises if it failed."""
+        self._saver.finish()
+
+    def _raise_failed_save(self) -> None:
+        """Some rank knows of a save in the background that failed: all of them say so, before the step."""
+        self._saver.finish()
+        raise SaveError("the last save in the background failed on another rank: see its error")
+
+    def _validate_tag(self, mine: str, theirs: str) -> None:
+        if mine == theirs or self.settings.checkpoint.tag_validation == "Ignore":
+            return
+        message = f"rank {self._group.rank} saves under the tag {mine!r}, rank 0 under {theirs!r}"
+        if self.settings.checkpoint.tag_validation == "Fail":
+            raise SaveError(f"{message}; checkpoint.tag_validation is Fail")
+        logger.warning("%s: rank 0's is taken", message)
+
+    def _head(self, client_state: dict[str, Any], exclude_frozen: bool) -> Head:
+        if self._window.is_open:
+            raise SaveError(
+                "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them: save "
+                "right after the engine.step() of a boundary (engine.is_gradient_accumulation_boundary() before it), "
+                "or call engine.zero_grad() to drop them"
+            )
+        parameters = groups_of(self._units)
+        outside, aliases = outside_runs(self._model, exclude_frozen=exclude_frozen)
+        return Head(
+            state={**self._job_state(), "client_state": client_state, "config": self.settings.raw},
+            parameters=parameters,
+            aliases=aliases,
+            left_out=[name for name, group in parameters.items() if group is None] if exclude_frozen else [],
+            buffers={name: _digest(tensor) for name, tensor in outside.items()},
+        )
+
+    @property
+    def _model(self) -> nn.Module:
+        """The model as it is, whatever is in flight: any thread may ask."""
+        model = self._modules["module"]
+        assert model is not None
+        return model
+
+    def _job_state(self) -> dict[str, Any]:
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        groups = optimizer.param_groups if optimizer is not None else []
+        return {
+            "optimizer": {
+                "name": optimizer.name,
+                "num_steps": optimizer.num_steps,
+                "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            }
+            if optimizer is not None
+            else None,
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "loss_scale": self._update.loss_scale.state_dict(),
+            "counters": {
+                "global_steps": self.global_steps,
+                "global_samples": self.global_samples,
+                "skipped_steps": self.skipped_steps,
+                "micro_steps": self._window.micro_steps,
+            },
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        loader = self.training_dataloader
+        position = loader.state_dict() if hasattr(loader, "state_dict") else None
+        return {"rng": rng.capture(self.device), "data": position}
+
+    def steps_done(self) -> int | None:
+        return None if self.optimizer is not None and self.optimizer.changing else self.global_steps
+
+    def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        slots = list(own_slots(self._units, self.optimizer, exclude_frozen=order.exclude_frozen))
+        rank = self._group.rank
+        for name, tensor in outside_runs(self._model, exclude_frozen=order.exclude_frozen)[0].items():
+            if rank == 0:
+                slots.append(Slot.whole(f"model/{name}", tensor))
+            elif not joined and order.buffers.get(name) != _digest(tensor):
+                slots.append(Slot.whole(buffer_name(rank, name), tensor))
+        own = self._after_step if joined else self._own_state()
+        # Where every rank steps everything, one of them says it all.
+        loose = loose_states(self._units, self.optimizer) if self.plan.shards_states or rank == 0 else {}
+        return slots, {**own, "loose": loose}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return checksum(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
