@@ -80,8 +80,14 @@ def test_no_stage_number_above_the_plan(path):
             assert not (numbers and any("stage" in name for name in names)), f"{path}:{node.lineno}"
 
 
+# What stands around the core: files on disk, the commands, the built-in job.
+AROUND = {"checkpoint", "cli", "train", "compat", "env_report"}
+
+
 def test_the_package_stays_small():
-    assert sum(len(path.read_text().splitlines()) for path in FILES) < 17_000
+    lines = {path: len(path.read_text().splitlines()) for path in FILES}
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 11_000
+    assert sum(lines.values()) < 17_600
 
 
 def test_importing_onefold_does_nothing():

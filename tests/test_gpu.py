@@ -236,3 +236,52 @@ def compiled_on_gpu(stage: int) -> tuple[list[float], list[float]]:
 def test_compiled_blocks_on_the_gpu(nccl, stage):
     eager, compiled = nccl.run(compiled_on_gpu, stage)[0]
     torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=2e-2)
+
+
+def save_and_resume(folder: str, saving: int, loading: int, dtype: str, background: bool, alone: bool) -> bool:
+    """A run with dropout, saved on the way, beside one that goes on from the checkpoint."""
+
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(depth=3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            h = torch.nn.functional.dropout(self.net.embed(x), 0.3)
+            for block in self.net.blocks:
+                h = block(h)
+            return torch.nn.functional.cross_entropy(self.net.head(h).float().flatten(0, 1), y.flatten())
+
+    def go(engine: onefold.Engine, seed: int) -> list[float]:
+        losses = []
+        for x, y in batches(3, seed=seed):
+            loss = engine(x.cuda(), y.cuda())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    engine = start(Dropping(), config(saving, **precision(dtype)))
+    go(engine, 1)
+    if not alone or torch.distributed.get_rank() == 0:
+        engine.save_checkpoint(folder, background=background)
+    straight = go(engine, 2), {name: weight.cpu() for name, weight in weights_of(engine.module).items()}
+    engine.wait_for_checkpoint()
+    other = start(Dropping(), config(loading, **precision(dtype)))
+    path, _ = other.load_checkpoint(folder)
+    assert path is not None
+    again = go(other, 2), {name: weight.cpu() for name, weight in weights_of(other.module).items()}
+    return straight[0] == again[0] and all(torch.equal(straight[1][name], again[1][name]) for name in straight[1])
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(0, 3), (1, 2), (2, 1), (3, 0), (3, 3)])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one_on_the_gpu(nccl, staged, tmp_path, saving, loading, background):
+    for name, pool in (("nccl", nccl), ("staged", staged)):
+        assert all(pool.run(save_and_resume, str(tmp_path / name), saving, loading, "bf16", background, False))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rank_0_saves_alone_on_the_gpu(staged, tmp_path, stage):
+    assert all(staged.run(save_and_resume, str(tmp_path), stage, 2, "fp32", False, True))

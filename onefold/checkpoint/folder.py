@@ -27,7 +27,8 @@ from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, checksu
 LATEST = "latest"
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
-_PARTIAL = re.compile(r"\.(manifest\.json|latest)-[0-9a-f]{8}\.partial")
+_PARTIAL = re.compile(r"\.(manifest\.json|latest|zero_to_fp32\.py)-[0-9a-f]{8}\.partial")
+_STALE_SECONDS = 600
 # Where a file system cannot lock, data that nobody has touched for this long is taken for left over.
 _ABANDONED_SECONDS = 24 * 3600
 
@@ -36,9 +37,11 @@ def check_tag(tag: object) -> str:
     """A tag is the name of one folder."""
     name = str(tag)
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 200:
-        raise ValueError(f"tag {name!r} must be a plain folder name")
+        raise CheckpointError(f"tag {name!r} must be a plain folder name")
     if name == LATEST:
-        raise ValueError("tag 'latest' is the name of the file that says which checkpoint is the latest: take another")
+        raise CheckpointError(
+            "tag 'latest' is the name of the file that says which checkpoint is the latest: take another"
+        )
     return name
 
 
@@ -48,6 +51,11 @@ def new_data_folder(tag_folder: Path) -> Path:
     folder = tag_folder / f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
     folder.mkdir()
     return folder
+
+
+def data_folders(tag_folder: Path) -> list[str]:
+    """The folders of saves to a tag, published or not."""
+    return sorted(entry.name for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir())
 
 
 @contextmanager
@@ -106,14 +114,14 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
 
 def clean(tag_folder: Path) -> None:
     """Remove the data that the tag's manifest does not name and nobody is writing."""
-    for folder in [entry for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir()]:
+    for folder in [tag_folder / name for name in data_folders(tag_folder)]:
         with suppress(FileNotFoundError), locked(folder) as ours:
             # Read under the lock: whoever held it until now may have published.
             if ours and folder.name not in _named(tag_folder):
                 shutil.rmtree(folder)
-    for file in [entry for entry in tag_folder.iterdir() if _PARTIAL.fullmatch(entry.name)]:
+    for file in [*tag_folder.iterdir(), *tag_folder.parent.iterdir()]:
         with suppress(FileNotFoundError):
-            if time.time() - file.stat().st_mtime > 60:
+            if _PARTIAL.fullmatch(file.name) and time.time() - file.stat().st_mtime > _STALE_SECONDS:
                 file.unlink()
 
 
@@ -231,18 +239,17 @@ def choose(save_dir: Path, tag: str | None) -> tuple[list[Found], list[str]]:
 
 def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Remove all but the newest checkpoints, and those of every so many steps. Returns the tags that went."""
-    if keep_last is None:
-        return []
-    published = [found for found in list_tags(save_dir) if found.manifest is not None]
+    published = [found for found in list_tags(save_dir) if found.manifest is not None] if keep_last else []
     complete = [found for found in published if not found.problems]
-    with suppress(CheckpointError):
+    try:
         kept = {found.tag for found in complete[:keep_last]} | {read_latest(save_dir)}
-        gone = []
-        for found in published:
-            assert found.manifest is not None
-            every = keep_every is not None and found.manifest.global_steps % keep_every == 0
-            if found.tag not in kept and not every and found.age < complete[0].age:
-                remove(found.folder)
-                gone.append(found.tag)
-        return gone
-    return []
+    except CheckpointError:  # `latest` is damaged: what it names cannot be told, so nothing goes
+        return []
+    gone = []
+    for found in published if complete else ():
+        assert found.manifest is not None
+        every = keep_every is not None and found.manifest.global_steps % keep_every == 0
+        if found.tag not in kept and not every and found.age < complete[0].age:
+            remove(found.folder)
+            gone.append(found.tag)
+    return gone

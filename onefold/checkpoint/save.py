@@ -42,6 +42,7 @@ from onefold.checkpoint.orders import (
     write_script,
 )
 from onefold.checkpoint.shards import Slot, write_shard
+from onefold.checkpoint.staging import Staging
 from onefold.comm import Board, Disagreement, Guard
 from onefold.report.log import logger
 
@@ -64,6 +65,7 @@ class Saver:
         self._served = 0
         # The last order that the listener has dealt with, for a call of this rank's program that comes after it.
         self._passed: dict[str, Any] | None = None
+        self._staging = Staging()
         # One part at a time, whichever thread does it.
         self._mutex = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -279,7 +281,7 @@ class Saver:
             check()
             slots, own = self._part(owner, order, joined=False)
             if order.background:
-                slots = [replace(slot, memory=slot.memory.to("cpu", copy=True)) for slot in slots]
+                slots = self._staging.copy(slots)
                 self._note(order, "copied")
         except Exception as error:
             self._fail(order, error)
@@ -364,7 +366,7 @@ class Saver:
                 raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")
             slots, own = self._part(owner, order, joined=True)
             if order.background:
-                slots = [replace(slot, memory=slot.memory.to("cpu", copy=True)) for slot in slots]
+                slots = self._staging.copy(slots)
                 self._note(order, "copied")
         except Exception as error:
             self._fail(order, error)

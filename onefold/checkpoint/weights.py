@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -90,7 +91,7 @@ def save_weights(
         found = consolidate(model, exclude_frozen=exclude_frozen)
         together = _Together()
         together.first(lambda: os.makedirs(folder, exist_ok=True))
-        together.first(lambda: torch.save(found, os.path.join(folder, file_name)))
+        together.first(lambda: _pickle(found, Path(folder, file_name)))
         together.agree()
         return
     contents = Contents.of(model, exclude_frozen=exclude_frozen)
@@ -108,6 +109,16 @@ def save_weights(
         if together.error is not None:
             writer.discard()
     together.agree()
+
+
+def _pickle(found: object, path: Path) -> None:
+    """The old file or the new one, never a part of it."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    with unfinished.open("wb") as file:
+        torch.save(found, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
 
 
 class _Together:

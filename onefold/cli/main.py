@@ -7,13 +7,16 @@ import sys
 from collections.abc import Sequence
 
 import onefold
-from onefold.cli import env, launch, train
+from onefold.cli import ckpt, env, export, import_deepspeed, launch, train
 
 EPILOG = """\
 examples:
   onefold train                             a small GPT learns the Python standard library, in under two minutes
   onefold launch train.py --deepspeed_config ds_config.json
                                             your own script, on every GPU of this host
+  onefold export checkpoints weights        a checkpoint's weights, whole, for other tools
+  onefold import-deepspeed checkpoints out  DeepSpeed's checkpoint, turned into onefold's
+  onefold ckpt ls checkpoints               which checkpoints there are, and whether they are complete
   onefold env                               versions, devices, memory, and what onefold will use here
 
 `onefold COMMAND --help` tells more.
@@ -29,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (train, launch, env):
+    for command in (train, launch, export, ckpt, import_deepspeed, env):
         command.add_parser(commands)
     return parser
 

@@ -59,11 +59,11 @@ class Board:
 
     def wait(self, ready: Callable[[], bool], whom: Callable[[], list[int]], what: str) -> None:
         """Until `ready`. Raises where one of the ranks that are waited for no longer beats."""
-        pause, last = _SHORTEST, dict[int, tuple[Any, float]]()
+        started, last = time.monotonic(), dict[int, tuple[Any, float]]()
         while not ready():
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST)
-            for rank in whom() if pause == _LONGEST else []:
+            waited = time.monotonic() - started
+            time.sleep(min(max(waited / 20, _SHORTEST), _LONGEST))
+            for rank in whom() if waited > 1 else []:
                 beat, now = None, time.monotonic()
                 with suppress(RuntimeError):
                     beat = self.read(f"beat/{rank}")

@@ -153,7 +153,7 @@ class Loading(Saving):
             saved = groups_for(checkpoint, target, state["optimizer"]["groups"])
             for group, values in zip(self.optimizer.param_groups, saved, strict=True):
                 group.update(values)
-            self._restore_loss_scale(state["loss_scale"])
+            self._restore_loss_scale(state["loss_scale"] or {})
         if asked.scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if asked.job:

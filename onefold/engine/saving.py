@@ -109,14 +109,15 @@ class Saving(Facts, Savable):
                 "right after the engine.step() of a boundary (engine.is_gradient_accumulation_boundary() before it), "
                 "or call engine.zero_grad() to drop them"
             )
-        parameters = groups_of(self._units)
-        outside, aliases = outside_runs(self._model, exclude_frozen=exclude_frozen)
+        outside, aliases = outside_runs(self._model)
+        # What is a parameter and lies in no run (quantized weights, whole numbers) is not trained here.
+        parameters = groups_of(self._units) | {n: None for n, t in outside.items() if isinstance(t, nn.Parameter)}
         return Head(
             state={**self._job_state(), "client_state": client_state, "config": self.settings.raw},
             parameters=parameters,
             aliases=aliases,
             left_out=[name for name, group in parameters.items() if group is None] if exclude_frozen else [],
-            buffers={name: _digest(tensor) for name, tensor in outside.items()},
+            buffers={name: _digest(t) for name, t in outside.items() if not isinstance(t, nn.Parameter)},
         )
 
     @property

@@ -126,8 +126,8 @@ class RepeatingLoader:
     """A loader that starts over when it is exhausted, with a new shuffle each time."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self.epoch = 0
+        self.loader: Any = loader
+        self._num_passes = 0
         self._batches: Iterator[Any] = iter(loader)
 
     def __iter__(self) -> RepeatingLoader:
@@ -137,9 +137,22 @@ class RepeatingLoader:
         try:
             return next(self._batches)
         except StopIteration:
-            self.epoch += 1
+            self._num_passes = self.epoch + 1
             set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
-                set_epoch(self.epoch)
+                set_epoch(self._num_passes)
             self._batches = iter(self.loader)
             return next(self._batches)
+
+    @property
+    def epoch(self) -> int:
+        """The sampler's where it has one: it may have been resumed."""
+        epoch: int = getattr(getattr(self.loader, "sampler", None), "epoch", self._num_passes)
+        return epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)

@@ -1,0 +1,278 @@
+"""What a checkpoint holds, and whether it is still what was saved: facts for people and programs, without weights.
+
+Nothing here changes a file. `onefold ckpt` shows what is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onefold.checkpoint.folder import LATEST, Found, data_folders, examine, is_deepspeeds, list_tags, read_latest
+from onefold.checkpoint.header import DTYPE_NAMES, read_into
+from onefold.checkpoint.manifest import NAME, RANGE_BYTES, CheckpointError, File, Manifest, Part, checksum
+
+# -- what is there ---------------------------------------------------------------------------------------------------
+
+
+def list_all(folder: Path) -> list[Found]:
+    """Every checkpoint of a folder, DeepSpeed's last; of a tag's own folder, that one."""
+    if is_tag_folder(folder):
+        return [examine(folder)]
+    ours = list_tags(folder)
+    known = {found.tag for found in ours}
+    others = sorted(entry for entry in folder.iterdir() if entry.name not in known and entry.is_dir())
+    return ours + [examine(entry) for entry in others if is_deepspeeds(entry)]
+
+
+def is_tag_folder(folder: Path) -> bool:
+    return (folder / NAME).exists() or is_deepspeeds(folder)
+
+
+def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
+    """What `latest` names, and what is wrong with it."""
+    try:
+        latest = read_latest(save_dir)
+    except CheckpointError as error:
+        return None, str(error)
+    if latest is not None and not (save_dir / latest).is_dir():
+        return latest, f"{save_dir / LATEST}: names {latest}, which is not there"
+    return latest, None
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """One line of a list of checkpoints."""
+    manifest = found.manifest
+    if manifest is not None:
+        state = "damaged" if found.problems else "complete"
+    elif is_deepspeeds(found.folder):
+        state = "DeepSpeed's"
+    else:
+        state = "damaged" if found.is_somebodys else "not published"
+    return {
+        "tag": found.tag,
+        "steps": manifest.global_steps if manifest is not None else None,
+        "saved": manifest.saved if manifest is not None else None,
+        "bytes": manifest.nbytes if manifest is not None else bytes_under(found.folder),
+        "ranks": manifest.world_size if manifest is not None else None,
+        "state": state,
+        "complete": state == "complete",
+        "problems": list(found.problems),
+        "unpublished_bytes": unpublished_bytes(found),
+    }
+
+
+def unpublished_bytes(found: Found) -> int:
+    """Of data that the manifest does not name: being written, or left over. 0 where a damaged manifest may name it."""
+    if found.manifest is None and found.is_somebodys:
+        return 0
+    named = found.manifest.data_folders if found.manifest is not None else set()
+    return sum(bytes_under(found.folder / name) for name in data_folders(found.folder) if name not in named)
+
+
+def bytes_under(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # a save removes its notes meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+# -- what one holds --------------------------------------------------------------------------------------------------
+
+_KINDS = ("trained parameters", "frozen parameters", "buffers", "optimizer", "buffers of ranks", "other state")
+
+
+def describe(folder: Path, manifest: Manifest, problems: Sequence[str]) -> dict[str, Any]:
+    """Everything but values, for JSON. `optimizer`, `lr_scheduler`, `loss_scale` and `config` are tagged JSON."""
+    state = manifest.state
+    return {
+        "tag": manifest.tag,
+        "folder": str(folder),
+        "saved": manifest.saved,
+        "writer": manifest.writer,
+        "ranks": manifest.world_size,
+        "bytes": manifest.nbytes,
+        "complete": not problems,
+        "problems": list(problems),
+        "counters": state.get("counters"),
+        "kinds": _kinds(manifest),
+        "aliases": dict(manifest.aliases),
+        "left_out": list(manifest.left_out),
+        "optimizer": state.get("optimizer"),
+        "parameters_by_group": _group_sizes(manifest),
+        "lr_scheduler": state.get("lr_scheduler"),
+        "loss_scale": state.get("loss_scale"),
+        "client_state_keys": _keys(state.get("client_state")),
+        "config": state.get("config"),
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in manifest.files],
+    }
+
+
+def describe_tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "dtype": DTYPE_NAMES[stored.dtype],
+            "shape": list(stored.shape),
+            "bytes": stored.nbytes,
+            "files": sorted({manifest.files[part.file].name for part in stored.parts}),
+        }
+        for name, stored in sorted(manifest.tensors.items())
+    ]
+
+
+def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
+    """What the tensors are for: how many of each kind, and of which dtypes and sizes."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, stored in manifest.tensors.items():
+        kind = kinds.setdefault(_kind(name, manifest), {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}})
+        kind["tensors"] += 1
+        kind["elements"] += stored.numel
+        kind["bytes"] += stored.nbytes
+        kind["dtypes"][DTYPE_NAMES[stored.dtype]] = None
+    ordered = sorted(kinds, key=lambda kind: (_KINDS.index(kind.partition(":")[0]), kind))
+    return [{"kind": kind, **kinds[kind], "dtypes": [*kinds[kind]["dtypes"]]} for kind in ordered]
+
+
+def _kind(name: str, manifest: Manifest) -> str:
+    room, _, rest = name.partition("/")
+    if room == "model":
+        if rest not in manifest.parameters:
+            return "buffers"
+        return "frozen parameters" if manifest.parameters[rest] is None else "trained parameters"
+    if room == "optimizer":
+        return f"optimizer: {rest.rpartition('/')[2]}"
+    return "buffers of ranks" if room == "buffer" else "other state"
+
+
+def _group_sizes(manifest: Manifest) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for group in manifest.parameters.values():
+        key = "frozen" if group is None else str(group)
+        sizes[key] = sizes.get(key, 0) + 1
+    return sizes
+
+
+def _keys(tree: Any) -> list[str]:
+    """Of a tagged dict."""
+    if not isinstance(tree, dict):
+        return []
+    return [spell(key) for key, _ in tree["$dict"]] if "$dict" in tree else [*tree]
+
+
+def spell(tree: Any) -> str:
+    """Tagged JSON on one line, for people."""
+    if isinstance(tree, list):
+        return f"[{', '.join(map(spell, tree))}]"
+    if not isinstance(tree, dict):
+        return str(tree)
+    tag = next(iter(tree)) if len(tree) == 1 else ""
+    if tag in ("$tensor", "$complex128_tensor", "$ndarray"):
+        return f"a {tag.removeprefix('$')}"
+    if tag.startswith("$") and tag != "$dict":
+        return spell(tree[tag])
+    pairs = tree[tag] if tag == "$dict" else tree.items()
+    return f"{{{', '.join(f'{spell(key)}: {spell(value)}' for key, value in pairs)}}}"
+
+
+# -- whether it is what was saved ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is not as it was saved: a file, or bytes [start, stop) of it, and the tensors this concerns."""
+
+    file: str
+    problem: str
+    tensors: tuple[str, ...] = ()
+    start: int | None = None
+    stop: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        where = None if self.start is None else [self.start, self.stop]
+        return {"file": self.file, "problem": self.problem, "tensors": list(self.tensors), "bytes": where}
+
+    def __str__(self) -> str:
+        if self.start is not None:
+            return f"{self.file}: {self.tensors[0]!r}, bytes {self.start} to {self.stop}: {self.problem}"
+        named = ", ".join(self.tensors[:5]) + (", ..." if len(self.tensors) > 5 else "")
+        return f"{self.file}: {self.problem}" + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
+
+
+def verify(found: Found, advance: Callable[[int], None]) -> Iterator[Damage]:
+    """Every damage of a checkpoint; all of its bytes are read. `advance` is told of bytes that are dealt with."""
+    if found.manifest is None:
+        yield Damage(str(found.folder / NAME), "; ".join(found.problems))
+        return
+    parts: dict[int, list[tuple[str, int, Part]]] = {}
+    for name, stored in found.manifest.tensors.items():
+        for part in stored.parts:
+            parts.setdefault(part.file, []).append((name, stored.dtype.itemsize, part))
+    for number, file in enumerate(found.manifest.files):
+        inside = sorted(parts.get(number, []), key=lambda entry: entry[2].offset)
+        yield from _verify_file(found.folder / file.name, file, inside, advance)
+
+
+def _verify_file(
+    path: Path, file: File, parts: Sequence[tuple[str, int, Part]], advance: Callable[[int], None]
+) -> Iterator[Damage]:
+    """A file's size, its header, then its tensors in the order they lie there."""
+    try:
+        opened = path.open("rb", buffering=0)
+    except OSError as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        yield Damage(str(path), problem, tuple(dict.fromkeys(name for name, _, _ in parts)))
+        advance(file.nbytes)
+        return
+    with opened:
+        size = path.stat().st_size
+        if size != file.nbytes:
+            yield Damage(str(path), f"{size} bytes, {file.nbytes} were written: truncated or overwritten")
+        header = memoryview(bytearray(file.header_bytes))
+        problem = _read(opened.fileno(), header, 0, file.header_checksum)
+        if problem:
+            yield Damage(str(path), f"the header: {problem}")
+        advance(file.header_bytes)
+        left = file.nbytes - file.header_bytes
+        for name, itemsize, part in parts:
+            yield from _verify_part(opened.fileno(), path, name, part, itemsize, advance)
+            left -= (part.stop - part.start) * itemsize
+        if left:
+            yield Damage(str(path), f"the manifest's tensors do not fill it: {left} bytes have no checksum")
+            advance(left)
+
+
+def _verify_part(
+    descriptor: int, path: Path, name: str, part: Part, itemsize: int, advance: Callable[[int], None]
+) -> Iterator[Damage]:
+    """Neighbouring ranges with the same problem are told as one."""
+    end = part.offset + (part.stop - part.start) * itemsize
+    buffer = memoryview(bytearray(min(RANGE_BYTES, end - part.offset)))
+    last: Damage | None = None
+    for number, start in enumerate(range(part.offset, end, RANGE_BYTES)):
+        stop = min(start + RANGE_BYTES, end)
+        problem = _read(descriptor, buffer[: stop - start], start, part.checksums[number])
+        advance(stop - start)
+        if problem and last is not None and (last.problem, last.stop) == (problem, start):
+            last = replace(last, stop=stop)
+        elif problem:
+            if last is not None:
+                yield last
+            last = Damage(str(path), problem, (name,), start, stop)
+    if last is not None:
+        yield last
+
+
+def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> str:
+    """Fill the buffer; what is wrong with what is there, if anything."""
+    try:
+        got = read_into(descriptor, buffer, offset)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if got < len(buffer):
+        return "truncated, the file ends before them"
+    return "" if checksum(buffer) == expected else "damaged, the checksum does not fit"

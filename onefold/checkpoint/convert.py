@@ -1,0 +1,91 @@
+"""DeepSpeed's checkpoint in, onefold's out: one tensor at a time, by one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.checkpoint import folder, tagged
+from onefold.checkpoint.deepspeed import DeepSpeedCheckpoint, read_checkpoint
+from onefold.checkpoint.manifest import CheckpointError, Manifest, join_parts
+from onefold.checkpoint.orders import write_script
+from onefold.checkpoint.shards import ShardWriter, Slot
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of a DeepSpeed checkpoint. `left_out`: keys of the client state that are not plain data."""
+
+    folder: Path
+    source: DeepSpeedCheckpoint
+    nbytes: int
+    left_out: list[str]
+
+
+def import_deepspeed(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    progress: Progress = lambda name, done, total: None,
+) -> Imported:
+    """Write OUT/TAG and OUT/latest from a checkpoint that DeepSpeed wrote (stages 1, 2, 3). The source is only read."""
+    found = read_checkpoint(source, tag)
+    save_dir, name = Path(os.path.abspath(out)), folder.check_tag(found.folder.name)
+    if folder.is_deepspeeds(save_dir / name):
+        raise CheckpointError(f"{save_dir / name} holds DeepSpeed's files: take another folder for OUT")
+    client_state, left_out = _plain(found.state["client_state"])
+    state, tensors = tagged.encode({"config": None, **found.state, "client_state": client_state}, "state")
+    more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
+    entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
+    total, done = sum(slot.memory.nbytes for slot in entries), 0
+    data = folder.new_data_folder(save_dir / name)
+    try:
+        with folder.locked(data), ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
+            for slot in more:
+                writer.write(slot)
+            for key, tensor in found.tensors():
+                writer.write(Slot.whole(key, tensor))
+                done += tensor.nbytes
+                progress(key, done, total)
+            record = writer.close({})
+            manifest = Manifest(
+                tag=name,
+                saved=datetime.now(UTC).isoformat(),
+                global_steps=found.state["counters"]["global_steps"],
+                world_size=1,
+                files=(record.file,),
+                tensors=join_parts(record.numbered(0)),
+                parameters=dict(found.parameters),
+                state=state,
+                ranks=[{}],
+                aliases=dict(found.aliases),
+                writer=f"imported from DeepSpeed, {found.world_size} ranks",
+            )
+            write_script(save_dir)
+            folder.publish(save_dir, manifest, save_latest=True)
+    except BaseException:
+        shutil.rmtree(data, ignore_errors=True)
+        raise
+    folder.clean(save_dir / name)
+    return Imported(save_dir / name, found, record.file.nbytes, left_out)
+
+
+def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What can be kept of a stranger's client state, and the keys of what cannot."""
+    kept, left_out = {}, []
+    for key, value in client_state.items():
+        try:
+            tagged.encode(value, key)
+            kept[key] = value
+        except tagged.ClientStateError:
+            left_out.append(key)
+    return kept, left_out

@@ -1,0 +1,405 @@
+"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, read by themselves: no DeepSpeed, and no pickle is run.
+
+[Note: What DeepSpeed writes]
+`<folder>/latest` names a folder with one optimizer file per data-parallel rank, and one model file (stages 1 and 2) or
+one per rank (stage 3). An optimizer file holds flat vectors of masters and, in the state of torch's optimizer, a vector
+of the same kind for each of its states. Whose elements they are only `param_shapes` of the model file says, by order.
+
+    stage   a flat vector is     cut over ranks                                         not trained
+    1, 2    a parameter group    as a whole: rank after rank, padding at its end        in `module`, whole
+    3       a run of parameters  each parameter by itself, padded to a multiple of the  fragments in every
+            of one group         number of ranks; a rank's slices lie end to end        rank's model file
+
+Masters of stages 1 and 2 are written without their padding, optimizer states with it (unless `elastic_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.checkpoint.pickles import Record, read_torch_file
+
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+UNIVERSAL = "this is DeepSpeed's universal format; give the checkpoint that it was converted from"
+NOT_READ = {
+    r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*": "experts in files of their own (MoE) are not read",
+    r"layer_\d+-.*": "the layers of a pipeline are not read",
+    r"zero": UNIVERSAL,
+    r"offloaded_tensors": "optimizer states on NVMe are not read; save without that offload",
+}
+# DeepSpeed's stages, and whether each parameter is cut over the ranks by itself.
+SLICED = {1: False, 2: False, 3: True}
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+# What DeepSpeed itself keeps in a model file. All else there was given by the user.
+OWN_KEYS = {
+    "buffer_names", "checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version",
+    "frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler", "module",
+    "mp_world_size", "optimizer", "param_shapes", "random_ltd", "shared_params", "skipped_steps",
+    "sparse_tensor_module_names", "universal_checkpoint_info",
+}  # fmt: skip
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of the checkpoint, and where its elements are."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    partitions: Sequence[torch.Tensor]
+    """By rank."""
+    start: int = 0
+    sliced: bool = False
+    """Each partition has a slice of it at `start` (stage 3); else the partitions are one vector, end to end."""
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        numel, start = math.prod(self.shape), self.start
+        share = -(-numel // len(self.partitions))
+        for rank, partition in enumerate(self.partitions):
+            if self.sliced:
+                yield partition[start : start + max(0, min(share, numel - rank * share))]
+            else:
+                if -numel < start < partition.numel():
+                    yield partition.reshape(-1)[max(0, start) : start + numel]
+                start -= partition.numel()
+
+    def assemble(self) -> torch.Tensor:
+        pieces = list(self.pieces())
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for target, piece in zip(whole.view(-1).split([piece.numel() for piece in pieces]), pieces, strict=True):
+            target.copy_(piece)
+        return whole
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """A checkpoint's tensors in full, one at a time from mapped files, and all else as plain data."""
+
+    folder: Path
+    stage: int
+    world_size: int
+    """Data-parallel ranks that wrote it."""
+    aliases: Mapping[str, str]
+    """Tied parameters: a name that is not stored -> the one that stands for it."""
+    parameters: Mapping[str, int | None]
+    """Name -> its group of the optimizer, or None where it isn't trained."""
+    state: dict[str, Any]
+    """optimizer, lr_scheduler, loss_scale, counters, client_state."""
+    sources: Sequence[Source]
+
+    def entries(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
+        """Name, dtype and shape of what `tensors` yields, without reading it."""
+        for source in self.sources:
+            yield source.name, source.dtype, source.shape
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`model/<name>`: fp32 masters, what isn't trained in its own dtype; `optimizer/<name>/<state>`: fp32."""
+        for source in self.sources:
+            yield source.name, source.assemble()
+
+
+def read_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
+    """The checkpoint `tag` of a folder that DeepSpeed saved to, by default its latest."""
+    where = _find(Path(folder), tag)
+    try:
+        return _build(where, _open(where))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: not as DeepSpeed writes it: {error!r}") from error
+
+
+def _build(folder: Path, files: _Files) -> DeepSpeedCheckpoint:
+    trained = [_read_trained(files, index) for index in range(len(files.shapes))]
+    untrained, aliases = _read_untrained(files)
+    weights = {name: source for masters, _ in trained for name, source in masters.items()} | untrained
+    states = [source for _, of_flat in trained for source in of_flat]
+    group_of = {index: number for number, group in enumerate(files.groups) for index in group["params"]}
+    groups = {name: group_of[index] for index, shapes in enumerate(files.shapes) for name in shapes}
+    in_order = [name for name in dict.fromkeys([*files.module, *weights]) if name in weights]
+    return DeepSpeedCheckpoint(
+        folder=folder,
+        stage=files.stage,
+        world_size=files.world_size,
+        aliases=aliases,
+        parameters={name: groups.get(name) for name in in_order if name not in files.buffers},
+        state=_read_state(files),
+        sources=[*(weights[name] for name in in_order), *states],
+    )
+
+
+def _find(folder: Path, tag: str | None) -> Path:
+    """The folder of one checkpoint: `folder` itself where the files lie in it."""
+    if tag is None:
+        if any(OPTIMIZER_FILE.fullmatch(file.name) for file in folder.iterdir()):
+            return folder
+        if not (folder / "latest").is_file():
+            universal = (folder / "latest_universal").is_file()
+            raise ValueError(f"{folder}: {UNIVERSAL if universal else 'has no file `latest` that names a checkpoint'}")
+        tag = (folder / "latest").read_text().strip()
+    if tag in ("", "..") or Path(tag).name != tag or not (folder / tag).is_dir():
+        raise ValueError(f"{folder}: has no checkpoint {tag!r}")
+    return folder / tag
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files hold."""
+
+    stage: int
+    model_files: Sequence[Path]
+    optimizer_files: Sequence[Path]
+    """Both by rank."""
+    model: dict[str, Any]
+    """Of rank 0."""
+    optimizers: Sequence[dict[str, Any]]
+    """By rank."""
+
+    @property
+    def sliced(self) -> bool:
+        return SLICED[self.stage]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.optimizers)
+
+    @property
+    def module(self) -> dict[str, Any]:
+        return self.model["module"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def buffers(self) -> set[str]:
+        return set(self.model["buffer_names"])
+
+    @cached_property
+    def shapes(self) -> list[dict[str, Shape]]:
+        """Of the parameters in each flat vector."""
+        return [_shapes(group) for group in self.model["param_shapes"]]
+
+    @cached_property
+    def bases(self) -> list[Any]:
+        """The state of torch's optimizer, by rank: a state_dict, or a list of states (`elastic_checkpoint`)."""
+        key = "optimizer_state_dict" if self.sliced else "base_optimizer_state"
+        return [optimizer[key] for optimizer in self.optimizers]
+
+    @cached_property
+    def groups(self) -> list[dict[str, Any]]:
+        """Of torch's optimizer, with the flat vectors in each."""
+        if isinstance(self.bases[0], list):  # hyperparameters were not saved
+            return [{"params": [index]} for index in range(len(self.shapes))]
+        return list(self.bases[0]["param_groups"])
+
+    def states(self, rank: int, index: int) -> dict[str, Any]:
+        """Of one flat vector; empty before the first step."""
+        base = self.bases[rank]
+        found = base[index] if isinstance(base, list) else base["state"].get(index, {})
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _open(folder: Path) -> _Files:
+    model_files, optimizer_files = _classify(folder)
+    if not optimizer_files:
+        raise ValueError(f"{folder}: has no *_optim_states.pt: not of ZeRO stage 1, 2 or 3")
+    first = optimizer_files[min(optimizer_files)]
+    optimizer = _read_dict(first)["optimizer_state_dict"]
+    stage, world_size = _stage(optimizer, first), _world_size(optimizer, first)
+    _check_ranks(folder, "optim_states", optimizer_files, world_size)
+    _check_ranks(folder, "model_states", model_files, world_size if SLICED[stage] else 1)
+    model = _read_dict(model_files[0])
+    degrees = [model.get("mp_world_size", 1), *model.get("checkpoint_parallel_dimensions", {}).values()]
+    if any(degree != 1 for degree in degrees):
+        raise ValueError(f"{model_files[0]}: tensor or pipeline parallelism is not read, only data parallelism")
+    if any(key in model for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
+        raise ValueError(f"{model_files[0]}: experts (MoE) are not read")
+    others = [_read_dict(optimizer_files[rank])["optimizer_state_dict"] for rank in range(1, world_size)]
+    by_rank = [[files[rank] for rank in sorted(files)] for files in (model_files, optimizer_files)]
+    return _Files(stage, by_rank[0], by_rank[1], model, [optimizer, *others])
+
+
+def _classify(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Model files and optimizer files, by rank."""
+    found: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
+    for file in sorted(folder.iterdir()):
+        for pattern, why in NOT_READ.items():
+            if re.fullmatch(pattern, file.name):
+                raise ValueError(f"{file}: {why}")
+        for kind, by_rank in zip((MODEL_FILE, OPTIMIZER_FILE), found, strict=True):
+            if match := kind.fullmatch(file.name):
+                rank = int(match[1] or 0)
+                if int(match[2]) > 0:
+                    raise ValueError(f"{file}: model parallelism is not read, only data parallelism")
+                if rank in by_rank:
+                    raise ValueError(f"{folder}: two checkpoints in one: {by_rank[rank].name} and {file.name}")
+                by_rank[rank] = file
+    return found
+
+
+def _check_ranks(folder: Path, what: str, files: dict[int, Path], count: int) -> None:
+    missing, more = sorted(set(range(count)) - set(files)), sorted(set(files) - set(range(count)))
+    for ranks, why in ((missing, "are missing"), (more, "are of another run")):
+        if ranks:
+            these = ", ".join(map(str, ranks))
+            raise ValueError(f"{folder}: should have {count} *_{what}.pt, but those of ranks {these} {why}")
+
+
+def _read_dict(file: Path) -> dict[str, Any]:
+    if not isinstance(found := read_torch_file(file), dict):
+        raise ValueError(f"{file}: not a file of a DeepSpeed checkpoint")
+    return found
+
+
+def _stage(optimizer: dict[str, Any], file: Path) -> int:
+    stage = optimizer.get("zero_stage", 1)  # DeepSpeed's BF16_Optimizer is stage 1 without saying so
+    if isinstance(stage, Record):
+        (value,) = stage.args
+        stage = STAGES.get(value, value)
+    if stage not in SLICED:
+        raise ValueError(f"{file}: ZeRO stage {stage!r} is not read, only 1, 2 and 3")
+    return int(stage)
+
+
+def _world_size(optimizer: dict[str, Any], file: Path) -> int:
+    counts = optimizer.get("partition_count")
+    counts = counts if isinstance(counts, list) and counts else [counts]
+    if not all(type(count) is int and 0 < count < 2**20 for count in counts):
+        raise ValueError(f"{file}: partition_count is {counts}, which is no number of ranks")
+    if len(set(counts)) > 1:
+        raise ValueError(f"{file}: groups are cut over {counts} ranks: experts (MoE) are not read")
+    return int(counts[0])
+
+
+def _shapes(found: dict[str, Any]) -> dict[str, Shape]:
+    for name, shape in found.items():
+        if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"{name!r} should have a shape, not {shape!r}")
+    return {name: tuple(shape) for name, shape in found.items()}
+
+
+def _read_trained(files: _Files, index: int) -> tuple[dict[str, Source], list[Source]]:
+    """The parameters of one flat vector, and their optimizer states."""
+    sliced, shapes = files.sliced, files.shapes[index]
+    gaps = None if sliced else files.optimizers[0].get("param_alignment_paddings")  # a setting of newer versions
+    starts, end = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps[index] if gaps else [0] * len(shapes), strict=True):
+        starts[name] = end
+        end += -(-math.prod(shape) // files.world_size) if sliced else math.prod(shape) + gap
+
+    key = "fp32_flat_groups" if sliced else "single_partition_of_fp32_groups"
+    masters = [optimizer[key][index] for optimizer in files.optimizers]
+    sizes = [master.numel() for master in masters]
+    # Padding, where it was written, makes the shares of all ranks even.
+    fits = set(sizes) == {end} if sliced else 0 <= sum(sizes) - end < 2 * files.world_size
+    if not fits or {len(optimizer[key]) for optimizer in files.optimizers} != {len(files.shapes)}:
+        raise ValueError(f"{files.optimizer_files[0]}: ranks hold {sizes} masters, where {end} belong to parameters")
+    names = {name: None for rank in range(files.world_size) for name in files.states(rank, index) if name != "step"}
+    states = {name: _read_states(files, index, name, sizes) for name in names}
+
+    def source(where: str, name: str, partitions: Sequence[torch.Tensor]) -> Source:
+        return Source(where, torch.float32, shapes[name], partitions, starts[name], sliced)
+
+    weights = {name: source(f"model/{name}", name, masters) for name in shapes}
+    return weights, [
+        source(f"optimizer/{name}/{state}", name, found) for name in shapes for state, found in states.items()
+    ]
+
+
+def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+    found = []
+    for rank, size in enumerate(sizes):
+        state = files.states(rank, index).get(name)
+        padding = 0 if files.sliced else files.optimizers[rank]["group_paddings"][index]
+        if not isinstance(state, torch.Tensor) or tuple(state.shape) not in {(size,), (size + padding,)}:
+            what = f"the optimizer's {name!r} is not one number for each of {size} elements: not read"
+            raise ValueError(f"{files.optimizer_files[rank]}: {what}")
+        found.append(state)
+    return found
+
+
+def _read_untrained(files: _Files) -> tuple[dict[str, Source], dict[str, str]]:
+    """Frozen parameters and buffers; and tied names, whether trained or not."""
+    frozen = _shapes(files.model.get("frozen_param_shapes") or {})
+    trained = {name for shapes in files.shapes for name in shapes}
+    stored = {*files.module, *trained, *frozen}
+    tied = (files.model.get("shared_params") or {}).items()
+    aliases = {alias: name for alias, name in tied if alias not in trained and alias not in frozen and name in stored}
+    models = [files.model, *(_read_dict(file) for file in files.model_files[1:])] if frozen else []
+    found = {}
+    for name in dict.fromkeys([*files.module, *frozen]):
+        if name in trained or name in aliases:
+            continue
+        whole, fragments = files.module.get(name), [model["frozen_param_fragments"].get(name) for model in models]
+        sliced = files.sliced and name in frozen
+        parts = fragments if sliced or whole is None else [whole]
+        if name.endswith("_extra_state") or not all(isinstance(part, torch.Tensor) for part in parts):
+            raise ValueError(f"{files.model_files[0]}: {name!r} is not a weight: extra states of modules are not read")
+        shape, dtype = frozen.get(name, tuple(parts[0].shape)), parts[0].dtype
+        lost = files.sliced and not sliced and name not in files.buffers and parts[0].numel() == 0
+        share = -(-math.prod(shape) // len(parts))
+        if lost or any(part.numel() != share for part in parts):
+            raise ValueError(f"{files.model_files[0]}: DeepSpeed saved only a part of {name!r}")
+        if whole is not None and whole.dtype is not dtype:
+            raise ValueError(f"{files.model_files[0]}: {name!r} was saved as {dtype}: quantized weights are not read")
+        found[name] = Source(f"model/{name}", dtype, shape, parts, 0, sliced)
+    return found, aliases
+
+
+def _read_state(files: _Files) -> dict[str, Any]:
+    model, config = files.model, files.model.get("ds_config")
+    config = config if isinstance(config, dict) else {}  # a path, where DeepSpeed was given one
+    optimizer = config.get("optimizer")
+    counters = {key: int(model[key]) for key in ("global_steps", "global_samples", "skipped_steps")}
+    # Not saved; what it was at the end of a step.
+    counters["micro_steps"] = counters["global_steps"] * _accumulation_steps(config, files.world_size)
+    groups = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in files.groups]
+    return {
+        "optimizer": {
+            "name": optimizer.get("type") if isinstance(optimizer, dict) else None,
+            "num_steps": _num_steps(files, counters["global_steps"] - counters["skipped_steps"]),
+            "groups": groups,
+        },
+        "lr_scheduler": model.get("lr_scheduler"),
+        "loss_scale": _loss_scale(files.optimizers[0].get("loss_scaler")),
+        "counters": counters,
+        "client_state": {key: value for key, value in model.items() if key not in OWN_KEYS},
+    }
+
+
+def _accumulation_steps(config: dict[str, Any], world_size: int) -> int:
+    if isinstance(given := config.get("gradient_accumulation_steps"), int):
+        return given
+    whole, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    return whole // (micro * world_size) if isinstance(whole, int) and isinstance(micro, int) else 1
+
+
+def _num_steps(files: _Files, otherwise: int) -> int:
+    """Steps that the optimizer counted; `otherwise` where it does not count (SGD)."""
+    all_states = [files.states(rank, index) for rank in range(files.world_size) for index in range(len(files.shapes))]
+    steps = {int(states["step"]) for states in all_states if "step" in states}
+    if len(steps) > 1:
+        raise ValueError(f"{files.optimizer_files[0].parent}: files of different steps: {sorted(steps)}")
+    # Older versions count in the groups; newer ones leave a 0 there.
+    counts = [group["step"] for group in files.groups if "step" in group]
+    otherwise = files.optimizers[0].get("base_optimizer_state_step", otherwise)
+    return int(max(steps or counts, default=otherwise))
+
+
+def _loss_scale(scaler: Any) -> dict[str, Any] | None:
+    """As onefold's own loss scales keep it."""
+    if not isinstance(scaler, Record) or not isinstance(scaler.state, dict):
+        return None
+    found = {"value": float(scaler.state["cur_scale"])}
+    if scaler.name.endswith(".DynamicLossScaler"):
+        found["remaining_hysteresis"] = scaler.state["cur_hysteresis"]
+        found["iteration"] = scaler.state["cur_iter"]
+        found["last_overflow_iteration"] = scaler.state["last_overflow_iter"]
+    return found

@@ -1,0 +1,289 @@
+"""What `onefold ckpt` does: facts from `onefold.checkpoint.audit` shown as tables or JSON, and removal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from onefold.checkpoint import audit, folder
+from onefold.checkpoint.audit import Damage, bytes_under, spell, unpublished_bytes
+from onefold.checkpoint.export import find_checkpoint
+from onefold.checkpoint.folder import LATEST, Found, data_folders, is_deepspeeds, list_tags
+from onefold.checkpoint.manifest import CheckpointError
+from onefold.cli.export import bytes_bar
+from onefold.train.progress import format_bytes
+
+
+class CommandError(ValueError):
+    """What was typed cannot be done; the message says what can."""
+
+
+def _existing(path: str) -> Path:
+    found = Path(path)
+    if not found.is_dir():
+        raise CommandError(f"{found}: there is no such folder")
+    return found
+
+
+# -- ls --------------------------------------------------------------------------------------------------------------
+
+
+def show_list(options: argparse.Namespace) -> int:
+    path = _existing(options.dir)
+    latest, problem = audit.latest_of(path.resolve().parent if audit.is_tag_folder(path) else path)
+    rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
+    if options.json:
+        facts = {"folder": str(path), "latest": latest, "problem_of_latest": problem, "checkpoints": rows}
+        print(json.dumps(facts, indent=2))
+        return 0
+    if rows:
+        _table(("tag", "", ">steps", "saved", ">size", ">ranks", "state"), map(_cells, rows))
+    else:
+        print(f"{path} holds no checkpoint")
+    for row in rows:
+        for line in row["problems"]:
+            print(f"{row['tag']}: {line}")
+        if row["unpublished_bytes"]:
+            size = format_bytes(row["unpublished_bytes"])
+            print(
+                f"{row['tag']}: {size} of a save that is under way, or was killed (onefold ckpt rm {path} --leftovers)"
+            )
+    if problem:
+        print(problem)
+    return 0
+
+
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+    steps, ranks = ("" if row[key] is None else f"{row[key]:,}" for key in ("steps", "ranks"))
+    is_latest = "latest" if row["latest"] else ""
+    return row["tag"], is_latest, steps, _when(row["saved"]), format_bytes(row["bytes"]), ranks, row["state"]
+
+
+def _when(saved: str | None) -> str:
+    """In the time of this place."""
+    return "" if saved is None else f"{datetime.fromisoformat(saved).astimezone():%Y-%m-%d %H:%M}"
+
+
+def _table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
+    """A head that begins with > is over numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        numbers = head.startswith(">")
+        justify: Literal["left", "right"] = "right" if numbers else "left"
+        table.add_column(head.removeprefix(">"), justify=justify, no_wrap=numbers or head == "saved", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # whoever reads a pipe wants whole lines
+    console.print(table)
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def show_one(options: argparse.Namespace) -> int:
+    found = find_checkpoint(_existing(options.dir), options.tag)
+    if found.manifest is None:
+        raise CheckpointError("; ".join(found.problems))
+    facts = audit.describe(found.folder, found.manifest, found.problems)
+    if options.tensors:
+        facts["tensors"] = audit.describe_tensors(found.manifest)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, text in _lines(facts):
+        print(f"{name:<16}{text}")
+    print()
+    _table(("kind", ">tensors", ">elements", ">size", "dtypes"), (_kind_cells(kind) for kind in facts["kinds"]))
+    print()
+    _table(("file", ">size"), ((file["name"], format_bytes(file["bytes"])) for file in facts["files"]))
+    if options.tensors:
+        print()
+        _table(
+            ("tensor", "dtype", "shape", ">size"),
+            ((row["name"], row["dtype"], str(row["shape"]), format_bytes(row["bytes"])) for row in facts["tensors"]),
+        )
+    print(f"\nconfig\n{json.dumps(facts['config'], indent=2)}")
+    return 0
+
+
+def _kind_cells(kind: dict[str, Any]) -> Sequence[str]:
+    numbers = f"{kind['tensors']:,}", f"{kind['elements']:,}", format_bytes(kind["bytes"])
+    return kind["kind"], *numbers, ", ".join(kind["dtypes"])
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "tag", facts["tag"]
+    yield "folder", facts["folder"]
+    yield "saved", f"{_when(facts['saved'])}, by {facts['writer']}, on {facts['ranks']} rank(s)"
+    yield "size", f"{format_bytes(facts['bytes'])} in {len(facts['files'])} file(s)"
+    yield "complete", "yes, by sizes and headers" if facts["complete"] else "NO"
+    for problem in facts["problems"]:
+        yield "", problem
+    for name, count in (facts["counters"] or {}).items():
+        yield name.replace("_", " "), f"{count:,}"
+    optimizer = facts["optimizer"] or {"name": "none", "num_steps": 0, "groups": []}
+    yield "optimizer", f"{optimizer['name']}, {optimizer['num_steps']:,} steps"
+    for index, group in enumerate(optimizer["groups"]):
+        values = ", ".join(f"{key} {spell(value)}" for key, value in group.items())
+        yield f"  group {index}", f"parameters {facts['parameters_by_group'].get(str(index), 0)}, {values}"
+    if "frozen" in facts["parameters_by_group"]:
+        yield "  frozen", f"parameters {facts['parameters_by_group']['frozen']}"
+    yield "left out", f"{len(facts['left_out'])} frozen parameters" if facts["left_out"] else "nothing"
+    yield "tied names", ", ".join(f"{alias} = {name}" for alias, name in facts["aliases"].items()) or "none"
+    for key in ("lr_scheduler", "loss_scale"):
+        yield key.replace("_", " "), spell(facts[key]) if facts[key] is not None else "none"
+    yield "client state", ", ".join(facts["client_state_keys"]) or "empty"
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+def show_damage(options: argparse.Namespace) -> int:
+    path = _existing(options.dir)
+    is_one = options.tag is not None or audit.is_tag_folder(path)
+    chosen = list_tags(path) if options.all and not is_one else []
+    chosen = chosen or [find_checkpoint(path, options.tag)]
+    if any(is_deepspeeds(found.folder) for found in chosen if found.manifest is None):
+        raise CheckpointError("; ".join(problem for found in chosen for problem in found.problems))
+    problem = None if is_one else audit.latest_of(path)[1]
+    results = _verify(chosen)
+    is_fine = not problem and not any(damages for _, damages in results)
+    if options.json:
+        rows = [
+            {
+                "tag": found.tag,
+                "folder": str(found.folder),
+                "ok": not damages,
+                "bytes": found.manifest.nbytes if found.manifest is not None else 0,
+                "damages": [damage.as_json() for damage in damages],
+            }
+            for found, damages in results
+        ]
+        print(json.dumps({"ok": is_fine, "problem_of_latest": problem, "checkpoints": rows}, indent=2))
+        return 0 if is_fine else 1
+    for found, damages in results:
+        if damages:
+            print(f"{found.tag}: DAMAGED in {len(damages)} place(s)", *damages, sep="\n  ")
+        elif found.manifest is None:
+            print(f"{found.tag}: nothing was published there")
+        else:
+            print(f"{found.tag}: fine, {format_bytes(found.manifest.nbytes)} are as they were saved")
+    if problem:
+        print(problem)
+    return 0 if is_fine else 1
+
+
+def _verify(chosen: Sequence[Found]) -> list[tuple[Found, list[Damage]]]:
+    total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
+    done = 0
+    results = []
+    with bytes_bar("verify") as tell:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            tell(found.tag, done, total)
+
+        for found in chosen:
+            # Among others, data that no manifest names is not damaged: it was never published.
+            unpublished = len(chosen) > 1 and not found.is_somebodys
+            results.append((found, [] if unpublished else list(audit.verify(found, advance))))
+    return results
+
+
+# -- rm --------------------------------------------------------------------------------------------------------------
+
+
+def remove(options: argparse.Namespace) -> int:
+    """Everything that is to be refused is refused before anything is removed."""
+    save_dir = _existing(options.dir)
+    if not options.tags and not options.leftovers:
+        raise CommandError("rm: name the tags to remove, or say --leftovers")
+    latest, _ = audit.latest_of(save_dir)
+    found = {entry.tag: entry for entry in list_tags(save_dir)}
+    for tag in options.tags:
+        _check_removable(save_dir, tag, found)
+    if latest in options.tags and not options.force:
+        raise CommandError(f"{latest} is what `latest` names, where a job would go on from: --force removes it")
+    chosen = [found[tag] for tag in dict.fromkeys(options.tags)]
+    staying = [entry for entry in found.values() if entry.tag not in options.tags]
+    unclean = [entry for entry in staying if unpublished_bytes(entry)] if options.leftovers else []
+    if not chosen and not unclean:
+        print(f"{save_dir}: nothing is left over")
+        return 0
+    for entry in chosen:
+        print(f"{entry.tag}: {format_bytes(bytes_under(entry.folder))}{', damaged' if entry.problems else ''}")
+    for entry in unclean:
+        print(f"{entry.tag}: {format_bytes(unpublished_bytes(entry))} that no manifest names")
+    if not options.yes and not _confirm(f"remove from {save_dir}?"):
+        print("nothing was removed")
+        return 1
+    if latest in options.tags:
+        _name_another(save_dir, [entry.tag for entry in staying if not entry.problems])
+    for entry in chosen:
+        _remove(entry)
+    for entry in unclean:
+        _clean(entry)
+    return 0
+
+
+def _check_removable(save_dir: Path, tag: str, found: dict[str, Found]) -> None:
+    entry = found.get(tag)
+    if entry is None:
+        why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
+        there = f"; there are: {', '.join(found)}" if found else ""
+        raise CommandError(f"{save_dir / tag} {why}: not touched{there}")
+    if entry.manifest is None and not data_folders(entry.folder):
+        raise CommandError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
+
+
+def _name_another(save_dir: Path, complete: Sequence[str]) -> None:
+    """Before the tag goes, so that `latest` never names what is not there."""
+    if complete:
+        folder.replace_file(save_dir / LATEST, complete[0].encode())
+        print(f"{LATEST}: names {complete[0]} now")
+    else:
+        (save_dir / LATEST).unlink()
+        print(f"{LATEST}: removed, for no complete checkpoint stays")
+
+
+def _remove(found: Found) -> None:
+    folder.remove(found.folder)
+    print(f"{found.tag}: removed")
+    stays = sorted(entry.name for entry in found.folder.iterdir()) if found.folder.exists() else []
+    for name in stays:
+        why = "is being written" if name in data_folders(found.folder) else "is not onefold's"
+        print(f"{found.tag}: {name} {why} and stays")
+
+
+def _clean(found: Found) -> None:
+    before = unpublished_bytes(found)
+    folder.clean(found.folder)
+    after = unpublished_bytes(found)
+    print(f"{found.tag}: {format_bytes(before - after)} removed")
+    if after:
+        print(f"{found.tag}: {format_bytes(after)} are being written and stay")
+    if found.manifest is None:
+        with suppress(OSError):  # not empty
+            found.folder.rmdir()
+
+
+def _confirm(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise CommandError("there is nobody to ask: say --yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
