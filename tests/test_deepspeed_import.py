@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 import torch
 
+from onefold.checkpoint.convert import import_deepspeed
 from onefold.checkpoint.deepspeed import DeepSpeedCheckpoint, read_checkpoint
 from onefold.checkpoint.pickles import Record, RefusedPickle, read_torch_file
 from onefold.checkpoint.safetensors import Weights
+from onefold.cli.main import main
 from onefold.optim.loss_scale import DynamicLossScale
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
@@ -576,3 +578,86 @@ def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RefusedPickle, match=message):
             read_torch_file(tmp_path / f"{name}.pt")
     assert not (tmp_path / "marker").exists()
+
+
+# Going on from it
+
+
+def resume(folder: str, name: str, stage: int) -> tuple[Any, ...]:
+    """Load the imported checkpoint in some stage and go on as DeepSpeed did."""
+    import torch.distributed as dist
+
+    import onefold
+    from onefold.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    case = fixture.CASES[name]
+    model = fixture.build(case)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {**case.config, "zero_optimization": zero, "log_level": "error"}
+    groups = fixture.parameter_groups(case, model)
+    engine, *_ = onefold.initialize(model=model, model_parameters=groups, config=config)
+    path, client_state = engine.load_checkpoint(folder)
+    assert path is not None
+    states = [key.rpartition("/")[2] for key in expected_tensors(name) if key.startswith("optimizer/")]
+    held = {}
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            held[f"model/{parameter_name}"] = safe_get_full_fp32_param(parameter).clone()
+            for state in dict.fromkeys(states):
+                held[f"optimizer/{parameter_name}/{state}"] = safe_get_full_optimizer_state(parameter, state).clone()
+    rates, scale = engine.get_lr(), engine.optimizer.loss_scale
+    first = fixture.NUM_STEPS_SAVED * case.accumulation_steps
+    losses = []
+    for micro_step in range(first, first + fixture.NUM_STEPS_CONTINUED * case.accumulation_steps):
+        loss = engine(fixture.batch(micro_step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return held, client_state, rates, scale, losses
+
+
+@every_case
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_as_deepspeed_did(on_ranks: Any, tmp_path: Path, name: str, stage: int) -> None:
+    import_deepspeed(FIXTURES / name, tmp_path)
+    continued = json.loads((FIXTURES / name / "continued.json").read_text())
+    expected = expected_tensors(name)
+    for rank, found in enumerate(on_ranks(fixture.CASES[name].world_size, resume, str(tmp_path), name, stage)):
+        held, client_state, rates, scale, losses = found
+        for key, tensor in held.items():
+            assert torch.equal(tensor, expected[key]), key
+        assert client_state == fixture.CLIENT_STATE
+        assert rates == continued["saved"]["learning_rates"]
+        if "loss_scale" in continued["saved"] and fixture.CASES[name].config.get("fp16"):
+            assert scale == continued["saved"]["loss_scale"]
+        # The arithmetic is ours: DeepSpeed rounds sums and clips elsewhere.
+        assert losses == pytest.approx([by_rank[rank] for by_rank in continued["losses"]], rel=2e-2)
+
+
+def test_it_loads_on_another_number_of_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    import_deepspeed(FIXTURES / "stage3_fp32", tmp_path)
+    expected = expected_tensors("stage3_fp32")
+    held, *_ = on_ranks(3, resume, str(tmp_path), "stage3_fp32", 2)[0]
+    for key, tensor in held.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def test_the_command_imports_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-deepspeed", str(FIXTURES / "stage2_fp16"), str(tmp_path / "out")]) == 0
+    assert "step 7, 9 parameters" in capsys.readouterr().out
+    assert (tmp_path / "out" / "latest").read_text() == "global_step7"
+    assert main(["import-deepspeed", str(tmp_path), str(tmp_path / "other")]) == 1
+    assert not (tmp_path / "other").exists()
+    assert "latest" in capsys.readouterr().err
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / "stage1_bf16", source)
+    (broken,) = source.glob("*/mp_rank_00_model_states.pt")
+    broken.write_bytes(broken.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"mp_rank_00_model_states\.pt"):
+        import_deepspeed(source, tmp_path / "out")
+    assert not list(tmp_path.glob("out/*"))
+    with pytest.raises(ValueError, match="DeepSpeed's files"):
+        import_deepspeed(FIXTURES / "stage1_bf16", FIXTURES / "stage1_bf16")
