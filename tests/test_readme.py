@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 
@@ -39,3 +41,24 @@ def test_every_file_of_the_core_is_named():
 def test_the_documents_it_links_to_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (ROOT / target).exists(), target
+
+
+def test_the_format_is_as_documented(tmp_path):
+    """The reader in docs/checkpoints.md, which knows nothing of onefold, reads what onefold wrote."""
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    (reader,) = re.findall(r"```python reader\n(.*?)```", text, re.DOTALL)
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import sys, torch, onefold\n"
+        "model = torch.nn.Linear(1100, 1000)\n"
+        'config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "log_level": "error"}\n'
+        "engine = onefold.initialize(model=model, config=config)[0]\n"
+        "engine.save_checkpoint(sys.argv[1], tag='t')\n"
+        "torch.save(model.state_dict(), sys.argv[1] + '/plain.pt')\n"
+    )
+    subprocess.run([sys.executable, str(script), str(tmp_path / "out")], check=True, timeout=120)
+    found: dict = {}
+    exec(reader, found)
+    plain = torch.load(tmp_path / "out" / "plain.pt", weights_only=True)
+    for name, tensor in plain.items():
+        assert (found["read"](tmp_path / "out" / "t", f"model/{name}") == tensor.numpy()).all(), name
