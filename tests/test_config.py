@@ -437,6 +437,7 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
                 "sparse_attention",
             )
         ),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
     ],
 )
 def test_what_is_not_offered_loads_but_is_refused(given: dict[str, Any], path: str) -> None:
@@ -498,8 +499,8 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
         ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing.partition_act"),
         ({"activation_checkpointing": {"number_checkpoints": 4}}, "activation_checkpointing.number_checkpoints = 4"),
-        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
-        ({"checkpoint": {"tag_validation": "fail"}}, "checkpoint.tag_validation"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        ({"checkpoint": {"writer": {"decoupled": True}}}, "checkpoint.writer.decoupled"),
         ({"timers": {"throughput": {"enabled": False}}}, "timers.throughput.enabled"),
         ({"disable_allgather": True}, "disable_allgather"),
         ({"vocabulary_size": 50257}, "vocabulary_size"),
