@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -209,4 +210,39 @@ def test_an_error_that_only_ranks_can_see_is_one_message_too(tmp_path: Path) -> 
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
     assert stderr.startswith("onefold: ConfigError: ")
+    assert "Traceback" not in stderr
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_survives_a_killed_rank_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    straight = start("--steps", "10", "--sample-length", "0", "--out", str(tmp_path / "straight"))
+    flags = ("--sample-length", "0", "--save-every", "1")
+    killed = start("--steps", "10", *flags, "--max-restarts", "1", "--out", str(tmp_path / "run"))
+    assert killed.stdout is not None
+    while not killed.stdout.readline().startswith("step     4/"):
+        assert killed.poll() is None
+    ranks = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    stdout, stderr = killed.communicate(timeout=120)
+    assert killed.returncode == 0, stderr
+    assert "resuming after step" in stdout
+    straight.communicate(timeout=120)
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+    longer = start("--resume", str(tmp_path / "run"), "--steps", "12", "--ranks", "1", "--stage", "1", *flags)
+    stdout, stderr = longer.communicate(timeout=120)
+    assert longer.returncode == 0, stderr
+    assert "resuming after step 10" in stdout
+    assert losses(tmp_path / "run")[:10] == losses(tmp_path / "straight")
+    assert len(losses(tmp_path / "run")) == 12
+
+
+def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
+    process = start("--resume", str(tmp_path), "--ranks", "1")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "no checkpoint in" in stderr
     assert "Traceback" not in stderr

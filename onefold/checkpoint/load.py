@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Read:
-    """Elements [start, stop) of a stored tensor go to this memory."""
+    """Elements [start, stop) of a stored tensor go to this memory, in its order of elements."""
 
     source: str
     start: int
@@ -113,7 +113,7 @@ def _outside_reads(
         if source is not None:
             same_world = checkpoint.manifest.world_size == target.world_size
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
-            yield Read(stored, 0, tensor.numel(), tensor.detach().view(-1))
+            yield Read(stored, 0, tensor.numel(), tensor.detach())
 
 
 def buffer_name(rank: int, name: str) -> str:
@@ -167,7 +167,11 @@ def verify(checkpoint: Checkpoint, reads: Sequence[Read]) -> None:
 @torch.no_grad()
 def fill(checkpoint: Checkpoint, reads: Sequence[Read]) -> None:
     for read in reads:
-        checkpoint.read(read.source, read.start, read.stop, read.memory)
+        memory = read.memory
+        flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(memory.numel())
+        checkpoint.read(read.source, read.start, read.stop, flat)
+        if not memory.is_contiguous():
+            memory.copy_(flat.view(memory.shape))
 
 
 def groups_for(checkpoint: Checkpoint, target: Target, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -49,6 +49,8 @@ from onefold.report.log import logger
 PERIOD = 0.25
 # Before the listener does a rank's part, its own program gets this long to come to its own call.
 COURTESY = 0.5
+# How long a rank whose program is through with the engine waits for a last order, unless rank 0 is through as well.
+LINGER = 3.0
 
 
 class Saver:
@@ -117,10 +119,30 @@ class Saver:
     def stop(self) -> None:
         """The engine goes: no more listening; what is under way is finished."""
         self._stop.set()
-        if self._thread is not None:
+        # The last one to hold the engine may be the thread that writes.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if self._error is not None:
             logger.error("%s", self._error)
+
+    def linger(self, owner: Savable) -> None:
+        """The program is through with the engine, here: rank 0 may still save, and then needs this rank's part."""
+        if self._stop.is_set() or self._board.group.size == 1:
+            return
+        if self._rank == 0:
+            self._board.post("left", {})
+            return
+        deadline = time.monotonic() + LINGER
+        while time.monotonic() < deadline and self._board.read("left") is None:
+            note = self._new_order()
+            if note is not None and "refused" not in note:
+                with self._mutex:
+                    if note["number"] > self._served:
+                        self._served = note["number"]
+                        self._join(owner, as_order(note), owner.steps_done())
+                deadline = time.monotonic() + LINGER
+            time.sleep(0.005)
+        self.stop()
 
     # -- rank 0 -------------------------------------------------------------------------------------------------
 
@@ -337,7 +359,7 @@ class Saver:
         """One look at the board. Returns when an order was first seen that this rank has not served yet."""
         note = self._new_order()
         if note is not None or self._mutex.locked() or (self._thread is not None and self._thread.is_alive()):
-            self._board.beat()
+            self._board.beat()  # for whoever waits for this rank's part
         if note is None:
             return None
         if since is None or time.monotonic() - since < COURTESY:
@@ -360,7 +382,7 @@ class Saver:
             self._mutex.release()
         return None
 
-    def _join(self, owner: Savable, order: Order, steps: int) -> None:
+    def _join(self, owner: Savable, order: Order, steps: int | None) -> None:
         try:
             if steps != order.steps:
                 raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")

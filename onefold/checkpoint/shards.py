@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,9 +13,6 @@ import torch
 
 from onefold.checkpoint.header import DTYPE_NAMES, DTYPES, write_header
 from onefold.checkpoint.manifest import RANGE_BYTES, File, Part, checksum
-
-# Threads that hash and write: copying to the page cache takes a core.
-_WRITERS = 4
 
 
 @dataclass(frozen=True)
@@ -82,47 +77,27 @@ class ShardWriter:
         }
         self._entries = write_header(path, shapes, {"format": "onefold"})
         self._header = path.read_bytes()
-        self._sums: dict[str, list[Future[int]]] = {}
+        self._sums: dict[str, tuple[int, ...]] = {}
         self._file = path.open("r+b", buffering=0)
-        self._pool = ThreadPoolExecutor(_WRITERS)
-        self._under_way: deque[Future[int]] = deque()
-        self._ring: list[torch.Tensor] = []
 
     def write(self, slot: Slot) -> None:
-        """Returns before all is written; the memory must stay as it is until `close`."""
         name = _entry_name(slot)
-        offset, sums = self._entries[name].offset, self._sums.setdefault(name, [])
-        for piece in slot.memory.detach().split(RANGE_BYTES // slot.memory.itemsize) if slot.memory.numel() else ():
-            while len(self._under_way) >= 2 * _WRITERS:
-                self._under_way.popleft().result()
-            tile = self._on_host(piece)
-            sums.append(self._pool.submit(self._write_tile, tile, offset))
-            self._under_way.append(sums[-1])
+        offset, sums = self._entries[name].offset, []
+        for tile in _tiles(slot.memory):
+            sums.append(checksum(tile))
+            write_all(self._file.fileno(), tile, offset)
             offset += len(tile)
-
-    def _on_host(self, piece: torch.Tensor) -> memoryview:
-        """The bytes of a piece, through a ring of pinned buffers where it lies on a GPU."""
-        if piece.is_cuda:
-            if len(self._ring) < 2 * _WRITERS + 1:  # one more than can be under way
-                self._ring.append(torch.empty(RANGE_BYTES, dtype=torch.uint8, pin_memory=True))
-            else:
-                self._ring.append(self._ring.pop(0))
-            piece = self._ring[-1][: piece.nbytes].view(piece.dtype).copy_(piece)
-        return piece.contiguous().view(torch.uint8).numpy().data
-
-    def _write_tile(self, tile: memoryview, offset: int) -> int:
-        write_all(self._file.fileno(), tile, offset)
-        return checksum(tile)
+        self._sums[name] = tuple(sums)
 
     def close(self, own: Any) -> Record:
         """Flush. `own` is the rank's state, for the record."""
         with self._file:
-            sums = {name: tuple(future.result() for future in futures) for name, futures in self._sums.items()}
             os.fsync(self._file.fileno())
             nbytes = os.fstat(self._file.fileno()).st_size
         parts = tuple(
-            (slot.name, slot.dtype, slot.shape, Part(0, slot.start, slot.stop, self._entries[name].offset, sums[name]))
+            (slot.name, slot.dtype, slot.shape, Part(0, slot.start, slot.stop, entry.offset, self._sums[name]))
             for name, slot in self._slots.items()
+            for entry in [self._entries[name]]
         )
         shown = f"{self._path.parent.name}/{self._path.name}"
         return Record(File(shown, nbytes, len(self._header), checksum(self._header)), parts, own)
@@ -131,7 +106,6 @@ class ShardWriter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
         self._file.close()
 
 
@@ -145,6 +119,27 @@ def write_shard(path: Path, slots: Sequence[Slot], own: Any) -> Record:
 
 def _entry_name(slot: Slot) -> str:
     return slot.name if slot.is_whole else f"{slot.name}[{slot.start}:{slot.stop}]"
+
+
+def _tiles(memory: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a flat tensor, a checksum's range at a time. From a GPU the next one comes while one is written."""
+    pieces = memory.detach().split(RANGE_BYTES // memory.itemsize) if memory.numel() else ()
+    if not memory.is_cuda:
+        yield from (piece.contiguous().view(torch.uint8).numpy().data for piece in pieces)
+        return
+    buffers = [torch.empty(RANGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    with torch.cuda.device(memory.device):
+        for number in range(len(pieces) + 1):
+            before = under_way
+            if number < len(pieces):
+                piece, event = pieces[number], torch.cuda.Event()
+                place = buffers[number % 2][: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
+                event.record()
+                under_way = place, event
+            if before is not None:
+                before[1].synchronize()
+                yield before[0].view(torch.uint8).numpy().data
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -158,6 +158,7 @@ class Loading(Saving):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if asked.job:
             self._restore_job(checkpoint, state["counters"], exactly=asked.optimizer or self.optimizer is None)
+        self._remember_step()
         client_state: dict[str, Any] = state["client_state"]
         return client_state
 
@@ -206,7 +207,6 @@ class Loading(Saving):
             )
         elif own.get("rng") is not None:
             rng.restore(own["rng"], self.device)
-        self._remember_step()
 
 
 def _find_candidates(load_dir: Path, tag: str | None) -> Sequence[str]:

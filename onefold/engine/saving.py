@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import secrets
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,6 +51,10 @@ class Saving(Facts, Savable):
             f"onefold {__version__}, torch {torch.__version__}",
         )
         weakref.finalize(self, self._saver.stop).atexit = False
+        atexit.register(_leave, weakref.ref(self))
+
+    def __del__(self) -> None:
+        _leave(lambda: self)
 
     def _remember_step(self) -> None:
         """For a save that this rank's program does not call: where it stood after the step."""
@@ -170,6 +177,15 @@ class Saving(Facts, Savable):
         # Where every rank steps everything, one of them says it all.
         loose = loose_states(self._units, self.optimizer) if self.plan.shards_states or rank == 0 else {}
         return slots, {**own, "loose": loose}
+
+
+def _leave(engine: Callable[[], Saving | None]) -> None:
+    """The program is through with an engine: it was deleted, or the process ends. Not where an error ends it."""
+    owner = engine()
+    saver = owner.__dict__.get("_saver") if owner is not None else None
+    if owner is not None and saver is not None and not sys.is_finalizing() and not hasattr(sys, "last_value"):
+        with suppress(RuntimeError):  # the store's host may be gone already
+            saver.linger(owner)
 
 
 def _digest(tensor: torch.Tensor) -> int:
