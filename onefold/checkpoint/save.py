@@ -7,8 +7,9 @@ one that does not, because its program saves on rank 0 alone, a thread that list
 changes only in a step, no step can pass without rank 0, and the thread waits until this rank stands after the same
 step as rank 0. Random numbers and data position are then those after that step.
 
-A background save is the same but for the moment at which a rank answers first, when it has copied its part to host
-memory. Rank 0 leaves `save_checkpoint` when all have, so that the next step may change what was copied.
+A background save is the same, but each rank answers first when it has copied its part to host memory. Weights and
+buffers, which a program may write to, are copied before `save_checkpoint` returns; optimizer states beside the next
+forward and backward. Rank 0 does not come to the next step before all ranks have copied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint import folder, tagged
+from onefold.checkpoint import folder, staging, tagged
 from onefold.checkpoint.manifest import Manifest, join_parts
 from onefold.checkpoint.orders import (
     Head,
@@ -43,7 +44,7 @@ from onefold.checkpoint.orders import (
 )
 from onefold.checkpoint.shards import Slot, write_shard
 from onefold.checkpoint.staging import Staging
-from onefold.comm import Board, Disagreement, Guard
+from onefold.comm import Board, Disagreement, Guard, Silent
 from onefold.report.log import logger
 
 PERIOD = 0.25
@@ -68,6 +69,7 @@ class Saver:
         # The last order that the listener has dealt with, for a call of this rank's program that comes after it.
         self._passed: dict[str, Any] | None = None
         self._staging = Staging()
+        self._copying: Callable[[], None] = _nothing
         # One part at a time, whichever thread does it.
         self._mutex = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -213,6 +215,7 @@ class Saver:
                 self._board.post("verdict", {"number": order.number, "error": message})
             with suppress(OSError):
                 shutil.rmtree(order.folder)
+                order.folder.parent.rmdir()  # unless the tag has an earlier checkpoint
             raise SaveError(message) from error
         self._board.post("verdict", {"number": order.number})
         # The checkpoint stands. What remains is tidying, and a file that cannot be removed is no reason to fail.
@@ -298,33 +301,57 @@ class Saver:
         then: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do this rank's part, here or, once it is copied, in the background; afterwards `then`."""
+        """Do this rank's part, here or in the background; afterwards `then`."""
         try:
             check()
             slots, own = self._part(owner, order, joined=False)
-            if order.background:
-                slots = self._staging.copy(slots)
-                self._note(order, "copied")
+            copy_rest, slots = self._copy(order, slots) if order.background else (_nothing, slots)
         except Exception as error:
             self._fail(order, error)
             then()
             raise
 
         def work() -> None:
+            copy_rest()
             self._write(order, slots + more, own)
             then()
 
-        if not order.background:
+        if order.background:
+            self._thread = threading.Thread(target=self._catch, args=(work,), name="onefold-save")
+            self._thread.start()
+        else:
             self._catch(work)
-            return
-        self._thread = threading.Thread(target=self._catch, args=(work,), name="onefold-save")
-        self._thread.start()
-        if self._rank == 0:
+
+    def _copy(self, order: Order, slots: list[Slot]) -> tuple[Callable[[], None], list[Slot]]:
+        """Copy what anybody may write to now. The rest, which only steps change, is copied by what is returned first,
+        and `let_change` waits for it.
+        """
+        places = self._staging.places(slots)
+        states = [slot.name.startswith("optimizer/") for slot in slots]
+        staging.copy(*([s for s, later in zip(some, states, strict=True) if not later] for some in (slots, places)))
+        copied = threading.Event()
+
+        def copy_rest() -> None:
             try:
-                self._await_notes(order, ("copied", "written"))
-            except SaveError:
-                self.finish()
-                raise
+                staging.copy(*([s for s, later in zip(some, states, strict=True) if later] for some in (slots, places)))
+                self._note(order, "copied")
+            finally:
+                copied.set()
+
+        def wait() -> None:
+            copied.wait()
+            if self._rank == 0:
+                # No rank takes the next step before rank 0 is there.
+                with suppress(SaveError, Silent):  # what failed is told by the thread that publishes
+                    self._await_notes(order, ("copied", "written"))
+
+        self._copying = wait
+        return copy_rest, places
+
+    def let_change(self) -> None:
+        """Before optimizer states change: until the save in the background has copied them."""
+        copying, self._copying = self._copying, _nothing
+        copying()
 
     def _part(self, owner: Savable, order: Order, *, joined: bool) -> tuple[list[Slot], Any]:
         slots, own = owner.part_of(order, joined=joined)
@@ -388,13 +415,17 @@ class Saver:
                 raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")
             slots, own = self._part(owner, order, joined=True)
             if order.background:
-                slots = self._staging.copy(slots)
-                self._note(order, "copied")
+                copy_rest, slots = self._copy(order, slots)
+                copy_rest()
         except Exception as error:
             self._fail(order, error)
             logger.exception("rank %d could not join the save of %s", self._rank, order.tag)
             return
         self._write(order, slots, own)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _listen(reference: weakref.ref[Saver], stop: threading.Event) -> None:

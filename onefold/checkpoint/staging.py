@@ -6,6 +6,7 @@ Fresh memory is several times slower to copy to than memory that has been touche
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -19,17 +20,29 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The same slots, in host memory that nobody else writes to."""
+    def places(self, slots: Sequence[Slot]) -> list[Slot]:
+        """The same slots, with room in host memory that nobody else writes to."""
         sizes = [-(-slot.memory.nbytes // _ALIGNMENT) * _ALIGNMENT for slot in slots]
         if self._memory.numel() < sum(sizes):
             pinned = any(slot.memory.is_cuda for slot in slots)
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        copies, offset = [], 0
+        found, offset = [], 0
         for slot, size in zip(slots, sizes, strict=True):
-            place = self._memory[offset : offset + slot.memory.nbytes].view(slot.dtype)
-            copies.append(replace(slot, memory=place.copy_(slot.memory, non_blocking=True)))
+            memory = self._memory[offset : offset + slot.memory.nbytes].view(slot.dtype)
+            found.append(replace(slot, memory=memory))
             offset += size
-        if self._memory.is_pinned():
-            torch.cuda.synchronize()
-        return copies
+        return found
+
+
+def copy(slots: Sequence[Slot], places: Sequence[Slot]) -> None:
+    """On a GPU beside whatever computes there."""
+    devices = {slot.memory.device for slot in slots if slot.memory.is_cuda}
+    streams = [torch.cuda.Stream(device) for device in devices]
+    with ExitStack() as stack:
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stack.enter_context(torch.cuda.stream(stream))
+        for slot, place in zip(slots, places, strict=True):
+            place.memory.copy_(slot.memory, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from onefold.comm.agreement import Agreement
-from onefold.comm.board import Board
+from onefold.comm.board import Board, Silent
 from onefold.comm.collective import Collective, Gathering, Pending, Reduction, broadcast_from
 from onefold.comm.exchange import Exchange
 from onefold.comm.guard import Disagreement, Guard
@@ -28,6 +28,7 @@ __all__ = [
     "Pending",
     "Reduction",
     "Row",
+    "Silent",
     "StagedExchange",
     "broadcast_from",
     "data_group",

@@ -178,6 +178,7 @@ class Engine(Loading):
             self._schedule.begin_backward(boundary=True)
             self._schedule.end_backward()
         update, before = self._update, self._update.loss_scale.value
+        self._saver.let_change()
         if not update.take(optimizer, self._window.owed, alarm=self._saver.failed):
             self._raise_failed_save()
         self.zero_grad()

@@ -50,6 +50,8 @@ class Saving(Facts, Savable):
             Retention(section.keep_last, section.keep_every),
             f"onefold {__version__}, torch {torch.__version__}",
         )
+        if self.optimizer is not None:
+            self.optimizer.let_change = self._saver.let_change
         weakref.finalize(self, self._saver.stop).atexit = False
         atexit.register(_leave, weakref.ref(self))
 

@@ -46,6 +46,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         # From the first change of a step until the engine has counted it: what is held is no step's state.
         self.changing = False
+        # Called before states are handed out to be written.
+        self.let_change: Callable[[], None] = lambda: None
         self._loss_scale = loss_scale
         self._drop_gradients = drop_gradients
         self._schedule = schedule
@@ -93,6 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
         """The tensors of one state, each with its place in the piece; none before the optimizer has made them."""
+        self.let_change()
         return self._stepper.states_of(piece, name)
 
     def held_states(self, piece: Piece) -> list[HeldState]:
