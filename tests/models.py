@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +49,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.logits(x).float().flatten(0, 1), y.flatten())
+
+
+def more(*values: Any) -> Any:
+    """One more of the same cases, for `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def rank() -> int:

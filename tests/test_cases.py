@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, batches, config, net, precision, rank, start, train, weights_of
+from models import Block, batches, config, more, net, precision, rank, start, train, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -579,9 +579,7 @@ def beside_torch(case: str, stage: int, labels: Sequence[str]) -> tuple[list[str
 
 
 # The other two are bit-equal to these in `test_case_is_bit_equal_in_every_stage`.
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
-)
+@pytest.mark.parametrize("stage", [more(0), more(1), more(2), 3])
 @pytest.mark.parametrize("case", CASES)
 def test_case_equals_plain_torch(on_ranks, case, stage):
     results = on_ranks(2, beside_torch, case, stage, list(VARIANTS))
@@ -688,7 +686,7 @@ def two_losses(stage: int, bare: bool, accumulation: int, overlap: bool) -> tupl
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_two_backwards_before_one_step(on_ranks, stage, bare, accumulation, overlap):
     for mine, theirs in on_ranks(2, two_losses, stage, bare, accumulation, overlap):
         assert_close(mine, theirs)
@@ -789,7 +787,7 @@ def going_on(stage: int, bare: bool, around: bool, overlap: bool, zeroed: bool, 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("zeroed", [more(False), True])
 def test_training_goes_on_after_a_backward_that_raised(on_ranks, stage, bare, overlap, zeroed):
     for when in (0, 1):
         for mine, theirs in on_ranks(2, going_on, stage, bare, False, overlap, zeroed, when):
@@ -858,7 +856,7 @@ def with_other_counts(stage: int, dtype: str) -> tuple[Weights, Weights]:
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [more(1), 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_changed_accumulation_count(on_ranks, world, stage, dtype):
@@ -988,7 +986,7 @@ def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("dtype", "accumulation", "overlap", "bare"), [
-    ("fp32", 1, False, False), ("fp32", 2, True, True), ("bf16", 1, True, False), ("fp16", 2, False, True),
+    more("fp32", 1, False, False), ("fp32", 2, True, True), more("bf16", 1, True, False), ("fp16", 2, False, True),
 ])  # fmt: skip
 def test_memory_returns_to_rest_after_each_step(on_ranks, stage, dtype, accumulation, overlap, bare):
     for found in on_ranks(2, at_rest, stage, dtype, accumulation, overlap, bare):
@@ -1037,7 +1035,7 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("end", ["del", "destroy"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_an_engine_that_is_gone_holds_nothing(on_ranks, stage, end, overlap):
     for before, after, alive in on_ranks(2, after_life, stage, end, overlap):
         assert alive == []
@@ -1192,7 +1190,7 @@ def with_groups(stage: int, how: str) -> tuple[Weights, Weights, list[float]]:
     return weights_of(engine.module), weights_of(plain), engine.get_lr()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [more(1), 2, more(3)])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["model_parameters", "instance"])
 def test_groups_with_their_own_decay_and_rate(on_ranks, world, stage, how):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, net, precision, start, train
+from models import batches, config, more, net, precision, start, train
 
 import onefold
 
@@ -26,7 +26,7 @@ def compiled(stage: int, dtype: str, compiles: bool) -> tuple[Any, dict[str, int
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", more("bf16")])
 def test_compiled_blocks_train_as_the_eager_ones_do(on_ranks, stage, dtype):
     eager = on_ranks(2, compiled, stage, dtype, False)
     for (mine, sent, yes), (theirs, expected, no) in zip(on_ranks(2, compiled, stage, dtype, True), eager, strict=True):

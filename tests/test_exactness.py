@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, Trace, batches, config, net, precision, rank, start, train
+from models import Net, Trace, batches, config, more, net, precision, rank, start, train
 
 WORLDS = [1, 2, 3, 4]
 STAGES = [0, 1, 2, 3]
@@ -27,7 +27,7 @@ def run_stages(dtype: str, accumulation: int, clipping: float, **more: Any) -> d
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("clipping", [0.0, 0.3])
+@pytest.mark.parametrize("clipping", [more(0.0), 0.3])
 def test_stages_are_bit_equal_without_accumulation(on_ranks, world, dtype, clipping):
     for traces in on_ranks(world, run_stages, dtype, 1, clipping):
         assert traces[0].same(traces[1])
@@ -57,8 +57,8 @@ def test_all_ranks_hold_the_same_weights(on_ranks, world):
 
 def run_variants(stage: int, variants: list[dict[str, Any]]) -> list[Trace]:
     traces = []
-    for more in variants:
-        engine = start(net(depth=5), config(stage, gradient_accumulation_steps=2, gradient_clipping=0.3, **more))
+    for extra in variants:
+        engine = start(net(depth=5), config(stage, gradient_accumulation_steps=2, gradient_clipping=0.3, **extra))
         traces.append(train(engine, 6))
         engine.destroy()
     return traces

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, batches, config, net, precision, rank, start, train, weights_of
+from models import Block, batches, config, more, net, precision, rank, start, train, weights_of
 from ranks import RankError, RankPool
 from torch import nn
 from torch.nn import functional as F
@@ -174,9 +174,9 @@ def traffic(dtype: str, accumulation: int, zero: dict[str, Any], stage: int = 3,
         (2, "bf16", 1),
         (2, "bf16", 3),
         (3, "fp32", 3),
-        (3, "bf16", 1),
+        more(3, "bf16", 1),
         (4, "fp32", 1),
-        (4, "bf16", 3),
+        more(4, "bf16", 3),
     ],
 )
 def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, accumulation):

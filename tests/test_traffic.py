@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, net, precision, start
+from models import batches, config, more, net, precision, start
 
 from onefold.comm import Exchange, Gathering, Ledger, Native, Reduction, data_group
 from onefold.comm.agreement import ROW
@@ -37,7 +37,7 @@ def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str,
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [more(1), 3])
 def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, size, accumulation):
     others = world - 1
     for stage, reductions, gathered in ((0, 1, 4), (1, 1, size), (2, accumulation, size)):
