@@ -16,7 +16,7 @@ from onefold.checkpoint import folder, tagged
 from onefold.checkpoint.deepspeed import DeepSpeedCheckpoint, read_checkpoint
 from onefold.checkpoint.manifest import CheckpointError, Manifest, join_parts
 from onefold.checkpoint.orders import write_script
-from onefold.checkpoint.shards import ShardWriter, Slot
+from onefold.checkpoint.shards import Record, ShardWriter, Slot
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,17 +46,9 @@ def import_deepspeed(
     state, tensors = tagged.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
     entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
-    total, done = sum(slot.memory.nbytes for slot in entries), 0
-    data = folder.new_data_folder(save_dir / name)
-    try:
-        with folder.locked(data), ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
-            for slot in more:
-                writer.write(slot)
-            for key, tensor in found.tensors():
-                writer.write(Slot.whole(key, tensor))
-                done += tensor.nbytes
-                progress(key, done, total)
-            record = writer.close({})
+    with folder.new_data_folder(save_dir / name) as data:
+        try:
+            record = _write(found, data, entries, more, progress)
             manifest = Manifest(
                 tag=name,
                 saved=datetime.now(UTC).isoformat(),
@@ -72,11 +64,23 @@ def import_deepspeed(
             )
             write_script(save_dir)
             folder.publish(save_dir, manifest, save_latest=True)
-    except BaseException:
-        shutil.rmtree(data, ignore_errors=True)
-        raise
+        except BaseException:
+            shutil.rmtree(data, ignore_errors=True)
+            raise
     folder.clean(save_dir / name)
     return Imported(save_dir / name, found, record.file.nbytes, left_out)
+
+
+def _write(found: DeepSpeedCheckpoint, data: Path, entries: list[Slot], more: list[Slot], progress: Progress) -> Record:
+    total, done = sum(slot.memory.nbytes for slot in entries), 0
+    with ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
+        for slot in more:
+            writer.write(slot)
+        for key, tensor in found.tensors():
+            writer.write(Slot.whole(key, tensor))
+            done += tensor.nbytes
+            progress(key, done, total)
+        return writer.close({})
 
 
 def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -27,7 +27,7 @@ from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, checksu
 LATEST = "latest"
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
-_PARTIAL = re.compile(r"\.(manifest\.json|latest|zero_to_fp32\.py)-[0-9a-f]{8}\.partial")
+_PARTIAL = re.compile(rf"\.(manifest\.json|latest|zero_to_fp32\.py)-[0-9a-f]{{8}}\.partial|\.{_DATA.pattern}")
 _STALE_SECONDS = 600
 # Where a file system cannot lock, data that nobody has touched for this long is taken for left over.
 _ABANDONED_SECONDS = 24 * 3600
@@ -43,14 +43,6 @@ def check_tag(tag: object) -> str:
             "tag 'latest' is the name of the file that says which checkpoint is the latest: take another"
         )
     return name
-
-
-def new_data_folder(tag_folder: Path) -> Path:
-    """Make a new, uniquely named folder for one save."""
-    tag_folder.mkdir(parents=True, exist_ok=True)
-    folder = tag_folder / f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
-    folder.mkdir()
-    return folder
 
 
 def data_folders(tag_folder: Path) -> list[str]:
@@ -76,6 +68,18 @@ def locked(folder: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def new_data_folder(tag_folder: Path) -> Iterator[Path]:
+    """Make a new, uniquely named folder for one save, locked for as long as this lasts."""
+    name = f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+    # Under its own name nobody ever sees it unlocked.
+    hidden = tag_folder / f".{name}"
+    hidden.mkdir(parents=True)
+    with locked(hidden):
+        hidden.rename(tag_folder / name)
+        yield tag_folder / name
 
 
 def sync(path: Path) -> None:
@@ -119,10 +123,10 @@ def clean(tag_folder: Path) -> None:
             # Read under the lock: whoever held it until now may have published.
             if ours and folder.name not in _named(tag_folder):
                 shutil.rmtree(folder)
-    for file in [*tag_folder.iterdir(), *tag_folder.parent.iterdir()]:
+    for entry in [*tag_folder.iterdir(), *tag_folder.parent.iterdir()]:
         with suppress(FileNotFoundError):
-            if _PARTIAL.fullmatch(file.name) and time.time() - file.stat().st_mtime > _STALE_SECONDS:
-                file.unlink()
+            if _PARTIAL.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _named(tag_folder: Path) -> set[str]:
@@ -238,18 +242,20 @@ def choose(save_dir: Path, tag: str | None) -> tuple[list[Found], list[str]]:
 
 
 def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove all but the newest checkpoints, and those of every so many steps. Returns the tags that went."""
-    published = [found for found in list_tags(save_dir) if found.manifest is not None] if keep_last else []
-    complete = [found for found in published if not found.problems]
+    """Remove all but the newest checkpoints, and those of every so many steps. Returns the tags that went.
+
+    What is damaged counts for nothing and is left alone.
+    """
+    complete = [found for found in list_tags(save_dir) if not found.problems] if keep_last else []
     try:
         kept = {found.tag for found in complete[:keep_last]} | {read_latest(save_dir)}
     except CheckpointError:  # `latest` is damaged: what it names cannot be told, so nothing goes
         return []
     gone = []
-    for found in published if complete else ():
+    for found in complete[keep_last:]:
         assert found.manifest is not None
         every = keep_every is not None and found.manifest.global_steps % keep_every == 0
-        if found.tag not in kept and not every and found.age < complete[0].age:
+        if found.tag not in kept and not every:
             remove(found.folder)
             gone.append(found.tag)
     return gone

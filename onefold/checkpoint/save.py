@@ -166,8 +166,8 @@ class Saver:
             head = make_head()
             assert steps is not None, "a step is under way"
             tree, tensors = tagged.encode(head.state, "state")
-            into = folder.new_data_folder(Path(os.path.abspath(save_dir), folder.check_tag(tag)))
-            held.enter_context(folder.locked(into))
+            tag_folder = Path(os.path.abspath(save_dir), folder.check_tag(tag))
+            into = held.enter_context(folder.new_data_folder(tag_folder))
             order = Order(
                 self._number, steps, os.path.abspath(save_dir), tag, into.name, background, exclude_frozen, head.buffers
             )
@@ -213,9 +213,10 @@ class Saver:
             message = f"checkpoint {order.tag} was not saved to {order.save_dir}: {error}"
             with suppress(RuntimeError):
                 self._board.post("verdict", {"number": order.number, "error": message})
-            with suppress(OSError):
-                shutil.rmtree(order.folder)
-                order.folder.parent.rmdir()  # unless the tag has an earlier checkpoint
+            if order.data not in published(order):  # else the manifest stood already, and `latest` failed
+                with suppress(OSError):
+                    shutil.rmtree(order.folder)
+                    order.folder.parent.rmdir()  # unless the tag has an earlier checkpoint
             raise SaveError(message) from error
         self._board.post("verdict", {"number": order.number})
         # The checkpoint stands. What remains is tidying, and a file that cannot be removed is no reason to fail.
@@ -268,7 +269,7 @@ class Saver:
                 if self._guard.verdict is not None:
                     raise Disagreement(self._guard.verdict)
                 time.sleep(pause)
-                pause = min(pause * 1.5, 0.02)
+                pause = min(pause * 1.5, 0.005)
         self._served = note["number"]
         return note
 
