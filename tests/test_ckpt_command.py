@@ -89,7 +89,8 @@ def truncate(file: Path, nbytes: int) -> None:
 
 def make_leftover(checkpoints: Path, tag: str, nbytes: int = 1000) -> Path:
     """What a save that was killed leaves."""
-    data = folders.new_data_folder(checkpoints / tag)
+    with folders.new_data_folder(checkpoints / tag) as data:
+        pass
     (data / "rank-00000.safetensors").write_bytes(bytes(nbytes))
     return data
 
@@ -302,7 +303,8 @@ def test_any_flipped_byte_is_found(checkpoints: Path) -> None:
 
 def publish(path: Path, tensors: dict[str, torch.Tensor], *, forget: str = "") -> tuple[Path, Manifest]:
     """A checkpoint without an engine, and its file. `forget`: a tensor that the manifest does not name."""
-    file = folders.new_data_folder(path / "made") / "rank-00000.safetensors"
+    with folders.new_data_folder(path / "made") as data:
+        file = data / "rank-00000.safetensors"
     record = write_shard(file, [Slot.whole(f"model/{name}", tensor) for name, tensor in tensors.items()], {})
     stored = join_parts(part for part in record.numbered(0) if part[0] != f"model/{forget}")
     manifest = Manifest("made", "2026-01-01T00:00:00+00:00", 0, 1, (record.file,), stored, {}, {}, [{}])

@@ -207,7 +207,8 @@ def test_what_a_save_left_out_is_told(
 
 def publish(path: Path, tensors: Tensors) -> None:
     """A checkpoint without an engine."""
-    data = folders.new_data_folder(path / "made")
+    with folders.new_data_folder(path / "made") as data:
+        pass
     slots = [Slot.whole(f"model/{name}", tensor) for name, tensor in tensors.items()]
     record = write_shard(data / "rank-00000.safetensors", slots, {})
     manifest = Manifest(
