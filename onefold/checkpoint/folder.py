@@ -36,7 +36,8 @@ _ABANDONED_SECONDS = 24 * 3600
 def check_tag(tag: object) -> str:
     """A tag is the name of one folder."""
     name = str(tag)
-    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 200:
+    plain = name == name.strip() and name.isprintable() and "/" not in name and name not in ("", ".", "..")
+    if not plain or len(name.encode()) > 200:
         raise CheckpointError(f"tag {name!r} must be a plain folder name")
     if name == LATEST:
         raise CheckpointError(
@@ -218,7 +219,7 @@ def read_latest(save_dir: Path) -> str | None:
         return check_tag((save_dir / LATEST).read_bytes().decode().strip())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {error}") from None
 
 

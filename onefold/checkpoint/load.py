@@ -126,7 +126,7 @@ def state_reads(checkpoint: Checkpoint, target: Target, loose: Mapping[str, Any]
     optimizer = target.optimizer
     assert optimizer is not None
     names = Names(checkpoint, outside_runs(target.model)[1])
-    trained = [m for unit in target.units for run in unit.trained for m in run.layout.members if m.start < m.stop]
+    trained = [member for unit in target.units for run in unit.trained for member in run.layout.members]
     stored: dict[str, dict[str, torch.dtype]] = {}
     for key in checkpoint.names("optimizer/"):
         name, _, state = key.rpartition("/")
@@ -136,8 +136,10 @@ def state_reads(checkpoint: Checkpoint, target: Target, loose: Mapping[str, Any]
     optimizer.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Read] = []
     problems: dict[str, None] = {}
+    kept: set[str] = set()
     for slot in _state_slots(target):
         name, _, state = slot.name.removeprefix("optimizer/").rpartition("/")
+        kept.add(state)
         source = f"optimizer/{sources[name]}/{state}"
         if source not in checkpoint.manifest.tensors:
             problems[f"no {state} of {name}"] = None
@@ -145,6 +147,9 @@ def state_reads(checkpoint: Checkpoint, target: Target, loose: Mapping[str, Any]
             problems[f"another shape: {state} of {name}"] = None
         else:
             reads.append(Read(source, slot.start, slot.stop, slot.memory))
+    more = {state for states in wanted.values() for state in states}
+    if kept:  # a rank without a piece of its own keeps none, and cannot tell
+        problems |= dict.fromkeys(f"{optimizer.name} here keeps no {state}" for state in sorted(more - kept))
     if problems and strict:
         raise MisfitError(
             f"{checkpoint.folder} has other optimizer states than {optimizer.name} keeps:\n  " + "\n  ".join(problems)

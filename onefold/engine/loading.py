@@ -28,7 +28,21 @@ class Asked:
     optimizer: bool
     scheduler: bool
     job: bool
+    exactly: bool
+    """Random numbers and data position too."""
     custom: Callable[..., None] | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint, and what this rank has read of it or is about to."""
+
+    checkpoint: Checkpoint
+    state: dict[str, Any]
+    own: dict[str, Any]
+    same_world: bool
+    whole: dict[str, torch.Tensor]
+    reads: list[Read]
 
 
 class Loading(Saving):
@@ -59,6 +73,7 @@ class Loading(Saving):
             optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
             scheduler=load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None,
             job=not load_module_only,
+            exactly=not load_module_only and (load_optimizer_states or self.optimizer is None),
             custom=custom_load_fn,
         )
         names = self._candidates(Path(load_dir), tag)
@@ -66,7 +81,7 @@ class Loading(Saving):
             with ExitStack() as stack:
                 problem, found = self._read(Path(load_dir, name), asked, stack)
                 if found is not None:
-                    return str(found.folder), self._take_up(found, asked)
+                    return str(found.checkpoint.folder), self._take_up(found, asked)
             if position + 1 == len(names):
                 raise CheckpointError(f"{problem}. {load_dir} has no other complete checkpoint to take instead")
             self._warn(f"{problem}: taking checkpoint {names[position + 1]} instead")
@@ -90,25 +105,32 @@ class Loading(Saving):
             raise CheckpointError(error)
         return text.split("\n") if text else []
 
-    def _read(self, path: Path, asked: Asked, stack: ExitStack) -> tuple[str, Checkpoint | None]:
-        """Read what this rank needs. Where any rank meets damage: what it is, and no checkpoint."""
-        opened: list[tuple[Checkpoint, list[Read]]] = []
+    def _read(self, path: Path, asked: Asked, stack: ExitStack) -> tuple[str, Opened | None]:
+        """Read what this rank needs. Where any rank meets damage: what it is, and nothing else."""
+        opened: list[Opened] = []
 
         def prepare() -> None:
             checkpoint = stack.enter_context(Checkpoint.open(path))
-            target = Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
-            reads = [] if asked.custom else weight_reads(checkpoint, target, strict=asked.strict)
+            state = checkpoint.state
+            same_world = checkpoint.manifest.world_size == self._group.size
+            own = checkpoint.own(self._group.rank if same_world else 0) if asked.exactly else {}
+            reads = [] if asked.custom else weight_reads(checkpoint, self._target, strict=asked.strict)
+            whole = self._whole_state(checkpoint) if asked.custom else {}
             if asked.optimizer:
-                reads += self._state_reads(checkpoint, target, asked)
+                reads += self._state_reads(checkpoint, state["optimizer"], asked)
             if self.global_steps:  # there is something to lose
                 verify(checkpoint, reads)
-            opened.append((checkpoint, reads))
+            opened.append(Opened(checkpoint, state, own, same_world, whole, reads))
 
-        for phase in (prepare, lambda: fill(*opened[0])):
+        for phase in (prepare, lambda: fill(opened[0].checkpoint, opened[0].reads)):
             problem = self._agree(phase)
             if problem:
                 return problem, None
-        return "", opened[0][0]
+        return "", opened[0]
+
+    @property
+    def _target(self) -> Target:
+        return Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
 
     def _agree(self, work: Callable[[], None]) -> str:
         """Work that is this rank's alone; what any rank finds damaged, all of them know. Other errors all raise."""
@@ -128,36 +150,37 @@ class Loading(Saving):
             raise MisfitError(message)
         return message
 
-    def _state_reads(self, checkpoint: Checkpoint, target: Target, asked: Asked) -> list[Read]:
-        saved = checkpoint.state["optimizer"]
+    def _state_reads(self, checkpoint: Checkpoint, saved: dict[str, Any] | None, asked: Asked) -> list[Read]:
         if saved is None:
             raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
         loose: dict[str, Any] = {}
         for rank in range(checkpoint.manifest.world_size):
             loose |= checkpoint.own(rank).get("loose", {})
-        return state_reads(checkpoint, target, loose, strict=asked.strict and saved["num_steps"] > 0)
+        return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)
 
     # -- going on -----------------------------------------------------------------------------------------------
 
-    def _take_up(self, checkpoint: Checkpoint, asked: Asked) -> dict[str, Any]:
+    def _take_up(self, found: Opened, asked: Asked) -> dict[str, Any]:
         """Everything that was read is in place: tell the rest of the engine, and go on from there."""
         if asked.custom is not None:
-            self._load_with(checkpoint, asked.custom)
+            self._load_with(found.whole, asked.custom)
         else:
             self._spread_weights()
-        state = checkpoint.state
+        state = found.state
         if asked.optimizer:
             assert self.optimizer is not None
             self.optimizer.num_steps = state["optimizer"]["num_steps"]
-            target = Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
-            saved = groups_for(checkpoint, target, state["optimizer"]["groups"])
-            for group, values in zip(self.optimizer.param_groups, saved, strict=True):
-                group.update(values)
+            values = groups_for(found.checkpoint, self._target, state["optimizer"]["groups"])
+            if not self.optimizer.take_groups(values):
+                self._warn(
+                    f"{found.checkpoint.folder}: its optimizer keeps other states than {self.optimizer.name} here: the "
+                    "learning rate and all else that a group has stay as this job's config says"
+                )
             self._restore_loss_scale(state["loss_scale"] or {})
         if asked.scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if asked.job:
-            self._restore_job(checkpoint, state["counters"], exactly=asked.optimizer or self.optimizer is None)
+            self._restore_job(found, exactly=asked.exactly)
         self._remember_step()
         client_state: dict[str, Any] = state["client_state"]
         return client_state
@@ -172,13 +195,15 @@ class Loading(Saving):
                 piece.line(0, piece.master.numel()).copy_(piece.master)
         self._schedule.spread()
 
-    def _load_with(self, checkpoint: Checkpoint, load: Callable[..., None]) -> None:
+    def _whole_state(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        found = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
+        return found | {alias: found[name] for alias, name in checkpoint.manifest.aliases.items() if name in found}
+
+    def _load_with(self, whole: dict[str, torch.Tensor], load: Callable[..., None]) -> None:
         """The user's own function moves a whole state dict into the whole model."""
         model = self._model
-        found = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
-        found |= {alias: found[name] for alias, name in checkpoint.manifest.aliases.items() if name in found}
         with gathered(model.parameters()):
-            load(src=found, dst=model)
+            load(src=whole, dst=model)
             for home in sorted({h for p in model.parameters() if (h := home_of(p))}, key=lambda home: home.number):
                 home.take_values_of(0)
 
@@ -188,25 +213,24 @@ class Loading(Saving):
         if "iteration" in saved and "iteration" in scale.state_dict():
             scale.load_state_dict(saved)
 
-    def _restore_job(self, checkpoint: Checkpoint, counters: dict[str, int], *, exactly: bool) -> None:
+    def _restore_job(self, found: Opened, *, exactly: bool) -> None:
+        counters = found.state["counters"]
         self.global_steps = counters["global_steps"]
         self.global_samples = counters["global_samples"]
         self.skipped_steps = counters["skipped_steps"]
         self._window.resume(counters["micro_steps"])
         if not exactly:
             return
-        same_world = checkpoint.manifest.world_size == self._group.size
-        own = checkpoint.own(self._group.rank if same_world else 0)
-        if own.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
-            self.training_dataloader.load_state_dict(own["data"])
-        if not same_world:
+        if found.own.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(found.own["data"])
+        if not found.same_world:
             self._warn(
-                f"{checkpoint.folder} was saved by {checkpoint.manifest.world_size} ranks, this job has "
+                f"{found.checkpoint.folder} was saved by {found.checkpoint.manifest.world_size} ranks, this job has "
                 f"{self._group.size}: weights and states are the same to the bit, random numbers go on from this "
                 "job's own seed"
             )
-        elif own.get("rng") is not None:
-            rng.restore(own["rng"], self.device)
+        elif found.own.get("rng") is not None:
+            rng.restore(found.own["rng"], self.device)
 
 
 def _find_candidates(load_dir: Path, tag: str | None) -> Sequence[str]:

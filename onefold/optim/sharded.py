@@ -42,6 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         # Tensors of state a parameter has; 0 where only the user's class knows.
         self.num_states = len(chosen.rule.state_names(chosen.groups)) if chosen.rule else 0
+        self._rule = chosen.rule
         self.overflow = False
         self.num_steps = 0
         # From the first change of a step until the engine has counted it: what is held is no step's state.
@@ -112,6 +113,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Have the states that a checkpoint names, by parameter, before they are filled."""
         for piece in self._pieces.values():
             self._stepper.make_states(piece, names, loose)
+
+    def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
+        """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
+        groups = [{**group, **new} for group, new in zip(self.param_groups, values, strict=True)]
+        if self._rule is not None and self._rule.state_names(groups) != self._rule.state_names(self.param_groups):
+            return False
+        for group, new in zip(self.param_groups, values, strict=True):
+            group.update(new)
+        return True
 
     def master_bytes(self) -> int:
         return sum(
