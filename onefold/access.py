@@ -38,9 +38,11 @@ class _Place:
         """None before the optimizer has made it."""
         assert self.engine.optimizer is not None
         found = self.engine.optimizer.states_of(self.piece, name)
-        if not found:
+        like = found[0][1] if found else self.engine.optimizer.any_state(name)
+        # A piece that is all padding has no states, but other ranks wait for it.
+        if like is None or (not found and self.piece.segments()):
             return None
-        line = torch.zeros(self.piece.stop - self.piece.start, dtype=found[0][1].dtype, device=found[0][1].device)
+        line = torch.zeros(self.piece.stop - self.piece.start, dtype=like.dtype, device=like.device)
         for start, tensor in found:
             line[start : start + tensor.numel()].copy_(tensor.flatten())
         return _Stretch(self, line, self.piece.start)

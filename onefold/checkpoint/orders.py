@@ -26,6 +26,7 @@ class Order:
     save_dir: str
     tag: str
     data: str
+    save_latest: bool
     background: bool
     exclude_frozen: bool
     buffers: dict[str, int]
@@ -105,10 +106,20 @@ def read_record(path: Path, rank: int) -> Record:
 
 
 def published(order: Order) -> set[str]:
+    """The data that the tag means now."""
     try:
         return Manifest.read(order.folder.parent).data_folders
     except (ValueError, OSError):
         return set()
+
+
+def stands(order: Order) -> bool:
+    """Whether all of a save is on disk."""
+    try:
+        latest = folder.read_latest(Path(order.save_dir))
+    except ValueError:
+        latest = None
+    return order.data in published(order) and (not order.save_latest or latest == order.tag)
 
 
 def write_script(save_dir: Path) -> None:

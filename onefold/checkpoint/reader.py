@@ -60,6 +60,8 @@ class Checkpoint:
             for number in range(max(0, start - part.start) // size, -(-(min(stop, part.stop) - part.start) // size)):
                 first, last = part.start + number * size, min(part.start + (number + 1) * size, part.stop)
                 low, high = max(start, first), min(stop, last)
+                if low >= high:
+                    continue
                 target = out[low - start : high - start]
                 fits = direct and (low, high) == (first, last)
                 data = target if fits else torch.empty(last - first, dtype=stored.dtype)

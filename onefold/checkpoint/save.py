@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -40,6 +41,7 @@ from onefold.checkpoint.orders import (
     published,
     read_record,
     record_name,
+    stands,
     write_script,
 )
 from onefold.checkpoint.shards import Slot, write_shard
@@ -52,6 +54,8 @@ PERIOD = 0.25
 COURTESY = 0.5
 # How long a rank whose program is through with the engine waits for a last order, unless rank 0 is through as well.
 LINGER = 3.0
+# Orders that stay on the board and in memory for a rank that comes late to them.
+_REMEMBERED = 64
 
 
 class Saver:
@@ -66,8 +70,8 @@ class Saver:
         self._writer = writer
         self._number = 0
         self._served = 0
-        # The last order that the listener has dealt with, for a call of this rank's program that comes after it.
-        self._passed: dict[str, Any] | None = None
+        # Orders that the listener has dealt with, for calls of this rank's program that come after it.
+        self._passed: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._staging = Staging()
         self._copying: Callable[[], None] = _nothing
         # One part at a time, whichever thread does it.
@@ -169,13 +173,21 @@ class Saver:
             tag_folder = Path(os.path.abspath(save_dir), folder.check_tag(tag))
             into = held.enter_context(folder.new_data_folder(tag_folder))
             order = Order(
-                self._number, steps, os.path.abspath(save_dir), tag, into.name, background, exclude_frozen, head.buffers
+                number=self._number,
+                steps=steps,
+                save_dir=os.path.abspath(save_dir),
+                tag=tag,
+                data=into.name,
+                save_latest=save_latest,
+                background=background,
+                exclude_frozen=exclude_frozen,
+                buffers=head.buffers,
             )
-            self._board.post("order", asdict(order))
+            self._post(asdict(order))
         except Exception as error:
             held.close()
             refused = f"{type(error).__name__}: {error}"
-            self._board.post("order", {"number": self._number, "steps": steps, "tag": tag, "refused": refused})
+            self._post({"number": self._number, "steps": steps, "tag": tag, "refused": refused})
             if isinstance(error, OSError):
                 raise SaveError(f"cannot save to {save_dir}, tag {tag}: {error}") from error
             raise
@@ -183,11 +195,18 @@ class Saver:
 
         def publish() -> None:
             with held:
-                self._publish(order, replace(head, state=tree), save_latest=save_latest)
+                self._publish(order, replace(head, state=tree))
 
         self._begin(owner, order, more, publish)
 
-    def _publish(self, order: Order, head: Head, *, save_latest: bool) -> None:
+    def _post(self, note: dict[str, Any]) -> None:
+        """One note an order, so that a rank misses none, and the number of the newest."""
+        self._board.post(f"order/{note['number']}", note)
+        self._board.post("orders", {"number": note["number"]})
+        if note["number"] > _REMEMBERED:
+            self._board.forget(f"order/{note['number'] - _REMEMBERED}")
+
+    def _publish(self, order: Order, head: Head) -> None:
         """Once every rank has written: make it the tag's, or fail on every rank alike."""
         try:
             self._await_notes(order, ("written",))
@@ -208,7 +227,7 @@ class Saver:
                 writer=self._writer,
             )
             write_script(save_dir)
-            folder.publish(save_dir, manifest, save_latest=save_latest)
+            folder.publish(save_dir, manifest, save_latest=order.save_latest)
         except Exception as error:
             message = f"checkpoint {order.tag} was not saved to {order.save_dir}: {error}"
             with suppress(RuntimeError):
@@ -248,9 +267,10 @@ class Saver:
 
     def _follow(self, owner: Savable, tag: str, validate_tag: Callable[[str], None]) -> None:
         steps = owner.steps_done()
-        passed, self._passed = self._passed, None
-        if passed is not None and (passed["steps"], passed["tag"]) == (steps, tag):
+        passed = self._claim(steps, tag)
+        if passed is not None:
             order = as_order(passed)
+            validate_tag(order.tag)
             self._catch(lambda: self._await_verdict(order))
             return
         order = as_order(self._await_order())
@@ -261,6 +281,14 @@ class Saver:
                 raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")
 
         self._begin(owner, order, [], lambda: self._await_verdict(order), check)
+
+    def _claim(self, steps: int | None, tag: str) -> dict[str, Any] | None:
+        """The order, already dealt with, that a call of this rank's program stands for, and none before it."""
+        same = [note for note in self._passed if note["steps"] == steps]
+        found = next((note for note in same if note["tag"] == tag), same[0] if same else None)
+        while found is not None and self._passed.popleft() is not found:
+            pass
+        return found
 
     def _await_order(self) -> dict[str, Any]:
         pause = 0.001
@@ -274,17 +302,20 @@ class Saver:
         return note
 
     def _new_order(self) -> dict[str, Any] | None:
-        note = self._board.read("order")
-        return note if note is not None and note["number"] > self._served else None
+        newest = self._board.read("orders")
+        if newest is None or newest["number"] <= self._served:
+            return None
+        return self._board.read(f"order/{max(self._served + 1, newest['number'] - _REMEMBERED + 1)}")
 
     def _await_verdict(self, order: Order) -> None:
         def verdict() -> dict[str, Any] | None:
             try:
                 note = self._board.read("verdict")
             except RuntimeError:  # rank 0 held the board and has ended: what it left on disk speaks for it
-                there = order.data in published(order)
-                return {} if there else {"error": f"rank 0 has ended before {order.tag} was published"}
-            return note if note is not None and note["number"] >= order.number else None
+                return {} if stands(order) else {"error": f"rank 0 has ended before {order.tag} was published"}
+            if note is None or note["number"] < order.number:
+                return None
+            return note if note["number"] == order.number else {}  # rank 0 has told its own program long ago
 
         self._board.wait(lambda: verdict() is not None, lambda: [0], f"save_checkpoint of {order.tag}")
         found = verdict()
@@ -399,7 +430,8 @@ class Saver:
             return since
         try:
             if note["number"] > self._served:
-                self._served, self._passed = note["number"], note
+                self._served = note["number"]
+                self._passed.append(note)
                 if "refused" not in note:
                     # Its program does not save: this rank's part is done beside whatever it waits for.
                     self._thread = threading.Thread(

@@ -51,6 +51,12 @@ class Board:
         note: dict[str, Any] | None = None if text is None else json.loads(text)
         return note
 
+    def forget(self, name: str) -> None:
+        if self._store is None:
+            self._local.pop(name, None)
+        else:
+            self._store.delete_key(self._prefix + name)
+
     def beat(self) -> None:
         """This rank is alive, whatever its main thread does."""
         with self._mutex:

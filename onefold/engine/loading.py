@@ -153,6 +153,14 @@ class Loading(Saving):
     def _state_reads(self, checkpoint: Checkpoint, saved: dict[str, Any] | None, asked: Asked) -> list[Read]:
         if saved is None:
             raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
+        assert self.optimizer is not None
+        if not self.optimizer.names_its_states and str(saved["name"]).lower() != self.optimizer.name.lower():
+            if asked.strict:
+                raise MisfitError(
+                    f"{checkpoint.folder} has the states of {saved['name']}, not of {self.optimizer.name}: "
+                    "load_optimizer_states=False starts them anew"
+                )
+            return []
         loose: dict[str, Any] = {}
         for rank in range(checkpoint.manifest.world_size):
             loose |= checkpoint.own(rank).get("loose", {})

@@ -99,6 +99,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.let_change()
         return self._stepper.states_of(piece, name)
 
+    def any_state(self, name: str) -> torch.Tensor | None:
+        """Some tensor of a state, where this rank has any."""
+        return next((found[0][1] for piece in self._pieces.values() if (found := self.states_of(piece, name))), None)
+
     def held_states(self, piece: Piece) -> list[HeldState]:
         """All states that lie along a piece."""
         return self._stepper.held_states(piece)
@@ -113,6 +117,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Have the states that a checkpoint names, by parameter, before they are filled."""
         for piece in self._pieces.values():
             self._stepper.make_states(piece, names, loose)
+
+    @property
+    def names_its_states(self) -> bool:
+        """Whether its states are known before it has made them."""
+        return self._rule is not None
 
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
