@@ -38,10 +38,10 @@ class _Place:
         """None before the optimizer has made it."""
         assert self.engine.optimizer is not None
         found = self.engine.optimizer.states_of(self.piece, name)
-        like = found[0][1] if found else self.engine.optimizer.any_state(name)
         # A piece that is all padding has no states, but other ranks wait for it.
-        if like is None or (not found and self.piece.segments()):
+        if not found and (self.piece.segments() or not self.engine.optimizer.num_steps):
             return None
+        like = found[0][1] if found else self.piece.master
         line = torch.zeros(self.piece.stop - self.piece.start, dtype=like.dtype, device=like.device)
         for start, tensor in found:
             line[start : start + tensor.numel()].copy_(tensor.flatten())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint import folder
-from onefold.checkpoint.manifest import Manifest
+from onefold.checkpoint.manifest import Manifest, join_parts
 from onefold.checkpoint.shards import Record, Slot
+from onefold.report.log import logger
 
 # A shared file system may show another host's new folder late.
 _VISIBLE_SECONDS = 10.0
@@ -103,6 +105,38 @@ def read_record(path: Path, rank: int) -> Record:
     if size != record.file.nbytes:
         raise SaveError(f"rank {rank} wrote {record.file.nbytes} bytes, rank 0 sees {size} of them in {path}")
     return record
+
+
+def publish(order: Order, head: Head, num_ranks: int, writer: str) -> None:
+    """Every rank has written: from here on the tag means this save."""
+    records = [read_record(order.folder, rank) for rank in range(num_ranks)]
+    manifest = Manifest(
+        tag=order.tag,
+        saved=datetime.now(UTC).isoformat(),
+        global_steps=order.steps,
+        world_size=num_ranks,
+        files=tuple(record.file for record in records),
+        tensors=join_parts(part for rank, record in enumerate(records) for part in record.numbered(rank)),
+        parameters=head.parameters,
+        state=head.state,
+        ranks=[record.own for record in records],
+        aliases=head.aliases,
+        left_out=head.left_out,
+        writer=writer,
+    )
+    write_script(Path(order.save_dir))
+    folder.publish(Path(order.save_dir), manifest, save_latest=order.save_latest)
+
+
+def tidy(order: Order, num_ranks: int, kept: Retention) -> None:
+    """The checkpoint stands. A file that cannot be removed is no reason to fail."""
+    try:
+        for rank in range(num_ranks):
+            (order.folder / record_name(rank)).unlink(missing_ok=True)
+        folder.clean(order.folder.parent)
+        folder.retain(Path(order.save_dir), keep_last=kept.keep_last, keep_every=kept.keep_every)
+    except OSError as error:
+        logger.warning("checkpoint %s is saved, but old files could not be removed: %s", order.tag, error)
 
 
 def published(order: Order) -> set[str]:

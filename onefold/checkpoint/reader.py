@@ -118,6 +118,10 @@ class Checkpoint:
         """Of one rank: random numbers, data position."""
         return self._decode(self.manifest.ranks[rank], f"rank/{rank}/")
 
+    def loose(self, rank: int) -> dict[str, Any]:
+        """Of the optimizer, on one rank: states that do not lie along a parameter."""
+        return self._decode(self.manifest.ranks[rank].get("loose", {}), f"rank/{rank}/")
+
     def _decode(self, tree: Any, prefix: str) -> dict[str, Any]:
         try:
             found = tagged.decode(tree, _Tensors(self, prefix))

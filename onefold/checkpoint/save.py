@@ -24,12 +24,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint import folder, staging, tagged
-from onefold.checkpoint.manifest import Manifest, join_parts
 from onefold.checkpoint.orders import (
     Head,
     Order,
@@ -38,11 +36,11 @@ from onefold.checkpoint.orders import (
     SaveError,
     as_order,
     await_folder,
+    publish,
     published,
-    read_record,
     record_name,
     stands,
-    write_script,
+    tidy,
 )
 from onefold.checkpoint.shards import Slot, write_shard
 from onefold.checkpoint.staging import Staging
@@ -79,8 +77,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._stop = threading.Event()
+        self._listener: threading.Thread | None = None
         if board.group.size > 1:
-            threading.Thread(target=_listen, args=(weakref.ref(self), self._stop), daemon=True).start()
+            self._listener = threading.Thread(target=_listen, args=(weakref.ref(self), self._stop), daemon=True)
+            self._listener.start()
             weakref.finalize(self, self._stop.set)
 
     # -- what the engine calls ----------------------------------------------------------------------------------
@@ -125,30 +125,44 @@ class Saver:
     def stop(self) -> None:
         """The engine goes: no more listening; what is under way is finished."""
         self._stop.set()
-        # The last one to hold the engine may be the thread that writes.
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        # The last one to hold the engine may be one of these threads.
+        for thread in (self._thread, self._listener):
+            if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+                thread.join()
         if self._error is not None:
             logger.error("%s", self._error)
 
-    def linger(self, owner: Savable) -> None:
-        """The program is through with the engine, here: rank 0 may still save, and then needs this rank's part."""
+    def linger(self, owner: Savable, seconds: float | None) -> None:
+        """The program is through with the engine, here: rank 0 may still save, and then needs this rank's part.
+
+        For so many seconds, or until rank 0 is through as well, or gone.
+        """
         if self._stop.is_set() or self._board.group.size == 1:
             return
         if self._rank == 0:
             self._board.post("left", {})
             return
-        deadline = time.monotonic() + LINGER
-        while time.monotonic() < deadline and self._board.read("left") is None:
+        started = time.monotonic()
+
+        def done() -> bool:
+            nonlocal started
             note = self._new_order()
-            if note is not None and "refused" not in note:
+            if note is not None:
                 with self._mutex:
                     if note["number"] > self._served:
                         self._served = note["number"]
-                        self._join(owner, as_order(note), owner.steps_done())
-                deadline = time.monotonic() + LINGER
-            time.sleep(0.005)
-        self.stop()
+                        if "refused" not in note:
+                            self._join(owner, as_order(note), owner.steps_done())
+                started = time.monotonic()
+            over = seconds is not None and time.monotonic() - started > seconds
+            return over or self._board.read("left") is not None or self._guard.verdict is not None
+
+        with suppress(Silent):
+            if seconds is not None:
+                self._board.wait(done, lambda: [0], "the end of the program")
+            else:
+                with self._guard.waiting("the end of its program"):
+                    self._board.wait(done, lambda: [0], "the end of the program")
 
     # -- rank 0 -------------------------------------------------------------------------------------------------
 
@@ -193,11 +207,11 @@ class Saver:
             raise
         more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
 
-        def publish() -> None:
+        def finish() -> None:
             with held:
                 self._publish(order, replace(head, state=tree))
 
-        self._begin(owner, order, more, publish)
+        self._begin(owner, order, more, finish)
 
     def _post(self, note: dict[str, Any]) -> None:
         """One note an order, so that a rank misses none, and the number of the newest."""
@@ -210,24 +224,7 @@ class Saver:
         """Once every rank has written: make it the tag's, or fail on every rank alike."""
         try:
             self._await_notes(order, ("written",))
-            save_dir, tag_folder = Path(order.save_dir), order.folder.parent
-            records = [read_record(order.folder, rank) for rank in range(self._board.group.size)]
-            manifest = Manifest(
-                tag=order.tag,
-                saved=datetime.now(UTC).isoformat(),
-                global_steps=order.steps,
-                world_size=len(records),
-                files=tuple(record.file for record in records),
-                tensors=join_parts(part for rank, record in enumerate(records) for part in record.numbered(rank)),
-                parameters=head.parameters,
-                state=head.state,
-                ranks=[record.own for record in records],
-                aliases=head.aliases,
-                left_out=head.left_out,
-                writer=self._writer,
-            )
-            write_script(save_dir)
-            folder.publish(save_dir, manifest, save_latest=order.save_latest)
+            publish(order, head, self._board.group.size, self._writer)
         except Exception as error:
             message = f"checkpoint {order.tag} was not saved to {order.save_dir}: {error}"
             with suppress(RuntimeError):
@@ -238,15 +235,7 @@ class Saver:
                     order.folder.parent.rmdir()  # unless the tag has an earlier checkpoint
             raise SaveError(message) from error
         self._board.post("verdict", {"number": order.number})
-        # The checkpoint stands. What remains is tidying, and a file that cannot be removed is no reason to fail.
-        try:
-            for rank in range(len(records)):
-                (order.folder / record_name(rank)).unlink(missing_ok=True)
-            folder.clean(tag_folder)
-            kept = self._retention
-            folder.retain(save_dir, keep_last=kept.keep_last, keep_every=kept.keep_every)
-        except OSError as error:
-            logger.warning("checkpoint %s is saved, but old files could not be removed: %s", order.tag, error)
+        tidy(order, self._board.group.size, self._retention)
 
     def _await_notes(self, order: Order, phases: tuple[str, ...]) -> None:
         answers: dict[int, str] = {}
@@ -291,15 +280,19 @@ class Saver:
         return found
 
     def _await_order(self) -> dict[str, Any]:
-        pause = 0.001
+        found: list[dict[str, Any]] = []
+
+        def ready() -> bool:
+            if self._guard.verdict is not None:
+                raise Disagreement(self._guard.verdict)
+            note = self._new_order()
+            found.extend([note] if note is not None else [])
+            return bool(found)
+
         with self._guard.waiting("save_checkpoint, for rank 0"):
-            while (note := self._new_order()) is None:
-                if self._guard.verdict is not None:
-                    raise Disagreement(self._guard.verdict)
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.005)
-        self._served = note["number"]
-        return note
+            self._board.wait(ready, lambda: [0], "save_checkpoint")
+        self._served = found[0]["number"]
+        return found[0]
 
     def _new_order(self) -> dict[str, Any] | None:
         newest = self._board.read("orders")
@@ -351,6 +344,13 @@ class Saver:
         if order.background:
             self._thread = threading.Thread(target=self._catch, args=(work,), name="onefold-save")
             self._thread.start()
+            if self._rank == 0:
+                # From now on any rank's program may write to its weights.
+                try:
+                    self._await_notes(order, ("begun", "copied", "written"))
+                except (SaveError, Silent):
+                    self.finish()
+                    raise
         else:
             self._catch(work)
 
@@ -361,6 +361,7 @@ class Saver:
         places = self._staging.places(slots)
         states = [slot.name.startswith("optimizer/") for slot in slots]
         staging.copy(*([s for s, later in zip(some, states, strict=True) if not later] for some in (slots, places)))
+        self._note(order, "begun")
         copied = threading.Event()
 
         def copy_rest() -> None:
@@ -417,8 +418,9 @@ class Saver:
     def listen(self, since: float | None) -> float | None:
         """One look at the board. Returns when an order was first seen that this rank has not served yet."""
         note = self._new_order()
-        if note is not None or self._mutex.locked() or (self._thread is not None and self._thread.is_alive()):
-            self._board.beat()  # for whoever waits for this rank's part
+        busy = self._mutex.locked() or (self._thread is not None and self._thread.is_alive())
+        if note is not None or busy or self._rank == 0:
+            self._board.beat()  # for whoever waits for this rank's part, or for rank 0's order
         if note is None:
             return None
         if since is None or time.monotonic() - since < COURTESY:

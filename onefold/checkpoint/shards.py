@@ -69,6 +69,9 @@ class ShardWriter:
 
     def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
         self._path = path
+        for slot in slots:
+            if slot.dtype not in DTYPE_NAMES:
+                raise ValueError(f"{slot.name}: a checkpoint cannot hold {slot.dtype}")
         self._slots = {_entry_name(slot): slot for slot in slots}
         assert len(self._slots) == len(slots), "a stretch is written twice"
         shapes = {

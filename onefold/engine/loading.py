@@ -83,7 +83,8 @@ class Loading(Saving):
                 if found is not None:
                     return str(found.checkpoint.folder), self._take_up(found, asked)
             if position + 1 == len(names):
-                raise CheckpointError(f"{problem}. {load_dir} has no other complete checkpoint to take instead")
+                other = "" if tag is not None else f". {load_dir} has no other complete checkpoint to take instead"
+                raise CheckpointError(f"{problem}{other}")
             self._warn(f"{problem}: taking checkpoint {names[position + 1]} instead")
         return None, None
 
@@ -122,11 +123,17 @@ class Loading(Saving):
                 verify(checkpoint, reads)
             opened.append(Opened(checkpoint, state, own, same_world, whole, reads))
 
-        for phase in (prepare, lambda: fill(opened[0].checkpoint, opened[0].reads)):
-            problem = self._agree(phase)
-            if problem:
-                return problem, None
-        return "", opened[0]
+        undo = self.optimizer.remember_states() if self.optimizer is not None else lambda: None
+        try:
+            problem = self._agree(prepare)
+        except MisfitError:
+            undo()
+            raise
+        if problem:
+            undo()
+            return problem, None
+        problem = self._agree(lambda: fill(opened[0].checkpoint, opened[0].reads))
+        return problem, None if problem else opened[0]
 
     @property
     def _target(self) -> Target:
@@ -154,16 +161,14 @@ class Loading(Saving):
         if saved is None:
             raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
         assert self.optimizer is not None
-        if not self.optimizer.names_its_states and str(saved["name"]).lower() != self.optimizer.name.lower():
-            if asked.strict:
-                raise MisfitError(
-                    f"{checkpoint.folder} has the states of {saved['name']}, not of {self.optimizer.name}: "
-                    "load_optimizer_states=False starts them anew"
-                )
-            return []
+        if saved["name"] is not None and _kind(saved["name"]) != _kind(self.optimizer.name):
+            raise MisfitError(
+                f"{checkpoint.folder} has the states of {saved['name']}, not of {self.optimizer.name}: "
+                "load_optimizer_states=False leaves the optimizer as it is"
+            )
         loose: dict[str, Any] = {}
         for rank in range(checkpoint.manifest.world_size):
-            loose |= checkpoint.own(rank).get("loose", {})
+            loose |= checkpoint.loose(rank)
         return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)
 
     # -- going on -----------------------------------------------------------------------------------------------
@@ -227,6 +232,7 @@ class Loading(Saving):
         self.global_samples = counters["global_samples"]
         self.skipped_steps = counters["skipped_steps"]
         self._window.resume(counters["micro_steps"])
+        self._update.norm = None
         if not exactly:
             return
         if found.own.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
@@ -239,6 +245,12 @@ class Loading(Saving):
             )
         elif found.own.get("rng") is not None:
             rng.restore(found.own["rng"], self.device)
+
+
+def _kind(optimizer: str) -> str:
+    """Adam by any name keeps Adam's states."""
+    name = optimizer.lower()
+    return "adam" if name in ("adam", "adamw", "fusedadam", "deepspeedcpuadam") else name
 
 
 def _find_candidates(load_dir: Path, tag: str | None) -> Sequence[str]:

@@ -18,7 +18,7 @@ from onefold.checkpoint import rng
 from onefold.checkpoint.load import buffer_name
 from onefold.checkpoint.manifest import checksum
 from onefold.checkpoint.orders import Head, Order, Retention, Savable, SaveError
-from onefold.checkpoint.save import Saver
+from onefold.checkpoint.save import LINGER, Saver
 from onefold.checkpoint.shards import Slot
 from onefold.checkpoint.slots import groups_of, loose_states, outside_runs, own_slots
 from onefold.comm import Board
@@ -40,7 +40,8 @@ class Saving(Facts, Savable):
     def _start_saving(self) -> None:
         """Once the engine stands: let other ranks' saves be heard."""
         section = self.settings.checkpoint
-        self._after_step = self._own_state()
+        # Where this rank stood after which step, for a save that its program does not call.
+        self._after_step = self.global_steps, self._own_state()
         agreement = self._schedule.order.agreement
         name = agreement.tell("the name of the engine", secrets.token_hex(8))
         self._saver = Saver(
@@ -53,17 +54,21 @@ class Saving(Facts, Savable):
         if self.optimizer is not None:
             self.optimizer.let_change = self._saver.let_change
         weakref.finalize(self, self._saver.stop).atexit = False
-        atexit.register(_leave, weakref.ref(self))
+        atexit.register(_leave, weakref.ref(self), weakref.ref(self._saver))
 
     def __del__(self) -> None:
-        _leave(lambda: self)
+        """Where a program is through with an engine, rank 0 may still be about to save a last time."""
+        saver = self.__dict__.get("_saver")
+        if saver is not None and not sys.is_finalizing() and not hasattr(sys, "last_value"):
+            with suppress(RuntimeError):  # the store's host may be gone already
+                saver.linger(self, seconds=LINGER)
 
     def _remember_step(self) -> None:
-        """For a save that this rank's program does not call: where it stood after the step."""
+        """A step has been taken and counted."""
+        if self._group.size > 1:
+            self._after_step = self.global_steps, self._own_state()
         if self.optimizer is not None:
             self.optimizer.changing = False
-        if self._group.size > 1:
-            self._after_step = self._own_state()
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -163,7 +168,9 @@ class Saving(Facts, Savable):
         return {"rng": rng.capture(self.device), "data": position}
 
     def steps_done(self) -> int | None:
-        return None if self.optimizer is not None and self.optimizer.changing else self.global_steps
+        changing = self.optimizer is not None and self.optimizer.changing
+        remembered = self._group.size == 1 or self._after_step[0] == self.global_steps
+        return self.global_steps if remembered and not changing else None
 
     def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
         if self.device.type == "cuda":
@@ -173,21 +180,22 @@ class Saving(Facts, Savable):
         for name, tensor in outside_runs(self._model, exclude_frozen=order.exclude_frozen)[0].items():
             if rank == 0:
                 slots.append(Slot.whole(f"model/{name}", tensor))
-            elif not joined and order.buffers.get(name) != _digest(tensor):
+            elif not joined and not isinstance(tensor, nn.Parameter) and order.buffers.get(name) != _digest(tensor):
                 slots.append(Slot.whole(buffer_name(rank, name), tensor))
-        own = self._after_step if joined else self._own_state()
+        own = self._after_step[1] if joined else self._own_state()
         # Where every rank steps everything, one of them says it all.
         loose = loose_states(self._units, self.optimizer) if self.plan.shards_states or rank == 0 else {}
         return slots, {**own, "loose": loose}
 
 
-def _leave(engine: Callable[[], Saving | None]) -> None:
-    """The program is through with an engine: it was deleted, or the process ends. Not where an error ends it."""
-    owner = engine()
-    saver = owner.__dict__.get("_saver") if owner is not None else None
-    if owner is not None and saver is not None and not sys.is_finalizing() and not hasattr(sys, "last_value"):
-        with suppress(RuntimeError):  # the store's host may be gone already
-            saver.linger(owner)
+def _leave(engine: Callable[[], Saving | None], of: Callable[[], Saver | None]) -> None:
+    """The process ends. Unless an error ends it, rank 0 may still be about to save. No thread may stay in the store."""
+    owner, saver = engine(), of()
+    if saver is not None:
+        with suppress(RuntimeError):
+            if owner is not None and not hasattr(sys, "last_value"):
+                saver.linger(owner, seconds=None)
+        saver.stop()
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +86,10 @@ class Stepper(Protocol):
         """Have the states of a checkpoint, by parameter: room for those that lie along it, values for the others."""
         ...
 
+    def remember_states(self) -> Callable[[], None]:
+        """What undoes `make_states`."""
+        ...
+
     def state_bytes(self) -> int: ...
 
 
@@ -138,6 +142,9 @@ class TiledStepper:
         self, piece: Piece, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
         pass  # a rule's states are there from the start
+
+    def remember_states(self) -> Callable[[], None]:
+        return lambda: None
 
     def state_bytes(self) -> int:
         return sum(state.nbytes for piece in self._pieces for state in piece.states.values())
@@ -218,6 +225,15 @@ class WholeStepper:
                     state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
             self.inner.state[target] = state
 
+    def remember_states(self) -> Callable[[], None]:
+        before = dict(self.inner.state)
+
+        def undo() -> None:
+            self.inner.state.clear()
+            self.inner.state.update(before)
+
+        return undo
+
     def state_bytes(self) -> int:
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
@@ -229,7 +245,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _lies_along(value: Any, target: nn.Parameter) -> bool:
-    return _is_array(value) and value.numel() == target.numel() and value.is_contiguous()
+    return _is_array(value) and value.shape == target.shape and value.is_contiguous()
 
 
 def _stretches(piece: Piece, shaped: bool) -> list[tuple[int, int, int, tuple[int, ...]]]:

@@ -36,7 +36,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.name = chosen.name
         self.optimizer = chosen.instance or self
         self.param_groups = chosen.groups
-        self.defaults: dict[str, Any] = chosen.instance.defaults if chosen.instance else {}
+        first = {key: value for key, value in chosen.groups[0].items() if key != "params"}
+        self.defaults: dict[str, Any] = chosen.instance.defaults if chosen.instance else first
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -99,10 +100,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.let_change()
         return self._stepper.states_of(piece, name)
 
-    def any_state(self, name: str) -> torch.Tensor | None:
-        """Some tensor of a state, where this rank has any."""
-        return next((found[0][1] for piece in self._pieces.values() if (found := self.states_of(piece, name))), None)
-
     def held_states(self, piece: Piece) -> list[HeldState]:
         """All states that lie along a piece."""
         return self._stepper.held_states(piece)
@@ -118,10 +115,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for piece in self._pieces.values():
             self._stepper.make_states(piece, names, loose)
 
-    @property
-    def names_its_states(self) -> bool:
-        """Whether its states are known before it has made them."""
-        return self._rule is not None
+    def remember_states(self) -> Callable[[], None]:
+        """What puts states back that `make_states` has replaced."""
+        return self._stepper.remember_states()
 
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
