@@ -14,7 +14,6 @@ forward and backward. Rank 0 does not come to the next step before all ranks hav
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -27,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint import folder, staging, tagged
+from onefold.checkpoint import folder, tagged
 from onefold.checkpoint.orders import (
     Head,
     Order,
@@ -35,15 +34,13 @@ from onefold.checkpoint.orders import (
     Savable,
     SaveError,
     as_order,
-    await_folder,
     publish,
     published,
-    record_name,
     stands,
     tidy,
 )
-from onefold.checkpoint.shards import Slot, write_shard
-from onefold.checkpoint.staging import Staging
+from onefold.checkpoint.part import Parts
+from onefold.checkpoint.shards import Slot
 from onefold.comm import Board, Disagreement, Guard, Silent
 from onefold.report.log import logger
 
@@ -70,7 +67,7 @@ class Saver:
         self._served = 0
         # Orders that the listener has dealt with, for calls of this rank's program that come after it.
         self._passed: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
-        self._staging = Staging()
+        self._parts = Parts(board)
         self._copying: Callable[[], None] = _nothing
         # One part at a time, whichever thread does it.
         self._mutex = threading.Lock()
@@ -329,16 +326,16 @@ class Saver:
         """Do this rank's part, here or in the background; afterwards `then`."""
         try:
             check()
-            slots, own = self._part(owner, order, joined=False)
-            copy_rest, slots = self._copy(order, slots) if order.background else (_nothing, slots)
+            slots, own = self._parts.collect(owner, order, joined=False)
+            slots, copy_rest = self._copy(order, slots) if order.background else (slots, _nothing)
         except Exception as error:
-            self._fail(order, error)
+            self._parts.fail(order, error)
             then()
             raise
 
         def work() -> None:
             copy_rest()
-            self._write(order, slots + more, own)
+            self._parts.write(order, slots + more, own)
             then()
 
         if order.background:
@@ -354,22 +351,9 @@ class Saver:
         else:
             self._catch(work)
 
-    def _copy(self, order: Order, slots: list[Slot]) -> tuple[Callable[[], None], list[Slot]]:
-        """Copy what anybody may write to now. The rest, which only steps change, is copied by what is returned first,
-        and `let_change` waits for it.
-        """
-        places = self._staging.places(slots)
-        states = [slot.name.startswith("optimizer/") for slot in slots]
-        staging.copy(*([s for s, later in zip(some, states, strict=True) if not later] for some in (slots, places)))
-        self._note(order, "begun")
-        copied = threading.Event()
-
-        def copy_rest() -> None:
-            try:
-                staging.copy(*([s for s, later in zip(some, states, strict=True) if later] for some in (slots, places)))
-                self._note(order, "copied")
-            finally:
-                copied.set()
+    def _copy(self, order: Order, slots: list[Slot]) -> tuple[list[Slot], Callable[[], None]]:
+        """Into other memory. What is returned second copies what only steps change; `let_change` waits for it."""
+        places, copy_rest, copied = self._parts.copy(order, slots)
 
         def wait() -> None:
             copied.wait()
@@ -379,33 +363,12 @@ class Saver:
                     self._await_notes(order, ("copied", "written"))
 
         self._copying = wait
-        return copy_rest, places
+        return places, copy_rest
 
     def let_change(self) -> None:
         """Before optimizer states change: until the save in the background has copied them."""
         copying, self._copying = self._copying, _nothing
         copying()
-
-    def _part(self, owner: Savable, order: Order, *, joined: bool) -> tuple[list[Slot], Any]:
-        slots, own = owner.part_of(order, joined=joined)
-        tree, tensors = tagged.encode(own, f"rank {self._rank}")
-        return slots + [Slot.whole(f"rank/{self._rank}/{key}", tensor) for key, tensor in tensors.items()], tree
-
-    def _write(self, order: Order, slots: list[Slot], own: Any) -> None:
-        try:
-            await_folder(order.folder)
-            record = write_shard(order.folder / f"rank-{self._rank:05}.safetensors", slots, own)
-            folder.replace_file(order.folder / record_name(self._rank), json.dumps(record.as_json()).encode())
-        except Exception as error:
-            self._fail(order, error)
-            return
-        self._note(order, "written")
-
-    def _note(self, order: Order, phase: str, **more: str) -> None:
-        self._board.post(f"note/{self._rank}", {"number": order.number, "phase": phase, **more})
-
-    def _fail(self, order: Order, error: Exception) -> None:
-        self._note(order, "failed", error=f"{type(error).__name__}: {error}")
 
     def _catch(self, work: Callable[[], None]) -> None:
         try:
@@ -448,15 +411,15 @@ class Saver:
         try:
             if steps != order.steps:
                 raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {order.steps}")
-            slots, own = self._part(owner, order, joined=True)
+            slots, own = self._parts.collect(owner, order, joined=True)
             if order.background:
-                copy_rest, slots = self._copy(order, slots)
+                slots, copy_rest = self._copy(order, slots)
                 copy_rest()
         except Exception as error:
-            self._fail(order, error)
+            self._parts.fail(order, error)
             logger.exception("rank %d could not join the save of %s", self._rank, order.tag)
             return
-        self._write(order, slots, own)
+        self._parts.write(order, slots, own)
 
 
 def _nothing() -> None:

@@ -34,15 +34,15 @@ class Staging:
         return found
 
 
-def copy(slots: Sequence[Slot], places: Sequence[Slot]) -> None:
-    """On a GPU beside whatever computes there."""
-    devices = {slot.memory.device for slot in slots if slot.memory.is_cuda}
+def copy(pairs: Sequence[tuple[Slot, Slot]]) -> None:
+    """From slots to their places; on a GPU beside whatever computes there."""
+    devices = {slot.memory.device for slot, _ in pairs if slot.memory.is_cuda}
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
-        for slot, place in zip(slots, places, strict=True):
+        for slot, place in pairs:
             place.memory.copy_(slot.memory, non_blocking=True)
         for stream in streams:
             stream.synchronize()
