@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 
 STAGES = [0, 1, 2, 3]
+# The others run in `make test-slow`.
+SOME_STAGES = [more(0), more(1), 2, 3]
 WIDTH = 10
 STEPS = 3
 # Plain SGD shows a wrong factor that Adam would hide.
@@ -652,7 +654,7 @@ def fp16_reference() -> Weights:
     return weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_a_scaled_bare_backward_may_begin_inside_a_checkpoint(on_ranks, stage):
     for mine in on_ranks(2, scaled_around_the_root, stage):
         assert_close(mine, on_ranks(2, fp16_reference)[0])
@@ -683,7 +685,7 @@ def two_losses(stage: int, bare: bool, accumulation: int, overlap: bool) -> tupl
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("overlap", [more(False), True])
@@ -707,7 +709,7 @@ def two_forwards_two_backwards(stage: int, bare: bool) -> tuple[Weights, Weights
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 def test_two_forwards_before_the_first_backward(on_ranks, stage, bare):
     for mine, theirs in on_ranks(2, two_forwards_two_backwards, stage, bare):
@@ -727,7 +729,7 @@ def gradients_of_inputs(stage: int, bare: bool) -> tuple[torch.Tensor, torch.Ten
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 def test_inputs_get_their_gradients(on_ranks, stage, bare):
     for mine, theirs in on_ranks(2, gradients_of_inputs, stage, bare):
@@ -784,7 +786,7 @@ def going_on(stage: int, bare: bool, around: bool, overlap: bool, zeroed: bool, 
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("zeroed", [more(False), True])
@@ -794,7 +796,7 @@ def test_training_goes_on_after_a_backward_that_raised(on_ranks, stage, bare, ov
             assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 def test_training_goes_on_where_the_roots_forward_never_runs(on_ranks, stage, bare):
     for mine, theirs in on_ranks(2, going_on, stage, bare, True, False, False, 1):
@@ -826,7 +828,7 @@ def evaluated(stage: int, overlap: bool, bare_module: bool) -> tuple[Weights, We
     return weights_of(engine.module), weights_of(reference.model), mine, theirs
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bare_module", [False, True])
 def test_evaluation_between_steps(on_ranks, stage, overlap, bare_module):
@@ -857,7 +859,7 @@ def with_other_counts(stage: int, dtype: str) -> tuple[Weights, Weights]:
 
 
 @pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_changed_accumulation_count(on_ranks, world, stage, dtype):
     for mine, theirs in on_ranks(world, with_other_counts, stage, dtype):
@@ -903,7 +905,7 @@ def from_meta(stage: int, own_optimizer: bool) -> tuple[Weights, Weights, Weight
     return first, weights_of(engine.module), weights_of(reference.model), same
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("own_optimizer", [False, True])
 def test_a_model_built_on_the_meta_device(on_ranks, stage, own_optimizer):
     results = on_ranks(2, from_meta, stage, own_optimizer)
@@ -984,7 +986,7 @@ def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize(("dtype", "accumulation", "overlap", "bare"), [
     more("fp32", 1, False, False), ("fp32", 2, True, True), more("bf16", 1, True, False), ("fp16", 2, False, True),
 ])  # fmt: skip
@@ -1033,7 +1035,7 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
     return before, live_tensors(), alive
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("end", ["del", "destroy"])
 @pytest.mark.parametrize("overlap", [more(False), True])
 def test_an_engine_that_is_gone_holds_nothing(on_ranks, stage, end, overlap):
@@ -1088,7 +1090,7 @@ def chained(stage: int, overlap: bool) -> tuple[list[Weights], list[Weights]]:
     return [weights_of(engine.module) for engine in (first, second)], [weights_of(ref.model) for ref in references]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_one_loss_through_two_engines(on_ranks, stage, overlap):
     for mine, theirs in on_ranks(2, chained, stage, overlap):
@@ -1145,7 +1147,7 @@ def overflowing(stage: int, bad_rank: int, accumulation: int) -> list[tuple[Weig
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize(("bad_rank", "accumulation"), [(0, 1), (1, 1), (1, 2)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_ranks, stage, bad_rank, accumulation):
     results = on_ranks(2, overflowing, stage, bad_rank, accumulation)
@@ -1191,7 +1193,7 @@ def with_groups(stage: int, how: str) -> tuple[Weights, Weights, list[float]]:
 
 
 @pytest.mark.parametrize("world", [more(1), 2, more(3)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("how", ["model_parameters", "instance"])
 def test_groups_with_their_own_decay_and_rate(on_ranks, world, stage, how):
     for mine, theirs, rates in on_ranks(world, with_groups, stage, how):
@@ -1285,7 +1287,7 @@ def beside_a_copy(stage: int, overlap: bool, copies: bool) -> tuple[Weights, int
     return weights_of(engine.module), traffic, moved
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_copy_of_the_module_is_plain_torch(on_ranks, stage, overlap):
     with_copies = on_ranks(2, beside_a_copy, stage, overlap, True)

@@ -617,7 +617,7 @@ def resume(folder: str, name: str, stage: int) -> tuple[Any, ...]:
 
 
 @every_case
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_goes_on_as_deepspeed_did(on_ranks: Any, tmp_path: Path, name: str, stage: int) -> None:
     import_deepspeed(FIXTURES / name, tmp_path)
     continued = json.loads((FIXTURES / name / "continued.json").read_text())

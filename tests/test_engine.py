@@ -25,7 +25,8 @@ from onefold import ConfigError
 from onefold.runtime import home_of
 from onefold.utils import memory_status, see_memory_usage
 
-STAGES = [0, 1, 2, 3]
+# The others run in `make test-slow`.
+SOME_STAGES = [more(0), 1, more(2), 3]
 Weights = dict[str, torch.Tensor]
 
 
@@ -266,7 +267,7 @@ def protocols(stage: int, accumulation: int) -> list[str]:
     return found + ["overlapped" for kind in kinds[:2] if not protocol(stage, kind, accumulation, True).same(expected)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_way_to_ask_for_a_step_is_bit_equal(on_ranks, stage, accumulation):
     assert on_ranks(2, protocols, stage, accumulation) == [[], []]
@@ -287,7 +288,7 @@ def explicit_count(stage: int) -> tuple[bool, int, int]:
     return equal(weights_of(engine.module), expected.weights), engine.global_steps, len(norms)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_an_explicit_boundary_needs_no_count_in_the_config(on_ranks, stage):
     assert on_ranks(2, explicit_count, stage) == [(True, 3, 3)] * 2
 
@@ -320,7 +321,7 @@ def under_no_sync(stage: int, bare: bool, overlap: bool) -> bool:
     return equal(weights_of(engine.module), weights_of(counted.module))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("overlap", [more(False), True])
 def test_no_sync_accumulates(on_ranks, stage, bare, overlap):
@@ -342,7 +343,7 @@ def unmanaged(stage: int) -> tuple[bool, int]:
     return equal(weights_of(engine.module), weights_of(counted.module)), engine.global_steps
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_unmanaged_accumulation(on_ranks, stage):
     assert on_ranks(2, unmanaged, stage) == [(True, 2)] * 2
 
@@ -367,7 +368,7 @@ def mixed_kinds(stage: int) -> None:
     third(x, y).backward()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_both_kinds_of_backward_in_one_window_raise(on_ranks, stage):
     on_ranks(2, mixed_kinds, stage)
 
@@ -387,7 +388,7 @@ def zeroed(stage: int, who: str) -> tuple[bool, bool]:
     return equal(weights_of(engine.module), weights_of(other.module)), nothing
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("who", ["engine", "optimizer"])
 def test_zero_grad_forgets(on_ranks, stage, who):
     assert on_ranks(2, zeroed, stage, who) == [(True, True)] * 2
@@ -415,7 +416,7 @@ def half_bare(stage: int, accumulation: int) -> bool:
     return all(torch.allclose(mine.float(), other.float(), atol=2e-2) for mine, other in pairs)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_fp16_needs_a_scaled_loss(on_ranks, stage, accumulation):
     assert on_ranks(2, half_bare, stage, accumulation) == [True, True]
@@ -515,7 +516,7 @@ def information(stage: int) -> None:
     assert engine.zero_optimization_stage() == stage
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_information(on_ranks, stage):
     on_ranks(2, information, stage)
 
@@ -528,7 +529,7 @@ def clipped(stage: int) -> tuple[float, float]:
     return (weight_of(engine) - before).norm().item(), engine.get_global_grad_norm()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_clipping_is_by_the_global_norm(on_ranks, stage):
     for moved, norm in on_ranks(2, clipped, stage):
         assert moved == pytest.approx(0.5, rel=1e-5)
@@ -617,7 +618,7 @@ def skipping(stage: int) -> tuple[list[float], int]:
     return rates, engine.skipped_steps
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_a_skipped_step_does_not_advance_the_scheduler(on_ranks, stage):
     for rates, skipped in on_ranks(2, skipping, stage):
         assert rates == pytest.approx([0.05, 0.05, 0.025, 0.0125])
@@ -715,7 +716,7 @@ def beside_own_optimizer(stage: int, build: Callable[..., Any], how: str, dtype:
     return weights_of(engine.module), weights_of(plain)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("build", [build_adam, build_signed, build_rprop])
 @pytest.mark.parametrize(("how", "dtype"), [("instance", "fp32"), ("callable", "bf16")])
 def test_a_users_optimizer_equals_torch(on_ranks, stage, build, how, dtype):
@@ -784,7 +785,7 @@ def loaded(stage: int, what: str, overlap: bool) -> bool:
     return all(torch.allclose(found[name].float(), expected[name].float(), atol=1e-3) for name in expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("what", ["module", "block"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_load_state_dict_refreshes_the_masters(on_ranks, stage, what, overlap):
@@ -804,7 +805,7 @@ def copy_that_loads(stage: int, loads: bool) -> Weights:
     return {"masters": torch.cat([piece.master for piece in engine.optimizer._pieces.values()])}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_a_copy_that_loads_weights_leaves_the_engine_alone(on_ranks, stage):
     with_loads, without = (on_ranks(2, copy_that_loads, stage, loads) for loads in (True, False))
     for mine, expected in zip(with_loads, without, strict=True):
@@ -839,7 +840,7 @@ def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize(("overlap", "dtype"), [(False, "fp32"), (True, "fp32"), (True, "bf16")])
 def test_destroy_leaves_a_plain_model(on_ranks, stage, overlap, dtype):
     on_ranks(2, after_destroy, stage, overlap, dtype)
@@ -964,7 +965,7 @@ def moved_by(stage: int, more: dict[str, Any], accumulation: int) -> tuple[torch
     return before - weight_of(engine), total, engine.get_global_grad_norm(), total.norm().item()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize(("world", "accumulation"), [more(2, 1), (2, 2), more(3, 2)])
 @pytest.mark.parametrize(("more", "mean"), [
     ({}, True),
@@ -992,7 +993,7 @@ def travelled(stage: int, wire: str) -> tuple[torch.Tensor, torch.Tensor, int, t
     return weight_of(engine), expected, sent, engine.communication_data_type
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 def test_gradients_travel_in_the_communication_data_type(on_ranks, stage, wire):
     for mine, expected, sent, kind in on_ranks(2, travelled, stage, wire):
@@ -1016,7 +1017,7 @@ def accumulated_in(stage: int, dtype: str | None) -> tuple[torch.Tensor, torch.T
     return masters[0][:1].clone(), torch.tensor(engine.get_data_types()[1].itemsize)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize(("dtype", "total", "width"), [(None, 1027.0, 4), ("fp32", 1027.0, 4), ("bf16", 1024.0, 2)])
 def test_gradients_accumulate_in_the_chosen_dtype(on_ranks, stage, dtype, total, width):
     master, itemsize = on_ranks(2, accumulated_in, stage, dtype)[0]

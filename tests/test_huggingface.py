@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Trace, config, precision, rank, start, weights_of
+from models import Trace, config, more, precision, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -267,8 +267,8 @@ def stages(kind: str, dtype: str, auto: bool) -> list[Any]:
         ("t5", "fp32", 2, False),
         ("mixtral", "fp32", 2, False),
         ("llama", "fp32", 2, True),
-        ("gpt2", "bf16", 1, False),
-        ("llama", "fp32", 1, False),
+        more("gpt2", "bf16", 1, False),
+        more("llama", "fp32", 1, False),
         ("t5", "fp32", 1, True),
     ],
 )
@@ -321,9 +321,9 @@ def trains_and_generates(kind: str, quiet: str, ragged: bool, reentrant: bool | 
     ("kind", "quiet", "ragged"),
     [
         ("llama", "no_grad", True),
-        ("llama", "inference_mode", False),
+        more("llama", "inference_mode", False),
         ("gpt2", "inference_mode", True),
-        ("t5", "no_grad", False),
+        more("t5", "no_grad", False),
         ("t5", "inference_mode", True),
     ],
 )
@@ -386,11 +386,11 @@ def saved(folder: str, kind: str, stage: int, way: str) -> dict[str, bool]:
         ("llama", 3, "pieces"),
         ("llama", 3, "gathered"),
         ("gpt2", 3, "single"),
-        ("gpt2", 3, "accelerate"),
+        more("gpt2", 3, "accelerate"),
         ("gpt2", 3, "whole on all"),
         ("gpt2", 2, "pieces"),
-        ("t5", 3, "pieces"),
-        ("t5", 3, "accelerate"),
+        more("t5", 3, "pieces"),
+        more("t5", 3, "accelerate"),
         ("t5", 3, "whole"),
         ("mixtral", 3, "pieces"),
     ],
