@@ -1336,9 +1336,8 @@ def written_by_hand(folder: str, alone: bool) -> Any:
     )
 
 
-@pytest.mark.parametrize("alone", [False, *slower(True)])
-def test_what_is_written_by_hand_after_the_call_is_not_saved(on_ranks: OnRanks, tmp_path: Path, alone: bool) -> None:
-    assert on_ranks(2, written_by_hand, str(tmp_path), alone) == [[], []]
+def test_what_is_written_by_hand_after_the_call_is_not_saved(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, written_by_hand, str(tmp_path), False) == [[], []]
 
 
 # -- on rank 0 alone ---------------------------------------------------------------------------------------------
