@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.model import GPT, PRESETS, make_batch
-from benchmarks.systems import NOTHING_KEPT, Workload, _torch_loop, _zero_config
+from benchmarks.systems import NOTHING_KEPT, Workload, adamw, zero_config
 from benchmarks.table import describe_run, format_table
 from benchmarks.worker import peak_resident_mb
 
@@ -80,19 +80,11 @@ def fsdp2(workload: Workload) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    found: list[torch.optim.Optimizer] = []
-    make = torch.optim.AdamW.__init__
-
-    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        found.append(self)
-
-    torch.optim.AdamW.__init__ = remember  # type: ignore[method-assign]
-    step = _torch_loop(model, workload, autocast=False)
-    torch.optim.AdamW.__init__ = make  # type: ignore[method-assign]
+    optimizer = adamw(model)
     tokens, targets = make_batch(PRESETS[workload.preset], 1, 64, dist.get_rank(), torch.device(workload.device))
-    step(tokens, targets)
-    return model, found[0]
+    model(tokens, targets).backward()
+    optimizer.step()
+    return model, optimizer
 
 
 def torch_save(workload: Workload) -> tuple[Callable[[Path], Timed], Callable[[Path], float]]:
@@ -165,7 +157,7 @@ def onefold_(background: bool) -> Callable[[Workload], tuple[Callable[[Path], Ti
     def build(workload: Workload) -> tuple[Callable[[Path], Timed], Callable[[Path], float]]:
         import onefold
 
-        config = _zero_config(3, workload)
+        config = zero_config(3, workload)
         config["zero_optimization"] |= NOTHING_KEPT
         model = build_model(workload)
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -38,14 +38,14 @@ class Workload:
     seed: int = 1
 
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
+def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
     )
 
 
 def _torch_loop(model: nn.Module, workload: Workload, autocast: bool) -> Step:
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
 
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(workload.device, torch.bfloat16) if autocast else nullcontext()
@@ -87,7 +87,7 @@ def _fsdp2(reshard: bool) -> Callable[[Construct, Workload], Step]:
     return build
 
 
-def _zero_config(stage: int, workload: Workload) -> dict[str, Any]:
+def zero_config(stage: int, workload: Workload) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": 1,
@@ -115,7 +115,7 @@ def _deepspeed(stage: int) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         import deepspeed
 
-        config = _zero_config(stage, workload)
+        config = zero_config(stage, workload)
         model = construct()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
@@ -137,7 +137,7 @@ def _onefold(stage: int, limits: dict[str, int] | None = None) -> Callable[[Cons
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
-        config = _zero_config(stage, workload)
+        config = zero_config(stage, workload)
         config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
         with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
             model = construct()

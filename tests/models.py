@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,15 @@ class Net(nn.Module):
 def more(*values: Any) -> Any:
     """One more of the same cases, for `make test-slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def flip(file: Path, offset: int) -> None:
+    """Damage a byte."""
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 0x10]))
 
 
 def rank() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import config, net, precision, start, train
+from models import config, flip, net, precision, start, train
 
 from onefold.checkpoint import audit
 from onefold.checkpoint import folder as folders
@@ -72,14 +72,6 @@ def read(ckpt: Command) -> Callable[..., Any]:
 def data_file(checkpoints: Path, tag: str = TAGS[0], rank: int = 0) -> Path:
     (file,) = checkpoints.glob(f"{tag}/data-*/rank-{rank:05}.safetensors")
     return file
-
-
-def flip(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 0x10]))
 
 
 def truncate(file: Path, nbytes: int) -> None:

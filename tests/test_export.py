@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, config, net, precision, start, train
+from models import Net, config, flip, net, precision, start, train
 from torch import nn
 
 from onefold.checkpoint import folder as folders
@@ -111,14 +111,6 @@ def with_alias(tensors: Tensors) -> Tensors:
 def data_file(checkpoints: Path, tag: str = "newer") -> Path:
     (file,) = checkpoints.glob(f"{tag}/data-*/rank-00000.safetensors")
     return file
-
-
-def flip(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 0x10]))
 
 
 def spoil(checkpoints: Path, how: str) -> Path:

@@ -112,6 +112,8 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
     tag_folder = save_dir / manifest.tag
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
+    with suppress(PermissionError):  # the folder above may not be ours to open
+        sync(save_dir.parent)
     replace_file(tag_folder / NAME, manifest.to_text())
     if save_latest:
         replace_file(save_dir / LATEST, manifest.tag.encode())

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from onefold.checkpoint import folder
 from onefold.checkpoint.manifest import Manifest, join_parts
@@ -49,16 +49,15 @@ class Head:
     buffers: dict[str, int]
 
 
-class Savable:
+class Savable(Protocol):
     """The engine, as far as saving knows it."""
 
     def steps_done(self) -> int | None:
         """The number of steps behind what is held now; None in the middle of one."""
-        raise NotImplementedError
 
     def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
         """This rank's slots, and its own state. `joined`: not from a call of its program."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True)

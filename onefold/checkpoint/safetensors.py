@@ -14,6 +14,7 @@ from typing import Self
 
 import torch
 
+from onefold.checkpoint.folder import sync
 from onefold.checkpoint.header import (
     DTYPE_NAMES,
     INDEX,
@@ -203,7 +204,7 @@ class Writer:
             if self._missing:
                 raise ValueError(f"{self.folder}: never written: {', '.join(map(repr, self._missing))}")
             for name in self.file_names:
-                _fsync(Path(self._partial.name, name))
+                sync(Path(self._partial.name, name))
             self._move_into_place()
         finally:
             self._partial.cleanup()
@@ -212,10 +213,10 @@ class Writer:
         # An old index over shards that are half replaced would name a mixture. Without it, a crash here is loud.
         if any((self.folder / name).exists() for name in self.file_names[:-1]):
             (self.folder / (self._stem + INDEX)).unlink(missing_ok=True)
-            _fsync(self.folder)
+            sync(self.folder)
         for name in self.file_names:
             os.replace(Path(self._partial.name, name), self.folder / name)
-        _fsync(self.folder)
+        sync(self.folder)
         ours = re.compile(rf"{re.escape(self._stem)}((-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)})")
         for file in self.folder.iterdir():
             if ours.fullmatch(file.name) and file.name not in self.file_names:
@@ -284,11 +285,3 @@ def _check_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

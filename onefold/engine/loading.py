@@ -126,7 +126,7 @@ class Loading(Saving):
         undo = self.optimizer.remember_states() if self.optimizer is not None else lambda: None
         try:
             problem = self._agree(prepare)
-        except MisfitError:
+        except Exception:
             undo()
             raise
         if problem:
@@ -140,19 +140,25 @@ class Loading(Saving):
         return Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
 
     def _agree(self, work: Callable[[], None]) -> str:
-        """Work that is this rank's alone; what any rank finds damaged, all of them know. Other errors all raise."""
-        kind, message = 0, ""
+        """Work that is this rank's alone. What any rank finds damaged is returned on all of them, what else goes wrong
+        is raised on all.
+        """
+        kind, caught = 0, None
         try:
             work()
-        except (CheckpointError, OSError) as error:
-            kind, message = 1, str(error)
-        except MisfitError as error:
-            kind, message = 2, str(error)
+        except Exception as error:
+            caught = error
+            kind = 1 if isinstance(error, CheckpointError | OSError) else 2 if isinstance(error, MisfitError) else 3
         kinds = self._schedule.meet_for_load(kind)
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._schedule.order.agreement.tell("load_checkpoint", message, worst)
+        message = self._schedule.order.agreement.tell("load_checkpoint", str(caught or ""), worst)
+        if kind == 3:
+            assert caught is not None
+            raise caught
+        if max(kinds) == 3:
+            raise RuntimeError(f"load_checkpoint failed on rank {worst}: {message}")
         if max(kinds) == 2:
             raise MisfitError(message)
         return message

@@ -17,7 +17,7 @@ from onefold import __version__
 from onefold.checkpoint import rng
 from onefold.checkpoint.load import buffer_name
 from onefold.checkpoint.manifest import checksum
-from onefold.checkpoint.orders import Head, Order, Retention, Savable, SaveError
+from onefold.checkpoint.orders import Head, Order, Retention, SaveError
 from onefold.checkpoint.save import LINGER, Saver
 from onefold.checkpoint.shards import Slot
 from onefold.checkpoint.slots import groups_of, loose_states, outside_runs, own_slots
@@ -27,7 +27,7 @@ from onefold.report.log import logger
 from onefold.runtime import Schedule
 
 
-class Saving(Facts, Savable):
+class Saving(Facts):
     """The part of the engine that saves."""
 
     global_steps: int
