@@ -16,6 +16,7 @@ from onefold.optim.pieces import Piece
 from onefold.plan import Member
 from onefold.runtime import Home, home_of
 from onefold.runtime.order import Wish
+from onefold.tier.lower import Flat, read, write
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class _Place:
 
     def gradient(self) -> _Stretch | None:
         run = self.piece.run
-        return None if run.reduced is None else _Stretch(self, run.reduced, run.own_range[0])
+        if run.reduced is None:
+            return None
+        run.wait_for_reduced()
+        return _Stretch(self, run.reduced, run.own_range[0])
 
     def state(self, name: str) -> _Stretch | None:
         """None before the optimizer has made it."""
@@ -42,15 +46,16 @@ class _Place:
         if not found and (self.piece.segments() or not self.engine.optimizer.num_steps):
             return None
         like = found[0][1] if found else self.piece.master
-        line = torch.zeros(self.piece.stop - self.piece.start, dtype=like.dtype, device=like.device)
+        line = torch.zeros(self.piece.stop - self.piece.start, dtype=like.dtype, device=self.piece.run.device)
         for start, tensor in found:
-            line[start : start + tensor.numel()].copy_(tensor.flatten())
+            line[start : start + tensor.numel()].copy_(read(tensor).flatten())
         return _Stretch(self, line, self.piece.start)
 
     def set_state(self, name: str, line: torch.Tensor) -> None:
         assert self.engine.optimizer is not None
         for start, tensor in self.engine.optimizer.states_of(self.piece, name):
-            tensor.copy_(line[start : start + tensor.numel()].view(tensor.shape))
+            values = line[start : start + tensor.numel()]
+            write(tensor, values.view(tensor.shape) if isinstance(tensor, torch.Tensor) else values)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class _Stretch:
     """Part of a run's line: `tensor` lies at `start` of it."""
 
     place: _Place
-    tensor: torch.Tensor
+    tensor: Flat
     start: int
 
     @property
@@ -71,16 +76,17 @@ class _Stretch:
 
     def whole(self) -> torch.Tensor:
         """The parameter's part of every rank's stretch."""
-        member, layout, line = self.place.member, self.place.piece.run.layout, self.tensor
-        if line.numel() < layout.total:
+        member, run = self.place.member, self.place.piece.run
+        own = line = read(self.tensor).to(run.device)
+        if line.numel() < run.layout.total:
             home = self.place.home
             home.meet(Wish.READ, [])
-            line = torch.empty(layout.total, dtype=line.dtype, device=line.device)
-            home.collective.start_gather([Gathering(line, self.tensor)]).finish()
+            line = torch.empty(run.layout.total, dtype=line.dtype, device=line.device)
+            home.collective.start_gather([Gathering(line, own)]).finish()
         return line[member.start : member.stop].view(member.shape).clone()
 
     def local(self) -> torch.Tensor:
-        return self.tensor[self._own[0]].clone()
+        return read(self.tensor[self._own[0]]).to(self.place.piece.run.device, copy=True)
 
     def write(self, value: torch.Tensor, *, local: bool) -> None:
         inside, outside = self._own
@@ -91,7 +97,7 @@ class _Stretch:
             raise ValueError(
                 f"{member.name}: this rank holds {inside.stop - inside.start} elements, not {flat.numel()}"
             )
-        self.tensor[inside].copy_(flat if local else flat[outside])
+        write(self.tensor[inside], flat if local else flat[outside])
 
 
 def _place(parameter: nn.Parameter) -> _Place | None:
@@ -99,6 +105,7 @@ def _place(parameter: nn.Parameter) -> _Place | None:
     engine = home.owner if home is not None else None
     if home is None or not isinstance(engine, Engine) or engine.optimizer is None:
         return None
+    engine.optimizer.wait_for_host()
     run, index = home.run_of(parameter)
     return _Place(engine, home, engine.optimizer.piece_of(run), run.layout.members[index]) if run.trainable else None
 
@@ -133,6 +140,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     run, member = place.piece.run, place.member
     if run.rests_whole:
         run.full[member.start : member.stop].copy_(value.detach().flatten())
+    else:
+        place.piece.tell()
 
 
 @torch.no_grad()
@@ -142,6 +151,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if place.piece.run.rests_whole:
         raise ValueError(f"{place.member.name} rests whole on every rank: use safe_set_full_fp32_param")
     place.master().write(value, local=True)
+    place.piece.tell()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------
@@ -180,6 +190,7 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
     if stretch is None:
         raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
     stretch.write(value.float() / place.engine.gradient_factor, local=local)
+    place.piece.run.square = None
 
 
 # -- optimizer states -------------------------------------------------------------------------------------------
@@ -213,4 +224,4 @@ def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bo
     if stretch is None:
         raise ValueError(f"{place.member.name} has no optimizer state {name!r}")
     stretch.write(value, local=local)
-    place.set_state(name, stretch.tensor)
+    place.set_state(name, read(stretch.tensor))

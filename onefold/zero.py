@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from onefold.checkpoint.weights import load_safetensors
 from onefold.comm import Ledger, data_group, init_distributed, local_device, make_collective
 from onefold.config import Config, load_config
-from onefold.plan import Layout, Part, Placement, Plan, Precision
+from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
 from onefold.plan.table import make_precision
 from onefold.runtime import Home, Run, home_of, whole_shape
 from onefold.runtime.order import Wish
@@ -162,11 +162,13 @@ class Init:
         with torch._C.DisableTorchFunction():
             runs = [
                 Run(
-                    Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size),
+                    RunShape(
+                        Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size),
+                        dtype,
+                        trainable=False,
+                        persistent=False,
+                    ),
                     [parameter for _, parameter in members],
-                    dtype,
-                    trainable=False,
-                    persistent=False,
                     plan=_PLAN,
                     precision=self._precision,
                     rank=self._group.rank,

@@ -39,9 +39,10 @@ def test_every_example_loads_and_starts_with_a_comment(path: Path) -> None:
     if stage_in_name is not None:
         assert config.zero_optimization.stage == stage_in_name
     zero_optimization = config.zero_optimization
-    devices = {zero_optimization.offload_optimizer.device, zero_optimization.offload_param.device}
-    quantized = zero_optimization.zero_quantized_weights or zero_optimization.zero_hpz_partition_size > 1
-    assert bool(config.refusals) == (devices != {"none"} or quantized)
+    if zero_optimization.zero_quantized_weights or zero_optimization.zero_hpz_partition_size > 1:
+        assert config.refusals
+    else:
+        check_built(config)
 
 
 def test_the_full_example_gives_what_it_describes() -> None:
@@ -75,7 +76,7 @@ def test_examples_give_their_values(name: str, expected: dict[str, Any]) -> None
 def test_infinity_reads_the_documented_spelling_of_threads() -> None:
     config = load_config(ROOT / "examples/configs/infinity.json")
     assert config.aio.intra_op_parallelism == 2
-    assert config.zero_optimization.offload_param.nvme_path == "/local_nvme"
+    assert config.zero_optimization.offload_param.nvme_path == ("/local_nvme",)
     assert not any(line.startswith("aio") for line in config.notices)
 
 
@@ -306,6 +307,24 @@ def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
         ({"onefold": {"units": "Block"}}, "a list of strings"),
         ({"elasticity": {"micro_batch_sizes": [1, "two"]}}, "a list of whole numbers"),
         ({"optimizer": {"type": 3}}, "a string"),
+        (
+            zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 1.5}),
+            "ratio = 1.5: expected auto, or a number from",
+        ),
+        (zero(stage=2, offload_optimizer={"device": "cpu", "ratio": -0.1}), "expected auto, or a number from 0 to 1"),
+        (
+            zero(stage=2, offload_optimizer={"device": "cpu", "ratio": "half"}),
+            "ratio = 'half': expected auto, or a number",
+        ),
+        (
+            zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": 3}),
+            "= 3: expected a string or a list of strings",
+        ),
+        (zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": ["/a", 3]}), "a string or a list of strings"),
+        (zero(stage=2, offload_optimizer={"device": "cpu", "pipeline_read": "early"}), "expected true or false"),
+        (zero(stage=2, offload_optimizer={"device": "cpu", "buffer_size": 0}), "buffer_size = 0: expected at least 1"),
+        ({"onefold": {"device_memory": 0}}, "onefold.device_memory = 0: expected a number above 0"),
+        ({"onefold": {"host_memory": -1}}, "onefold.host_memory = -1: expected a number above 0"),
         ({"log_level": "loud"}, "one of debug"),
     ],
 )
@@ -363,6 +382,19 @@ def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
         ({"bf16": {"bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "stage 1, 2 or 3"),
         (zero(stage=3, offload_param={"device": "nvme"}), "add zero_optimization.offload_param.nvme_path"),
+        (
+            zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": []}),
+            "add zero_optimization.offload_optimizer.nvme_path",
+        ),
+        (zero(offload_optimizer={"device": "cpu"}), "offload_optimizer needs stage 1, 2 or 3 (stage is 0); set"),
+        (zero(stage=0, cpu_offload=True), "offload_optimizer needs stage 1, 2 or 3"),
+        (
+            {
+                "zero_optimization.offload_optimizer.ratio": "auto",
+                **zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.3}),
+            },
+            "zero_optimization.offload_optimizer.ratio = 'auto'",
+        ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
@@ -389,10 +421,6 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
 @pytest.mark.parametrize(
     ("given", "path"),
     [
-        (zero(stage=2, offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device"),
-        (zero(stage=3, offload_param={"device": "cpu"}), "zero_optimization.offload_param.device"),
-        (zero(stage=2, cpu_offload=True), "zero_optimization.offload_optimizer.device"),
-        (zero(stage=3, cpu_offload_param=True), "zero_optimization.offload_param.device"),
         (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights"),
         (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients"),
@@ -462,6 +490,8 @@ def test_what_is_not_offered_loads_but_is_refused(given: dict[str, Any], path: s
             "flops_profiler": {"enabled": False, "top_modules": 3},
         },
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+        zero(stage=2, offload_optimizer={"nvme_path": [], "ratio": None, "pipeline_read": None, "max_in_cpu": 0}),
+        {"onefold": {"device_memory": None, "host_memory": "auto", "delayed_host_step": False}},
         {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1, "comms_logger": {"enabled": False}},
         {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 8}},
         {"fp16": {"enabled": "auto", "initial_scale_power": 32}},
@@ -489,9 +519,23 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         (zero(stage=2, stage3_max_live_parameters=1e9), "zero_optimization.stage3_max_live_parameters"),
         (zero(stage=2, stage3_gather_16bit_weights_on_model_save=True), "zero_optimization.stage3_gather"),
         (zero(stage=2, leaf_module={"classes": ["Expert"]}), "zero_optimization.leaf_module.classes"),
-        (zero(stage=2, offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio"),
+        (
+            zero(stage=2, offload_param={"device": "cpu"}),
+            'zero_optimization.offload_param.device = "cpu": only stage 3',
+        ),
+        (zero(stage=2, offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio = 0.5: nothing"),
+        (
+            zero(offload_optimizer={"ratio": "auto"}),
+            'zero_optimization.offload_optimizer.ratio = "auto": nothing reads',
+        ),
+        (zero(stage=2, offload_optimizer={"buffer_size": 5}), "zero_optimization.offload_optimizer.buffer_size"),
+        (zero(stage=2, offload_optimizer={"pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_read"),
+        (zero(stage=2, offload_optimizer={"fast_init": True}), "zero_optimization.offload_optimizer.fast_init"),
+        (zero(stage=2, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_off"),
         (zero(stage=2, offload_optimizer={"max_in_cpu": 1e9}), "zero_optimization.offload_optimizer.max_in_cpu"),
         (zero(offload_optimizer={"nvme_path": "/nvme"}), "zero_optimization.offload_optimizer.nvme_path"),
+        (zero(offload_param={"nvme_path": ["/nvme"]}), "zero_optimization.offload_param.nvme_path: only device nvme"),
+        ({"onefold": {"delayed_host_step": True}}, "onefold.delayed_host_step: nothing reads it without zero_optim"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.enabled"),
@@ -521,11 +565,67 @@ def test_stage_3_keys_are_quiet_in_stage_3() -> None:
     assert not config.refusals
 
 
+@pytest.mark.parametrize(
+    ("spelled", "ratio"),
+    [("auto", None), (" AUTO", None), (0.3, 0.3), ("0.3", 0.3), (0, 0.0), (None, 1.0), ("none", 1.0)],
+)
+def test_auto_is_a_ratio_and_null_is_none_given(spelled: Any, ratio: float | None) -> None:
+    config = load_config(zero(stage=2, offload_optimizer={"device": "cpu", "ratio": spelled}))
+    assert config.zero_optimization.offload_optimizer.ratio == ratio
+    assert (config.notices, config.refusals) == ((), ())
+
+
+@pytest.mark.parametrize(("spelled", "paths"), [("/a", ("/a",)), (["/a"], ("/a",)), (["/a", "~/b"], ("/a", "~/b"))])
+def test_one_drive_or_several(spelled: Any, paths: tuple[str, ...]) -> None:
+    nvme = {"device": "nvme", "nvme_path": spelled}
+    config = load_config(zero(stage=3, offload_optimizer=nvme, offload_param=nvme))
+    assert config.zero_optimization.offload_optimizer.nvme_path == paths
+    assert config.zero_optimization.offload_param.nvme_path == paths
+    assert (config.notices, config.refusals) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["pipeline_read", "pipeline_write"])
+def test_the_pipeline_is_on_unless_it_says_false(name: str) -> None:
+    for spelled, read in ((True, True), (False, False), (None, None), ("auto", None)):
+        config = load_config(zero(stage=1, offload_optimizer={"device": "cpu", name: spelled}))
+        assert getattr(config.zero_optimization.offload_optimizer, name) is read
+        assert (config.notices, config.refusals) == ((), ())
+
+
+def test_offload_is_honoured_in_full_and_quietly() -> None:
+    config = load_config(
+        {
+            **zero(
+                stage=3,
+                offload_optimizer={"device": "nvme", "nvme_path": "/a", "buffer_count": 3, "buffer_size": 1e7}
+                | {"max_in_cpu": 1e9, "ratio": 0.5, "pipeline_read": True, "pipeline_write": False},
+                offload_param={"device": "nvme", "nvme_path": "/a", "buffer_size": 1e7, "max_in_cpu": 0},
+            ),
+            "aio": {"single_submit": True, "overlap_events": False, "block_size": 4096, "queue_depth": 16},
+            "onefold": {"device_memory": 100, "host_memory": "5e2", "delayed_host_step": True},
+        }
+    )
+    check_built(config)
+    assert config.notices == ()
+    assert config.zero_optimization.offload_optimizer.max_in_cpu == 1_000_000_000
+    assert (config.onefold.device_memory, config.onefold.host_memory) == (100.0, 500.0)
+    assert config.aio.single_submit
+    assert not config.aio.overlap_events
+
+
 def test_old_offload_keys_become_the_new_ones() -> None:
     config = load_config(zero(stage=2, cpu_offload=True, cpu_offload_use_pin_memory=False))
+    check_built(config)
     assert config.zero_optimization.offload_optimizer.device == "cpu"
     assert config.zero_optimization.offload_optimizer.pin_memory is False
     assert load_config(zero(stage=True)).zero_optimization.stage == 1
+
+
+def test_old_offload_keys_leave_the_rest_of_the_section() -> None:
+    config = load_config(zero(stage=3, cpu_offload=True, cpu_offload_param=True, offload_optimizer={"ratio": "auto"}))
+    assert config.zero_optimization.offload_optimizer.ratio is None
+    assert config.zero_optimization.offload_param.device == "cpu"
+    assert all("old spelling" in line for line in config.notices)
 
 
 def test_hugging_face_zero2_file_is_quiet() -> None:

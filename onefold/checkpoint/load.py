@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.checkpoint.manifest import RANGE_BYTES
 from onefold.checkpoint.reader import Checkpoint
 from onefold.checkpoint.shards import Slot
 from onefold.checkpoint.slots import needed_range, outside_runs, state_slots, weight_slots
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.runtime import Unit
+from onefold.tier.lower import DiskTensor, Flat
 
 
 class MisfitError(ValueError):
@@ -47,7 +49,7 @@ class Read:
     source: str
     start: int
     stop: int
-    memory: torch.Tensor
+    memory: Flat
 
 
 class Names:
@@ -173,6 +175,14 @@ def verify(checkpoint: Checkpoint, reads: Sequence[Read]) -> None:
 def fill(checkpoint: Checkpoint, reads: Sequence[Read]) -> None:
     for read in reads:
         memory = read.memory
+        if isinstance(memory, DiskTensor):
+            first = read.start
+            for part in memory.split(RANGE_BYTES // memory.itemsize):
+                values = torch.empty(part.numel(), dtype=memory.dtype)
+                checkpoint.read(read.source, first, first + part.numel(), values)
+                part.store(values)
+                first += part.numel()
+            continue
         flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(memory.numel())
         checkpoint.read(read.source, read.start, read.stop, flat)
         if not memory.is_contiguous():

@@ -11,6 +11,7 @@ from onefold.checkpoint import folder, staging, tagged
 from onefold.checkpoint.orders import Order, Savable, await_folder, record_name
 from onefold.checkpoint.shards import Slot, write_shard
 from onefold.comm import Board
+from onefold.tier.lower import DiskTensor
 
 
 class Parts:
@@ -20,6 +21,7 @@ class Parts:
         self._board = board
         self._rank = board.group.rank
         self._staging = staging.Staging()
+        self._free_disk: Callable[[], None] = _nothing
 
     def collect(self, owner: Savable, order: Order, *, joined: bool) -> tuple[list[Slot], Any]:
         """What this rank writes, and its own state as a tree."""
@@ -29,30 +31,43 @@ class Parts:
 
     def copy(self, order: Order, slots: list[Slot]) -> tuple[list[Slot], Callable[[], None], threading.Event]:
         """Copy what anybody may write to now. The rest, which only steps change, is copied by the function that is
-        returned; the event says that it is.
+        returned; the event says that it is. What rests on a disk is not copied: it is written first.
         """
-        places = self._staging.places(slots)
-        pairs = list(zip(slots, places, strict=True))
+        in_memory = [slot for slot in slots if not isinstance(slot.memory, DiskTensor)]
+        on_disk = [slot for slot in slots if isinstance(slot.memory, DiskTensor)]
+        places = self._staging.places(in_memory)
+        pairs = list(zip(in_memory, places, strict=True))
         states = [pair for pair in pairs if pair[0].name.startswith("optimizer/")]
         staging.copy([pair for pair in pairs if not pair[0].name.startswith("optimizer/")])
         self.note(order, "begun")
         copied = threading.Event()
 
+        def told() -> None:
+            self._free_disk = _nothing
+            self.note(order, "copied")
+            copied.set()
+
         def copy_rest() -> None:
             try:
                 staging.copy(states)
-                self.note(order, "copied")
-            finally:
+            except BaseException:
                 copied.set()
+                raise
+            if on_disk:
+                self._free_disk = told
+            else:
+                told()
 
-        return places, copy_rest, copied
+        return [*on_disk, *places], copy_rest, copied
 
     def write(self, order: Order, slots: list[Slot], own: Any) -> None:
         try:
             await_folder(order.folder)
-            record = write_shard(order.folder / f"rank-{self._rank:05}.safetensors", slots, own)
+            path = order.folder / f"rank-{self._rank:05}.safetensors"
+            record = write_shard(path, slots, own, lambda: self._free_disk())
             folder.replace_file(order.folder / record_name(self._rank), json.dumps(record.as_json()).encode())
         except Exception as error:
+            self._free_disk()
             self.fail(order, error)
             return
         self.note(order, "written")
@@ -62,3 +77,7 @@ class Parts:
 
     def fail(self, order: Order, error: Exception) -> None:
         self.note(order, "failed", error=f"{type(error).__name__}: {error}")
+
+
+def _nothing() -> None:
+    pass

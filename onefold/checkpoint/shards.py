@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,17 +13,20 @@ import torch
 
 from onefold.checkpoint.header import DTYPE_NAMES, DTYPES, write_header
 from onefold.checkpoint.manifest import RANGE_BYTES, File, Part, checksum
+from onefold.tier.lower import DiskTensor, Flat
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of a named tensor of some shape, and the flat memory that holds them on this rank."""
+    """Elements [start, stop) of a named tensor of some shape, and the flat memory (or file) that holds them on this
+    rank.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    memory: torch.Tensor
+    memory: Flat
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,11 +115,16 @@ class ShardWriter:
         self._file.close()
 
 
-def write_shard(path: Path, slots: Sequence[Slot], own: Any) -> Record:
-    """Write the slots to a new file and flush it."""
+def write_shard(path: Path, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None]) -> Record:
+    """Write the slots to a new file and flush it. What rests on a disk comes first; then `free_disk` is called."""
     with ShardWriter(path, slots) as writer:
         for slot in slots:
-            writer.write(slot)
+            if isinstance(slot.memory, DiskTensor):
+                writer.write(slot)
+        free_disk()
+        for slot in slots:
+            if not isinstance(slot.memory, DiskTensor):
+                writer.write(slot)
         return writer.close(own)
 
 
@@ -124,8 +132,12 @@ def _entry_name(slot: Slot) -> str:
     return slot.name if slot.is_whole else f"{slot.name}[{slot.start}:{slot.stop}]"
 
 
-def _tiles(memory: torch.Tensor) -> Iterator[memoryview]:
+def _tiles(memory: Flat) -> Iterator[memoryview]:
     """The bytes of a flat tensor, a checksum's range at a time. From a GPU the next one comes while one is written."""
+    if isinstance(memory, DiskTensor):
+        for part in memory.split(RANGE_BYTES // memory.itemsize):
+            yield part.load().view(torch.uint8).numpy().data
+        return
     pieces = memory.detach().split(RANGE_BYTES // memory.itemsize) if memory.numel() else ()
     if not memory.is_cuda:
         yield from (piece.contiguous().view(torch.uint8).numpy().data for piece in pieces)

@@ -18,6 +18,7 @@ from onefold.checkpoint.weights import Contents
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan.layout import Layout, Member
 from onefold.runtime import Run, Unit, home_of
+from onefold.tier.lower import Flat
 
 
 def own_slots(units: Sequence[Unit], optimizer: ShardedOptimizer | None, *, exclude_frozen: bool) -> Iterator[Slot]:
@@ -39,7 +40,8 @@ def needed_range(run: Run, optimizer: ShardedOptimizer | None) -> tuple[int, int
 def weight_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop: int) -> Iterator[Slot]:
     if run.trainable and optimizer is not None:
         piece = optimizer.piece_of(run)
-        memory, first = piece.master, piece.start
+        memory: Flat = piece.master
+        first = piece.start
     elif run.shard is not None:
         memory, first = run.shard, run.own_range[0]
     else:
@@ -66,7 +68,7 @@ def stretches(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, i
             yield member, low, max(low, high)
 
 
-def _slot(name: str, member: Member, low: int, high: int, memory: torch.Tensor, first: int) -> Slot:
+def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: int) -> Slot:
     return Slot(name, member.shape, low - member.start, high - member.start, memory[low - first : high - first])
 
 

@@ -36,13 +36,15 @@ class Staging:
 
 def copy(pairs: Sequence[tuple[Slot, Slot]]) -> None:
     """From slots to their places; on a GPU beside whatever computes there."""
-    devices = {slot.memory.device for slot, _ in pairs if slot.memory.is_cuda}
+    devices = {slot.memory.device for slot, _ in pairs if isinstance(slot.memory, torch.Tensor) and slot.memory.is_cuda}
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
         for slot, place in pairs:
+            assert isinstance(slot.memory, torch.Tensor)
+            assert isinstance(place.memory, torch.Tensor)
             place.memory.copy_(slot.memory, non_blocking=True)
         for stream in streams:
             stream.synchronize()

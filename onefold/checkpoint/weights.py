@@ -15,6 +15,7 @@ from torch import nn
 from onefold.checkpoint.safetensors import Weights, Writer
 from onefold.comm import Agreement, Ledger, data_group
 from onefold.runtime import Home, Run, home_of, whole_shape
+from onefold.tier.lower import write
 
 T = TypeVar("T")
 
@@ -213,4 +214,4 @@ def _read_run(weights: Weights, name: str, run: Run, index: int) -> None:
     weights.read(name, low - member.start, high - member.start, part)
     target = run.full if run.shard is None else run.shard
     with torch.no_grad():
-        target[low - start : high - start].copy_(part)
+        write(target[low - start : high - start], part)

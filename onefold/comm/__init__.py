@@ -6,11 +6,11 @@ import torch
 
 from onefold.comm.agreement import Agreement
 from onefold.comm.board import Board, Silent
-from onefold.comm.collective import Collective, Gathering, Pending, Reduction, broadcast_from
+from onefold.comm.collective import Collective, Gathering, Pending, Reduction, Source, broadcast_from
 from onefold.comm.exchange import Exchange
 from onefold.comm.guard import Disagreement, Guard
 from onefold.comm.ledger import Ledger, Row
-from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank
+from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_host
 from onefold.comm.native import Native
 from onefold.comm.staged import StagedExchange
 
@@ -29,6 +29,7 @@ __all__ = [
     "Reduction",
     "Row",
     "Silent",
+    "Source",
     "StagedExchange",
     "broadcast_from",
     "data_group",
@@ -36,6 +37,7 @@ __all__ = [
     "local_device",
     "local_rank",
     "make_collective",
+    "num_ranks_on_host",
 ]
 
 

@@ -27,22 +27,32 @@ class Reduction:
     add: bool
 
 
+class Source(Protocol):
+    """A slice that rests outside the device."""
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Fill the target, in the order of the caller's stream."""
+        ...
+
+
 @dataclass(frozen=True)
 class Gathering:
     """One run's gather: every rank's slice comes to its place in `line`.
 
-    `own` is this rank's slice where it does not lie in the line yet, in whatever dtype it rests.
+    `own` is this rank's slice where it does not lie in the line yet, in whatever dtype and tier it rests.
     """
 
     line: torch.Tensor
-    own: torch.Tensor | None = None
+    own: torch.Tensor | Source | None = None
 
     def place_own(self, rank: int, size: int) -> torch.Tensor:
         """This rank's slice, in its place."""
         length = self.line.numel() // size
         slice_ = self.line.narrow(0, rank * length, length)
-        if self.own is not None:
+        if isinstance(self.own, torch.Tensor):
             slice_.copy_(self.own)
+        elif self.own is not None:
+            self.own.copy_to(slice_)
         return slice_
 
 

@@ -1,7 +1,8 @@
-"""Counts every byte that crosses a wire, by operation and by group."""
+"""Counts every byte that crosses a wire or a tier, by operation and by group."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +25,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], Row] = {}
+        self._lock = threading.Lock()
 
     def count(self, operation: str, group: str, num_bytes: int) -> None:
-        row = self._row(operation, group)
-        row.calls += 1
-        row.bytes += num_bytes
+        with self._lock:  # the host's thread counts too
+            row = self._row(operation, group)
+            row.calls += 1
+            row.bytes += num_bytes
 
     @contextmanager
     def timed(self, operation: str, group: str) -> Iterator[None]:

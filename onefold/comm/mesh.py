@@ -69,6 +69,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
+def num_ranks_on_host(group: Group) -> int:
+    """By the launcher; without its word all ranks are held to be on one host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
+
+
 def local_device() -> torch.device:
     """The device of this rank. Ranks beyond the GPUs of a host share them, which only a host-staged wire can serve."""
     if torch.cuda.is_available():

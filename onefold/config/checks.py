@@ -8,7 +8,6 @@ from onefold.config.errors import ConfigError
 from onefold.config.fates import Found
 from onefold.config.schema import Config
 from onefold.config.sections import OptimizerSection, SchedulerSection
-from onefold.config.zero import OffloadOptimizer, OffloadParam
 
 
 def settle_old_spellings(config: Config, found: Found) -> Config:
@@ -20,10 +19,10 @@ def settle_old_spellings(config: Config, found: Found) -> Config:
     optimizer, param = zero.offload_optimizer, zero.offload_param
     if zero.cpu_offload:
         _move_offload(found, "cpu_offload", "offload_optimizer")
-        optimizer = OffloadOptimizer(device="cpu", **pins)
+        optimizer = replace(optimizer, device="cpu", **pins)
     if zero.cpu_offload_param:
         _move_offload(found, "cpu_offload_param", "offload_param")
-        param = OffloadParam(device="cpu", **pins)
+        param = replace(param, device="cpu", **pins)
     if pins and not (zero.cpu_offload or zero.cpu_offload_param):
         found.old_spellings.append(
             "zero_optimization.cpu_offload_use_pin_memory: nothing reads it without zero_optimization.cpu_offload"
@@ -47,6 +46,7 @@ def _move_offload(found: Found, old: str, new: str) -> None:
     if f"{path}.device" in found.given:
         raise ConfigError(f"zero_optimization.{old} and {path}.device say the same in two ways; keep {path}")
     found.given[f"{path}.device"] = "cpu"
+    found.mentioned.add(f"{path}.device")
     found.old_spellings.append(f"zero_optimization.{old}: the old spelling of {path}.device = cpu")
 
 
@@ -97,8 +97,13 @@ def _sum(config: Config) -> None:
 
 def _offload(config: Config) -> None:
     zero = config.zero_optimization
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer needs stage 1, 2 or 3 (stage is 0); "
+            "set zero_optimization.stage, or leave offload_optimizer out"
+        )
     for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-        if offload.device == "nvme" and offload.nvme_path is None:
+        if offload.device == "nvme" and not offload.nvme_path:
             raise ConfigError(
                 f"zero_optimization.{name}.device = nvme needs a folder on the drive; "
                 f"add zero_optimization.{name}.nvme_path"

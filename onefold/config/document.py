@@ -24,7 +24,8 @@ start from lie in [examples/configs](../examples/configs).
   anywhere.
 * **An unknown key is an error** that gives its full path and the nearest known key. So are wrong types and
   contradictions.
-* **`"auto"`, `null` and `"none"`** mean that the key is not there, and its default holds.
+* **`"auto"`, `null` and `"none"`** mean that the key is not there, and its default holds; a type that lists `auto`
+  or `none` has it as a value.
 * **A dotted path is its key**: `"zero_optimization.stage": 2` is `"zero_optimization": {"stage": 2}`. Two spellings of
   one key have to agree.
 * **Files** may have `//`, `/* */` and `#` comments, trailing commas, and numbers such as `5e8` or `500_000_000`. Whole
@@ -86,8 +87,9 @@ def _type(entry: Entry) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
-        return "list of " + _NAMES[get_args(hint)[0]] + "s"
-    return _NAMES[hint]
+        name = _NAMES[get_args(hint)[0]]
+        return f"{name} or list of {name}s" if entry.key.or_one else f"list of {name}s"
+    return _NAMES[hint] + (", auto" if entry.key.auto else "")
 
 
 _NAMES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}

@@ -22,7 +22,7 @@ class Found:
 def find_refusals(found: Found) -> list[str]:
     """One line for each value that asks for something that is not offered."""
     return [
-        f"{path}{_shown(value)}: {entry.key.refused}"
+        f"{path}{_shown(entry, value)}: {entry.key.refused}"
         for path, entry, value in _given(found)
         if entry.key.refused is not None and entry.asks(value)
     ]
@@ -42,8 +42,10 @@ def find_notices(config: Config, found: Found) -> list[str]:
     if not uses_nvme and any(path.startswith("aio.") for path in found.given):
         lines.append("aio: nothing rests on NVMe, so nothing reads it")
     for name, offload in offloads.items():
-        if offload.nvme_path is not None and offload.device != "nvme":
+        if offload.nvme_path and offload.device != "nvme":
             lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {offload.device})")
+    if config.onefold.delayed_host_step and config.zero_optimization.offload_optimizer.device == "none":
+        lines.append("onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer")
     return lines
 
 
@@ -56,7 +58,7 @@ def _given(found: Found) -> Iterator[tuple[str, Entry, Any]]:
 def _notice(config: Config, found: Found, path: str, entry: Entry, value: Any) -> Iterator[str]:
     key = entry.key
     section = path.rpartition(".")[0]
-    shown = f"{path}{_shown(value)}"
+    shown = f"{path}{_shown(entry, value)}"
     if key.refused is not None and entry.asks(value):
         return  # The refusal says it.
     if key.notice is not None and entry.asks(value):
@@ -72,8 +74,10 @@ def _expects_something(entry: Entry, value: Any) -> bool:
     return value is not False if isinstance(value, bool | int) else bool(value != entry.default)
 
 
-def _shown(value: Any) -> str:
+def _shown(entry: Entry, value: Any) -> str:
     """The value as the file spells it, where that is short."""
+    if entry.key.auto and value is None:
+        value = "auto"
     if isinstance(value, bool | int | float | str):
         return f" = {json.dumps(value)}"
     return ""

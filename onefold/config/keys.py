@@ -45,6 +45,10 @@ class Key:
     """Infinity is a value."""
     flag: bool = False
     """true and false are accepted as 1 and 0."""
+    auto: bool = False
+    """`auto` is a value of this key, read as None; elsewhere it means that the key was left out."""
+    or_one: bool = False
+    """A single value stands for a list of one."""
 
 
 def key(default: Any, doc: str, **rest: Any) -> Any:

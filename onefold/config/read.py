@@ -79,7 +79,7 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, found: Found) -
     values = {
         name: _read_key(entries(kind)[name], named, f"{path}.{name}" if path else name, found)
         for name, named in given.items()
-        if entries(kind)[name].section is not None or not all(is_absent(item.value) for item in named)
+        if entries(kind)[name].section is not None or _present(entries(kind)[name], named)
     }
     found.mentioned.update(f"{path}.{name}" if path else name for name in given)
     return kind(**values)
@@ -97,12 +97,16 @@ def _read_key(entry: Entry, items: Sequence[_Item], path: str, found: Found) -> 
     if entry.is_free:
         value = _read_free(_open(items) or (), path)
     else:
-        present = [item for item in items if not is_absent(item.value)]
+        present = _present(entry, items)
         value = _read_scalar(entry, present)
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
             found.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
     found.given[path] = value
     return value
+
+
+def _present(entry: Entry, items: Sequence[_Item]) -> list[_Item]:
+    return [item for item in items if not is_absent(item.value, entry.key.auto)]
 
 
 def _open(items: Sequence[_Item]) -> list[_Item] | None:
@@ -137,7 +141,7 @@ def _read_scalar(entry: Entry, items: Sequence[_Item]) -> Any:
     paths = [item.path for item in items]
     names = {path.rpartition(".")[2] for path in paths}
     if any(value != values[0] for value in values) or (entry.key.one_spelling and len(names) > 1):
-        raise _disagree(entry.name, paths, values)
+        raise _disagree(entry.name, paths, [item.value for item in items])
     return values[0]
 
 

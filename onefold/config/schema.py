@@ -91,7 +91,7 @@ class Config:
     dataloader_drop_last: bool = key(False, "Drop the last, incomplete batch.")
     zero_allow_untested_optimizer: bool = key(False, "Step optimizer classes that are not known to be elementwise.")
     zero_force_ds_cpu_optimizer: bool = key(
-        True, "Insist on DeepSpeed's host optimizer.", notice="any elementwise optimizer may step on the host"
+        True, "Insist on DeepSpeed's host optimizer.", notice="any elementwise optimizer runs on the host"
     )
     disable_allgather: bool = key(
         False,

@@ -46,6 +46,23 @@ class OnefoldSection:
         (),
         "Module classes, module names or name patterns (`*`) that become units of the cut; empty: found by structure.",
     )
+    device_memory: float | None = key(
+        None,
+        "GB (1e9 bytes) of device memory that model state may take; `ratio: auto` fills it first. Left out: what is "
+        "free at the start, less a quarter for activations.",
+        above=0,
+    )
+    host_memory: float | None = key(
+        None,
+        "GB of host memory that offloaded state may take, over all ranks of this host. Left out: what is available, "
+        "less a tenth.",
+        above=0,
+    )
+    delayed_host_step: bool = key(
+        False,
+        "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "
+        "it changes the training.",
+    )
 
 
 @dataclass(frozen=True)
@@ -55,8 +72,8 @@ class Aio:
     block_size: int = key(1_048_576, "Bytes of one request.", minimum=1)
     queue_depth: int = key(8, "Requests in flight.", minimum=1)
     intra_op_parallelism: int = key(1, "Threads that submit requests.", aliases=("thread_count",), minimum=1)
-    single_submit: bool = key(False, "Submit requests one by one.")
-    overlap_events: bool = key(True, "Submit and complete at the same time.")
+    single_submit: bool = key(False, "One request at a time in each transfer.")
+    overlap_events: bool = key(True, "false: each transfer is finished where it is started.")
     use_gds: bool = key(False, "GPU-direct storage.", notice="transfers go through page-locked host memory")
 
 

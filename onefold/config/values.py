@@ -18,9 +18,9 @@ _DTYPES = {
 }
 
 
-def is_absent(value: Any) -> bool:
-    """`"auto"`, null and `"none"` mean that the key was not given."""
-    return value is None or (isinstance(value, str) and value.strip().lower() in ("auto", "none"))
+def is_absent(value: Any, auto: bool = False) -> bool:
+    """`"auto"`, null and `"none"` mean that the key was not given; with `auto`, `"auto"` is a value like others."""
+    return value is None or _is_word(value, "none") or (not auto and _is_word(value, "auto"))
 
 
 def as_number(value: Any) -> Any:
@@ -39,6 +39,8 @@ def as_number(value: Any) -> Any:
 def read_value(path: str, value: Any, entry: Entry) -> Any:
     """The value in the type of its key, or a ConfigError that names path, value and what was expected."""
     hint = entry.hint
+    if entry.key.auto and _is_word(value, "auto"):
+        return None
     if hint is bool:
         return _boolean(path, value)
     if hint is int or hint is float:
@@ -52,12 +54,16 @@ def read_value(path: str, value: Any, entry: Entry) -> Any:
     if get_origin(hint) is Literal:
         return _choice(path, value, get_args(hint))
     assert get_origin(hint) is tuple, f"no reader for {hint}"
-    return _list(path, value, get_args(hint)[0])
+    return _list(path, value, get_args(hint)[0], entry.key.or_one)
 
 
 def free_object(value: Mapping[str, Any]) -> dict[str, Any]:
     """An object whose keys somebody else knows: what is absent is dropped, numeric strings become numbers."""
     return {str(name): _free(inner) for name, inner in value.items() if not _is_absent_inside(inner)}
+
+
+def _is_word(value: Any, word: str) -> bool:
+    return isinstance(value, str) and value.strip().lower() == word
 
 
 def _is_absent_inside(value: Any) -> bool:
@@ -86,7 +92,7 @@ def _boolean(path: str, value: Any) -> bool:
 
 def _number(path: str, value: Any, entry: Entry) -> int | float | None:
     key = entry.key
-    kind = "a whole number" if entry.hint is int else "a number"
+    kind = ("auto, or " if key.auto else "") + ("a whole number" if entry.hint is int else "a number")
     if isinstance(value, bool) and key.flag:
         return int(value)
     number = as_number(value)
@@ -125,11 +131,16 @@ def _choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
     raise _wrong(path, value, "one of " + ", ".join(choices))
 
 
-def _list(path: str, value: Any, kind: type) -> tuple[Any, ...]:
-    name = "strings" if kind is str else "whole numbers"
-    if not isinstance(value, list | tuple):
-        raise _wrong(path, value, f"a list of {name}")
-    found = tuple(value if kind is str else map(as_number, value))
+def _list(path: str, value: Any, kind: type, or_one: bool) -> tuple[Any, ...]:
+    name = "string" if kind is str else "whole number"
+    expected = f"a {name} or a list of {name}s" if or_one else f"a list of {name}s"
+    if isinstance(value, list | tuple):
+        listed = value
+    elif or_one:
+        listed = (value,)
+    else:
+        raise _wrong(path, value, expected)
+    found = tuple(listed if kind is str else map(as_number, listed))
     if any(not isinstance(inner, kind) or isinstance(inner, bool) for inner in found):
-        raise _wrong(path, value, f"a list of {name}")
+        raise _wrong(path, value, expected)
     return found

@@ -13,19 +13,20 @@ _LATER = "comes with a later release"
 _QUANTIZED = f"quantized communication {_LATER}"
 
 
+_NVME_PATH = (
+    "Folder on the NVMe drive, or a list of folders on several; required when `device` is nvme, read only then."
+)
+_BUFFER_SIZE = "Elements of one buffer; a longer shard is streamed through it."
+
+
 @dataclass(frozen=True)
 class OffloadParam:
     """Where the parameter shards rest between uses."""
 
-    device: Device = key(
-        "none",
-        "Where parameter shards rest.",
-        stage3=True,
-        refused=f"offloading parameters {_LATER}; leave it out today",
-    )
-    nvme_path: str | None = key(None, "Folder on the NVMe drive; required when `device` is nvme, read only then.")
+    device: Device = key("none", "Where parameter shards rest.", stage3=True)
+    nvme_path: tuple[str, ...] = key((), _NVME_PATH, or_one=True)
     buffer_count: int = key(5, "Staging buffers between NVMe and host.", switch="device", minimum=1)
-    buffer_size: int = key(100_000_000, "Elements of one staging buffer.", switch="device", minimum=1)
+    buffer_size: int = key(100_000_000, _BUFFER_SIZE, switch="device", minimum=1)
     max_in_cpu: int = key(
         1_000_000_000, "Elements kept in host memory when `device` is nvme.", switch="device", minimum=0
     )
@@ -36,32 +37,40 @@ class OffloadParam:
 class OffloadOptimizer:
     """Where masters and optimizer states rest, and hence where the step runs."""
 
-    device: Device = key(
-        "none",
-        "Where masters and optimizer states rest.",
-        refused=f"offloading the optimizer {_LATER}; leave it out today",
+    device: Device = key("none", "Where masters and optimizer states rest; stages 1, 2 and 3.")
+    nvme_path: tuple[str, ...] = key((), _NVME_PATH, or_one=True)
+    buffer_count: int = key(
+        4,
+        "Page-locked buffers of the pipeline: read one, update one, write one; fewer than 3 overlap less.",
+        switch="device",
+        minimum=1,
     )
-    nvme_path: str | None = key(None, "Folder on the NVMe drive; required when `device` is nvme, read only then.")
-    buffer_count: int = key(4, "Staging buffers between NVMe and host.", switch="device", minimum=1)
+    buffer_size: int = key(100_000_000, _BUFFER_SIZE, switch="device", minimum=1)
     pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
-    pipeline_read: bool = key(
-        False, "Read the next states during the step.", notice="reads always run ahead of the step"
+    pipeline_read: bool | None = key(
+        None, "Read the next states during the step; on unless it says false.", switch="device"
     )
-    pipeline_write: bool = key(
-        False, "Write the last states during the step.", notice="writes always run behind the step"
+    pipeline_write: bool | None = key(
+        None, "Write the last states during the step; on unless it says false.", switch="device"
     )
     fast_init: bool = key(False, "Fast start on NVMe.", notice="states start as empty files, which is already fast")
-    ratio: float = key(1.0, "Share of the states that is offloaded.", switch="device", minimum=0, maximum=1)
+    ratio: float | None = key(
+        1.0,
+        "Share of the trained parameters whose states are offloaded; the first units stay on the device. `auto`: as "
+        "little as fits `onefold.device_memory`.",
+        switch="device",
+        minimum=0,
+        maximum=1,
+        auto=True,
+    )
     super_offload: bool = key(
         False, "DeepSpeed's variant for tightly coupled hosts.", notice="transfers and the host step always overlap"
     )
     cpuadam_cores_perc: float = key(
         0.8, "Share of the cores for DeepSpeed's worker.", notice="the host step uses torch's own threads"
     )
-    max_in_cpu: int | None = key(
-        None,
-        "Elements kept in host memory.",
-        notice="only offload_param has a host cache; states stream through buffers",
+    max_in_cpu: int = key(
+        0, "Elements whose states stay in host memory when `device` is nvme.", switch="device", minimum=0
     )
 
 

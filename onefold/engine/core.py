@@ -12,21 +12,23 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.checkpoint.weights import consolidate, save_weights
-from onefold.comm import Disagreement, Group, Ledger, make_collective
+from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective
 from onefold.config import Batch, Config
 from onefold.engine.loading import Loading
+from onefold.engine.tiers import make_lower, settle_drafts
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
-from onefold.plan import Plan
+from onefold.plan import Counting, Plan
 from onefold.plan.table import DTYPES, gradient_factors, make_precision
 from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
-from onefold.runtime import Home, Hooks, Schedule, Unit, build_units
+from onefold.runtime import Home, Hooks, Schedule, Unit, build_units, draft_units
 from onefold.runtime.trees import cast_floats
 from onefold.tier.device import Pool
+from onefold.tier.lower import LowerTiers
 from onefold.window import Window
 
 # One live engine a model: a second `initialize` on it retires the first.
@@ -73,21 +75,29 @@ class Engine(Loading):
         collective = make_collective(config.onefold.collective, group, self.ledger, device)
         self._collective_name = type(collective).__name__.lower()
         self._pool = Pool(device)
+        num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
+        self._counting = Counting(plan, self._precision, group.size, 2 if self._window.accumulates else 1, num_states)
+        agreement = Agreement(group, self.ledger)
+        groups = chosen.group_of_each() if chosen else {}
+        drafts = draft_units(model, config=config, groups=groups, precision=self._precision, group=group)
+        drafts = settle_drafts(drafts, config, self._counting, agreement, device)
+        self._lower = make_lower(drafts, config, self._counting, agreement, self.ledger, device)
         self._units = build_units(
             model,
+            drafts,
             config=config,
-            groups=chosen.group_of_each() if chosen else {},
             plan=plan,
             precision=self._precision,
             accumulates=self._window.accumulates,
             group=group,
             ledger=self.ledger,
             device=device,
+            lower=self._lower,
         )
         trained = {id(parameter) for unit in self._units for run in unit.trained for parameter in run.parameters}
         self._left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
         prescale, postscale = gradient_factors(config, group.size)
-        self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale)
+        self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale, self._lower)
         self._update = Update(config, self._schedule, postscale)
         self.optimizer: ShardedOptimizer | None = None
         if chosen is not None:
@@ -99,12 +109,13 @@ class Engine(Loading):
                 group.rank,
                 self._update.loss_scale,
                 weakref.WeakMethod(self.zero_grad),
+                self._lower,
             )
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
         self._homes = [Home.of_unit(unit, self._schedule, self.ledger, self) for unit in self._units]
         watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and group.size > 1)
         self._hooks = Hooks(model, self._schedule, self, watch=watch)
-        weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes).atexit = False
+        weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes, self._lower).atexit = False
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -367,7 +378,7 @@ class Engine(Loading):
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
         self._saver.stop()
-        _let_go(self._schedule, self._hooks, self._homes)
+        _let_go(self._schedule, self._hooks, self._homes, self._lower)
         for unit in self._units if self.is_compiled else ():
             unit.module.__dict__.pop("forward", None)
         self._schedule.drop_gradients()
@@ -405,7 +416,7 @@ class Engine(Loading):
             raise
 
 
-def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home]) -> None:
+def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTiers | None) -> None:
     """What is in flight arrives, whoever deleted the engine: other ranks count on it, and so does the model."""
     schedule.settle_all()
     schedule.rest()
@@ -413,6 +424,8 @@ def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home]) -> None:
     for home in homes:
         home.stand_alone()
     homes.clear()
+    if lower is not None:
+        lower.close()
 
 
 def _retire(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from onefold.comm import Group, Ledger, local_rank
 from onefold.config import Batch, Config
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
-from onefold.plan import ModelBytes, Plan, Precision
+from onefold.plan import Counting, Crossing, ModelBytes, Plan, Precision, Tier, count_crossing
 from onefold.plan.table import DTYPES, every_stage
 from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.runtime import Unit
@@ -31,6 +31,7 @@ class Facts(nn.Module):
     _group: Group
     _window: Window
     _precision: Precision
+    _counting: Counting
     _update: Update
     _units: list[Unit]
     _pool: Pool
@@ -142,23 +143,30 @@ class Facts(nn.Module):
         """(dtype of the model, dtype in which gradients accumulate)."""
         return DTYPES[self.settings.compute_dtype], self._precision.accumulate
 
-    def planned_bytes(self) -> ModelBytes:
-        """The plan's arithmetic: model-state bytes of one rank."""
-        return planned_bytes(self._units, self.plan, self._precision, self._window, self.optimizer)
+    def planned_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
+        """The plan's arithmetic: model-state bytes of one rank in one tier."""
+        return planned_bytes(self._units, self._counting, self._window, tier)
 
     def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
-        """The same for every stage: what another one would have needed."""
+        """The same for every stage, all on the device: what another one would have needed."""
         return {
             name: planned_bytes(
-                self._units, plan.for_world(self._group.size), self._precision, self._window, self.optimizer
+                self._units, self._counting, self._window, Tier.DEVICE, plan.for_world(self._group.size)
             )
             for name, plan in every_stage(self.settings).items()
         }
 
-    def held_bytes(self) -> ModelBytes:
+    def planned_crossing(self) -> Crossing:
+        """Bytes that cross between tiers in one step, on one rank: what `ledger` counts."""
+        shapes = [run.shape for unit in self._units for run in unit.runs]
+        return count_crossing(shapes, self._counting, self.batch.accumulation)
+
+    def held_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
         """What is really allocated, counted from the tensors."""
-        return held_bytes(self._units, self._pool, self.optimizer)
+        return held_bytes(self._units, self._pool, self.optimizer, tier)
 
     def describe(self) -> str:
-        """The plan in words: what is replicated, what is sharded, bytes per rank."""
-        return describe(self._units, self.plan, self.planned_bytes(), self.batch, self.optimizer, self._collective_name)
+        """The plan in words: what is replicated, what is sharded, bytes per rank, tier and step."""
+        sizes = {tier: self.planned_bytes(tier) for tier in Tier}
+        crossing = self.planned_crossing()
+        return describe(self._units, self.plan, sizes, crossing, self.batch, self.optimizer, self._collective_name)

@@ -173,6 +173,8 @@ class Saving(Facts):
         return self.global_steps if remembered and not changing else None
 
     def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
+        if self.optimizer is not None:
+            self.optimizer.wait_for_host()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         slots = list(own_slots(self._units, self.optimizer, exclude_frozen=order.exclude_frozen))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from onefold.comm.agreement import as_float, as_integer
-from onefold.plan.layout import SHARD_ALIGNMENT
-from onefold.runtime import Schedule
+from onefold.runtime import Run, Schedule
+from onefold.runtime.descent import square_sum
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,9 @@ class StepScalars:
     alarm: bool
 
 
-def exchange_scalars(
-    shards: Iterable[torch.Tensor], schedule: Schedule, *, late: bool, alarm: bool = False
-) -> StepScalars:
+def exchange_scalars(runs: Iterable[Run], schedule: Schedule, *, late: bool, alarm: bool = False) -> StepScalars:
     """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed."""
-    squares = [square_sum(shard) for shard in shards if shard.numel()]
+    squares = [_square(run).to(run.device) for run in runs if run.layout.total]
     mine = torch.stack(squares).sum().item() if squares else 0.0
     rows = schedule.meet_for_step([as_integer(mine), int(late), int(alarm)])
     square = 0.0
@@ -41,8 +39,11 @@ def exchange_scalars(
     )
 
 
-def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """The fp64 sum of squares of aligned blocks' fp32 norms: torch's fp32 norm of a long vector loses 0.3% on CPU."""
-    dtype = torch.promote_types(shard.dtype, torch.float32)
-    blocks: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
-    return blocks.double().square().sum()
+def _square(run: Run) -> torch.Tensor:
+    """Of a gradient that went down whole it was taken on the device; what the host added up it squares itself."""
+    assert run.reduced is not None
+    if run.square is not None:
+        return run.square
+    if run.rest.offloads_states:
+        run.wait_for_reduced()
+    return square_sum(run.reduced)

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from onefold.optim.rules import Hyper, Rule, Tile
+from onefold.plan import Tier
 from onefold.plan.layout import Segment
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
+from onefold.tier.lower import Flat, read, write
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
@@ -23,35 +25,117 @@ TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 @dataclass
 class Piece:
     """[start, stop) of a run's line. `master` is the run's shard where it has one; else the line itself where it
-    computes in full precision, or a tensor of its own.
+    computes in full precision, or a tensor of its own. `out` is what has to be told what the master has become: the
+    line, or the shard where that is not the master.
     """
 
     run: Run
     start: int
     stop: int
-    master: torch.Tensor
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    master: Flat
+    out: Flat | None = None
+    states: dict[str, Flat] = field(default_factory=dict)
 
     @staticmethod
     def of(run: Run, start: int, stop: int) -> Piece:
-        if run.shard is not None:
-            return Piece(run, start, stop, run.shard)
-        line = run.full[start:stop]
+        used = run.shard if run.shard is not None else run.full[start:stop]
         wide = master_dtype(run.dtype)
-        return Piece(run, start, stop, line if wide == run.dtype else line.to(wide))
+        if run.rest.offloads_states and not run.shape.master_is_shard:
+            assert run.lower is not None
+            on_disk = run.rest.states is Tier.NVME
+            master = (run.lower.disk_for_states if on_disk else run.lower.host)(stop - start, wide)
+            write(master, read(used).to(wide))
+            return Piece(run, start, stop, master, used)
+        if used.dtype == wide:
+            return Piece(run, start, stop, used)
+        return Piece(run, start, stop, read(used).to(wide), used)
 
-    @property
-    def copies_out(self) -> bool:
-        """Whether the line must be told what the master has become."""
-        return self.run.rests_whole and self.master.dtype != self.run.dtype
+    def new_state(self) -> Flat:
+        """Room for a state beside the master, all zero."""
+        if isinstance(self.master, torch.Tensor) and not self.run.rest.offloads_states:
+            return torch.zeros_like(self.master)
+        assert self.run.lower is not None
+        on_disk = self.run.rest.states is Tier.NVME
+        take = self.run.lower.disk_for_states if on_disk else self.run.lower.host
+        return take(self.master.numel(), self.master.dtype)
 
-    def segments(self) -> list[Segment]:
-        """Stretches of one optimizer group each, counted from the start of this piece."""
-        found = self.run.layout.segments(self.start, self.stop)
+    def tell(self) -> None:
+        """What is used becomes what the master is."""
+        if self.out is not None:
+            write(self.out, read(self.master))
+            if self.run.lower is not None and self.run.rest.parameters is Tier.DEVICE:
+                self.run.lower.bus.count("up", self.out.nbytes)
+
+    def learn(self) -> None:
+        """What is used was written from outside: the master becomes it."""
+        if self.out is not None:
+            write(self.master, read(self.out).to(self.master.dtype))
+
+    def segments(self, first: int = 0, last: int | None = None) -> list[Segment]:
+        """Stretches of one optimizer group each, in [first, last), counted from the start of this piece."""
+        stop = self.stop if last is None else self.start + last
+        found = self.run.layout.segments(self.start + first, stop)
         return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
 
-    def line(self, start: int, stop: int) -> torch.Tensor:
-        return self.run.full[self.start + start : self.start + stop]
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a piece with its master and states in memory."""
+
+    start: int
+    stop: int
+    master: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def whole(piece: Piece) -> Window:
+        assert isinstance(piece.master, torch.Tensor)
+        states = {name: state for name, state in piece.states.items() if isinstance(state, torch.Tensor)}
+        return Window(0, piece.stop - piece.start, piece.master, states)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every tile of a step shares. `groups` are the hyperparameters as they were when the step was called."""
+
+    number: int
+    coefficient: float
+    groups: Sequence[Hyper]
+
+
+class Tiler:
+    """A rule, tile by tile: cast and scale the gradient, update, cast the parameter out, all while in cache. One thread
+    uses it at a time.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._scratch: torch.Tensor | None = None
+
+    def step(
+        self, piece: Piece, window: Window, start: int, stop: int, gradient: torch.Tensor, out: Any, step: Step
+    ) -> None:
+        """[start, stop) of a window. `gradient` and `out` lie along the piece; `out` may be the gradient's memory."""
+        size = TILE[window.master.device.type]
+        for segment in piece.segments(start, stop):
+            for low in range(segment.start, segment.stop, size):
+                high = min(low + size, segment.stop)
+                inside = slice(low - window.start, high - window.start)
+                master = window.master[inside]
+                scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
+                states = {name: state[inside] for name, state in window.states.items()}
+                self._rule.apply(Tile(master, scaled, states), step.groups[segment.group], step.number)
+                if out is not None:
+                    out[low:high].copy_(master)
+
+    def _scaled(self, gradient: torch.Tensor, coefficient: float, dtype: torch.dtype, size: int) -> torch.Tensor:
+        if coefficient == 1.0 and gradient.dtype == dtype:
+            return gradient
+        if self._scratch is None or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(size, dtype=dtype, device=gradient.device)
+        # torch's product of two dtypes on a CPU makes a copy first, in fresh memory.
+        scaled = self._scratch[: gradient.numel()].copy_(gradient)
+        return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
 
 
 @dataclass(frozen=True)
@@ -60,7 +144,7 @@ class HeldState:
 
     name: str
     start: int
-    memory: torch.Tensor
+    memory: Flat
 
 
 class Stepper(Protocol):
@@ -68,11 +152,11 @@ class Stepper(Protocol):
 
     whole: bool
 
-    def step(self, piece: Piece, gradient: torch.Tensor, coefficient: float, number: int) -> None: ...
+    def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None: ...
 
     def finish(self) -> None: ...
 
-    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]: ...
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]: ...
 
     def held_states(self, piece: Piece) -> list[HeldState]: ...
 
@@ -90,46 +174,28 @@ class Stepper(Protocol):
         """What undoes `make_states`."""
         ...
 
-    def state_bytes(self) -> int: ...
+    def state_bytes(self, tier: Tier) -> int: ...
 
 
 class TiledStepper:
-    """A known rule, tile by tile: cast and scale the gradient, update, cast the parameter out, all while in cache."""
+    """A known rule: each piece is final once it has been stepped."""
 
     whole = False
 
     def __init__(self, rule: Rule, groups: Sequence[Hyper], pieces: Sequence[Piece]) -> None:
-        self._rule = rule
-        self._groups = groups
-        self._scratch: torch.Tensor | None = None
+        self._tiler = Tiler(rule)
         self._pieces = pieces
         for piece in pieces:
-            piece.states = {name: torch.zeros_like(piece.master) for name in rule.state_names(groups)}
+            piece.states = {name: piece.new_state() for name in rule.state_names(groups)}
 
-    def step(self, piece: Piece, gradient: torch.Tensor, coefficient: float, number: int) -> None:
-        size = TILE[piece.master.device.type]
-        scale = torch.full((1,), coefficient, dtype=piece.master.dtype, device=piece.master.device)
-        for segment in piece.segments():
-            for start in range(segment.start, segment.stop, size):
-                stop = min(start + size, segment.stop)
-                scaled = self._scaled(gradient[start:stop], scale, coefficient, size)
-                states = {name: state[start:stop] for name, state in piece.states.items()}
-                tile = Tile(piece.master[start:stop], scaled, states)
-                self._rule.apply(tile, self._groups[segment.group], number)
-                if piece.copies_out:
-                    piece.line(start, stop).copy_(piece.master[start:stop])
-
-    def _scaled(self, gradient: torch.Tensor, scale: torch.Tensor, coefficient: float, size: int) -> torch.Tensor:
-        if coefficient == 1.0 and gradient.dtype == scale.dtype:
-            return gradient
-        if self._scratch is None or self._scratch.dtype != scale.dtype:
-            self._scratch = torch.empty(size, dtype=scale.dtype, device=scale.device)
-        return torch.mul(gradient, scale, out=self._scratch[: gradient.numel()])
+    def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None:
+        window = Window.whole(piece)
+        self._tiler.step(piece, window, window.start, window.stop, gradient, piece.out, step)
 
     def finish(self) -> None:
         pass
 
-    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]:
         return [(0, piece.states[name])] if name in piece.states else []
 
     def held_states(self, piece: Piece) -> list[HeldState]:
@@ -146,8 +212,9 @@ class TiledStepper:
     def remember_states(self) -> Callable[[], None]:
         return lambda: None
 
-    def state_bytes(self) -> int:
-        return sum(state.nbytes for piece in self._pieces for state in piece.states.values())
+    def state_bytes(self, tier: Tier) -> int:
+        held = [piece for piece in self._pieces if piece.run.rest.states is tier]
+        return sum(state.nbytes for piece in held for state in piece.states.values())
 
 
 class WholeStepper:
@@ -166,6 +233,7 @@ class WholeStepper:
         for piece in pieces:
             targets = []
             for group, start, stop, shape in _stretches(piece, shaped):
+                assert isinstance(piece.master, torch.Tensor), "refused where states rest on a disk"
                 target = nn.Parameter(piece.master[start:stop].view(shape))
                 inner_groups[group]["params"].append(target)
                 targets.append((target, start, stop))
@@ -179,8 +247,10 @@ class WholeStepper:
         inner.defaults = copy.copy(instance.defaults)
         self.inner = inner
 
-    def step(self, piece: Piece, gradient: torch.Tensor, coefficient: float, number: int) -> None:
-        scaled = gradient.to(piece.master.dtype).mul(coefficient)
+    def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None:
+        if piece.run.rest.offloads_states:
+            piece.run.wait_for_reduced()
+        scaled = gradient.to(piece.master.dtype).mul(step.coefficient)
         for target, start, stop in self._targets[id(piece)]:
             target.grad = scaled[start:stop].view(target.shape)
 
@@ -191,10 +261,9 @@ class WholeStepper:
         for piece in self._pieces:
             for target, _, _ in self._targets[id(piece)]:
                 target.grad = None
-            if piece.copies_out:
-                piece.line(0, piece.master.numel()).copy_(piece.master)
+            piece.tell()
 
-    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]:
         found = [(start, self.inner.state[target].get(name)) for target, start, _ in self._targets[id(piece)]]
         return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
 
@@ -234,9 +303,10 @@ class WholeStepper:
 
         return undo
 
-    def state_bytes(self) -> int:
-        tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        return sum(tensor.nbytes for tensor in tensors)
+    def state_bytes(self, tier: Tier) -> int:
+        targets = [t for p in self._pieces if p.run.rest.states is tier for t, _, _ in self._targets[id(p)]]
+        values = [value for target in targets for value in self.inner.state[target].values()]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _is_array(value: Any) -> bool:

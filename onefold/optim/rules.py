@@ -31,7 +31,7 @@ class Rule(Protocol):
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None: ...
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)  # the device and the host step at once
 def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
     return torch.full((), float(step), device=device)
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from onefold.optim.choose import Chosen
+from onefold.optim.host import HostStep
 from onefold.optim.loss_scale import LossScale
-from onefold.optim.pieces import HeldState, Piece, Stepper, TiledStepper, WholeStepper
-from onefold.plan import Plan
+from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper
+from onefold.plan import Plan, Tier
 from onefold.runtime import Run, Schedule, Unit
+from onefold.tier.lower import Flat, LowerTiers
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -32,6 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rank: int,
         loss_scale: LossScale,
         drop_gradients: weakref.WeakMethod[Callable[[], None]],
+        lower: LowerTiers | None = None,
     ) -> None:
         self.name = chosen.name
         self.optimizer = chosen.instance or self
@@ -65,6 +68,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             assert chosen.instance is not None
             self._stepper = WholeStepper(chosen.instance, pieces, shaped=not (plan.shards_states or chosen.elementwise))
+        below = [piece for piece in pieces if piece.run.rest.offloads_states]
+        self._host: HostStep | None = None
+        if below and chosen.rule is not None:
+            assert lower is not None
+            self._host = HostStep(chosen.rule, lower, below)
 
     # -- what the engine calls ----------------------------------------------------------------------------------
 
@@ -73,9 +81,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Step every piece with its gradient times `coefficient`, and send stepped units on their way."""
         self.changing = True
         self.num_steps += 1
+        self._schedule.settle_all()  # what the last step left on its way is about to be written
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        step = Step(self.num_steps, coefficient, groups)
+        if self._host is not None:
+            self._host.start([self._pieces[run] for run in self._schedule.hosted_runs()], step)
         for batch, gradients in self._schedule.gradients_to_step():
             for run, gradient in gradients.items():
-                self._stepper.step(self._pieces[run], gradient, coefficient, self.num_steps)
+                if self._host is None or not run.rest.offloads_states:
+                    self._stepper.step(self._pieces[run], gradient, step)
             if not self._stepper.whole:
                 self._schedule.start_refresh(batch)
         if self._stepper.whole:
@@ -84,20 +98,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # torch's schedulers warn unless they see this
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    def wait_for_host(self) -> None:
+        """Until what the host has been asked to step is stepped. Any thread may ask."""
+        for update in [run.update for run in self._pieces]:
+            if update is not None:
+                update.result()
+
     @torch.no_grad()
     def refresh_masters(self, units: Sequence[Unit]) -> None:
         """Parameters of these units were written from outside: take them over."""
+        self.wait_for_host()
         for piece in (self._pieces[run] for unit in units for run in unit.trained):
-            if piece.copies_out:
-                piece.master.copy_(piece.line(0, piece.master.numel()))
+            piece.learn()
 
     def piece_of(self, run: Run) -> Piece:
         """What this rank steps of a run."""
         return self._pieces[run]
 
-    def states_of(self, piece: Piece, name: str) -> list[tuple[int, torch.Tensor]]:
+    def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]:
         """The tensors of one state, each with its place in the piece; none before the optimizer has made them."""
         self.let_change()
+        self.wait_for_host()
         return self._stepper.states_of(piece, name)
 
     def held_states(self, piece: Piece) -> list[HeldState]:
@@ -128,13 +149,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(new)
         return True
 
-    def master_bytes(self) -> int:
-        return sum(
-            piece.master.nbytes for piece in self._pieces.values() if piece.copies_out or not piece.run.rests_whole
-        )
+    def master_bytes(self, tier: Tier) -> int:
+        """Masters that are not the parameters themselves."""
+        lines = {run: run.rests_whole and piece.out is None for run, piece in self._pieces.items()}
+        held = [piece for run, piece in self._pieces.items() if run.rest.states is tier and not lines[run]]
+        return sum(piece.master.nbytes for piece in held)
 
-    def state_bytes(self) -> int:
-        return self._stepper.state_bytes()
+    def state_bytes(self, tier: Tier) -> int:
+        return self._stepper.state_bytes(tier)
 
     # -- what users and schedulers call -------------------------------------------------------------------------
 

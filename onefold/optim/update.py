@@ -51,11 +51,11 @@ class Update:
         return self._postscale / (self.loss_scale.value * owed)
 
     def _exchange(self, *, alarm: bool = False) -> StepScalars:
-        shards = [run.reduced for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]
+        runs = [run for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]
         late = bool(self._schedule.late_units())
-        if not shards and not late and self._schedule.trained:
+        if not runs and not late and self._schedule.trained:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
-        return exchange_scalars(shards, self._schedule, late=late, alarm=alarm)
+        return exchange_scalars(runs, self._schedule, late=late, alarm=alarm)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self._clipping <= 0 or not math.isfinite(norm):

@@ -103,8 +103,10 @@ class Plan:
         return self.states.placement is Placement.SHARDED
 
     def for_world(self, size: int) -> Plan:
-        """One rank's shard is the whole: nothing is gained by reducing a gradient to it before the boundary."""
-        if size > 1:
+        """One rank's shard is the whole: nothing is gained by reducing a gradient to it before the boundary, unless it
+        goes to the host then.
+        """
+        if size > 1 or self.gradients.tier is not Tier.DEVICE:
             return self
         return replace(self, gradients=replace(self.gradients, placement=Placement.REPLICATED))
 
@@ -156,10 +158,16 @@ def make_plan(config: Config) -> Plan:
     if zero.zero_quantized_gradients:
         gradients = replace(gradients, wire=Wire.INT4)
     optimizer_tier = TIERS[zero.offload_optimizer.device]
-    overlap = parameters.placement is Placement.SHARDED if zero.overlap_comm is None else zero.overlap_comm
+    # Whole parameters are on the device all the time.
+    sharded = parameters.placement is Placement.SHARDED
+    parameter_tier = TIERS[zero.offload_param.device] if sharded else Tier.DEVICE
+    if optimizer_tier is not Tier.DEVICE:
+        # The host adds micro-steps up, so that no accumulator fills the device: what is reduced leaves it at once.
+        gradients = replace(gradients, placement=Placement.SHARDED, tier=Tier.HOST)
+    overlap = sharded if zero.overlap_comm is None else zero.overlap_comm
     return Plan(
-        parameters=replace(parameters, tier=TIERS[zero.offload_param.device]),
-        gradients=replace(gradients, tier=Tier.HOST if optimizer_tier is not Tier.DEVICE else Tier.DEVICE),
+        parameters=replace(parameters, tier=parameter_tier),
+        gradients=gradients,
         states=replace(states, tier=optimizer_tier),
         node_shard_size=zero.zero_hpz_partition_size,
         overlap=overlap,

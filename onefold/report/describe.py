@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from onefold.config import Batch
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import ModelBytes, Plan, Precision, count_bytes
+from onefold.plan import Counting, Crossing, ModelBytes, Plan, Rest, Tier, count_bytes
 from onefold.runtime import Unit
 from onefold.tier.device import Pool
 from onefold.window import Window
 
 
 def planned_bytes(
-    units: Sequence[Unit], plan: Plan, precision: Precision, window: Window, optimizer: ShardedOptimizer | None
+    units: Sequence[Unit], counting: Counting, window: Window, tier: Tier, plan: Plan | None = None
 ) -> ModelBytes:
-    """Model-state bytes of one rank, by arithmetic."""
-    return count_bytes(
-        [run.shape for unit in units for run in unit.runs],
-        plan,
-        precision,
-        world_size=window.batch.world,
-        num_micro_steps=2 if window.accumulates else 1,
-        num_states=optimizer.num_states if optimizer else 0,
-    )
+    """Model-state bytes of one rank in one tier, by arithmetic; under another plan, everything on the device."""
+    counting = replace(counting, num_micro_steps=2 if window.accumulates else 1, plan=plan or counting.plan)
+    shapes = [run.shape for unit in units for run in unit.runs]
+    if plan is not None:
+        shapes = [replace(shape, rest=Rest()) for shape in shapes]
+    return count_bytes(shapes, counting, tier)
 
 
-def held_bytes(units: Sequence[Unit], pool: Pool, optimizer: ShardedOptimizer | None) -> ModelBytes:
-    """Model-state bytes of this rank, counted from its tensors."""
+def held_bytes(units: Sequence[Unit], pool: Pool, optimizer: ShardedOptimizer | None, tier: Tier) -> ModelBytes:
+    """Model-state bytes of this rank in one tier, counted from its tensors."""
     runs = [run for unit in units for run in unit.runs]
     return ModelBytes(
-        parameters=sum(run.parameter_bytes() for run in runs),
-        gradients=sum(run.gradient_bytes() for run in runs),
-        masters=optimizer.master_bytes() if optimizer else 0,
-        states=optimizer.state_bytes() if optimizer else 0,
-        largest_slot=pool.num_bytes,
+        parameters=sum(run.parameter_bytes(tier) for run in runs),
+        gradients=sum(run.gradient_bytes(tier) for run in runs),
+        masters=optimizer.master_bytes(tier) if optimizer else 0,
+        states=optimizer.state_bytes(tier) if optimizer else 0,
+        largest_slot=pool.num_bytes if tier is Tier.DEVICE else 0,
     )
 
 
 def describe(
     units: Sequence[Unit],
     plan: Plan,
-    sizes: ModelBytes,
+    sizes: Mapping[Tier, ModelBytes],
+    crossing: Crossing,
     batch: Batch,
     optimizer: ShardedOptimizer | None,
     collective: str,
@@ -50,23 +49,28 @@ def describe(
     trained = sum(run.layout.numel for unit in units for run in unit.trained)
     frozen = sum(run.layout.numel for unit in units for run in unit.runs if not run.trainable)
     kinds = sorted({str(run.dtype).removeprefix("torch.") for unit in units for run in unit.runs})
-    held = {
-        "parameters": sizes.parameters,
-        "gradients": sizes.gradients,
-        "masters": sizes.masters,
-        "states": sizes.states,
-        "total": sizes.total,
-    }
     lines = [
         f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {len(units)} units "
         f"({', '.join(kinds)}), {optimizer.name if optimizer else 'no optimizer'}, {batch.world} "
         f"rank{'s' * (batch.world > 1)}, {collective} collectives, overlap {'on' if plan.overlap else 'off'}",
         *plan.words(),
-        "bytes per rank    " + ", ".join(f"{name} {megabytes(value)}" for name, value in held.items()),
     ]
-    if sizes.largest_slot:
-        lines.append(f"while in backward one more buffer per open unit, {megabytes(sizes.largest_slot)} at most each")
+    used = [tier for tier in Tier if sizes[tier].total or tier is Tier.DEVICE]
+    for tier in used:
+        where = "" if used == [Tier.DEVICE] else f" ({tier.value})"
+        lines.append(f"bytes per rank{where:<10}" + _by_kind(sizes[tier]))
+    slot = sizes[Tier.DEVICE].largest_slot
+    if slot:
+        lines.append(f"while in backward one more buffer per open unit, {megabytes(slot)} at most each")
+    if crossing.any:
+        ways = {"down": crossing.down, "up": crossing.up, "read": crossing.read, "written": crossing.written}
+        lines.append("bytes per step    " + ", ".join(f"{way} {megabytes(value)}" for way, value in ways.items()))
     return "\n".join(lines)
+
+
+def _by_kind(sizes: ModelBytes) -> str:
+    kinds = ("parameters", "gradients", "masters", "states", "total")
+    return ", ".join(f"{kind} {megabytes(getattr(sizes, kind))}" for kind in kinds)
 
 
 def megabytes(value: int) -> str:

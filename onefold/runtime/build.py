@@ -2,64 +2,97 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from onefold.comm import Group, Ledger, broadcast_from
 from onefold.config import Config
-from onefold.plan import Layout, Plan, Precision, UnitCut, cut, persistent_parameters
+from onefold.plan import Layout, Plan, Precision, RunShape, UnitCut, cut, persistent_parameters
 from onefold.plan.table import DTYPES
 from onefold.runtime.homes import gathered, leave_home, whole_shape
 from onefold.runtime.unit import Run, Unit
+from onefold.tier.lower import LowerTiers
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A unit before it has tensors: its runs as shapes, each with the names of its parameters in their order."""
+
+    found: UnitCut
+    shapes: list[RunShape]
+
+
+def draft_units(
+    model: nn.Module, *, config: Config, groups: Mapping[int, int], precision: Precision, group: Group
+) -> list[Draft]:
+    """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group; parameters in
+    no group are left alone.
+    """
+    zero = config.zero_optimization
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(whole_shape(parameter)) for name, parameter in parameters.items()}
+    persistent = persistent_parameters(
+        {name: math.prod(shape) for name, shape in shapes.items()},
+        zero.stage3_param_persistence_threshold,
+        zero.stage3_model_persistence_threshold,
+    )
+    cuts = cut(model, config.onefold.units, zero.leaf_module, lambda parameter: whole_shape(parameter).numel())
+    return [
+        Draft(
+            found,
+            [
+                RunShape(
+                    Layout.of([(name, shapes[name], of) for name, of in inside], group.size), dtype, trainable, persists
+                )
+                for (dtype, trainable, persists), inside in _runs_of(
+                    found, parameters, groups, precision, persistent
+                ).items()
+            ],
+        )
+        for found in cuts
+    ]
 
 
 def build_units(
     model: nn.Module,
+    drafts: Sequence[Draft],
     *,
     config: Config,
-    groups: Mapping[int, int],
     plan: Plan,
     precision: Precision,
     accumulates: bool,
     group: Group,
     ledger: Ledger,
     device: torch.device,
+    lower: LowerTiers | None,
 ) -> list[Unit]:
-    """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken.
-
-    `groups` maps the id of each trained parameter to its optimizer group; parameters in no group are left alone.
-    """
-    zero = config.zero_optimization
+    """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    sizes = {name: whole_shape(parameter).numel() for name, parameter in parameters.items()}
-    persistent = persistent_parameters(
-        sizes, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
-    )
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
     units: list[Unit] = []
-    cuts = cut(model, config.onefold.units, zero.leaf_module, lambda parameter: whole_shape(parameter).numel())
-    for index, found in enumerate(cuts):
-        members = _runs_of(found, parameters, groups, precision, persistent)
-        with gathered([parameters[name] for found_run in members.values() for name, _ in found_run]):
+    for index, draft in enumerate(drafts):
+        names = [[member.name for member in shape.layout.members] for shape in draft.shapes]
+        with gathered([parameters[name] for some in names for name in some]):
             runs = [
                 Run(
-                    Layout.of([(name, tuple(parameters[name].shape), of) for name, of in inside], group.size),
-                    [parameters[name] for name, _ in sorted(inside, key=lambda member: member[1])],
-                    dtype,
-                    trainable=trainable,
-                    persistent=persists,
+                    shape,
+                    [parameters[name] for name in some],
                     plan=plan,
                     precision=precision,
                     rank=group.rank,
                     accumulates=accumulates,
                     device=device,
+                    lower=lower,
                 )
-                for (dtype, trainable, persists), inside in members.items()
+                for shape, some in zip(draft.shapes, names, strict=True)
             ]
         leave_home(parameter for run in runs for parameter in run.parameters)
+        found = draft.found
         unit = Unit(found.module, modules[found.module], runs, index=index, shared=found.shared)
         _initialise(modules, on_meta & {member.name for run in runs for member in run.layout.members}, units)
         for run in runs:

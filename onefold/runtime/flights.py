@@ -11,6 +11,7 @@ import torch
 
 from onefold.comm import Collective, Gathering, Guard, Pending
 from onefold.plan import Plan
+from onefold.runtime.descent import Descent
 from onefold.runtime.unit import Run, Unit
 from onefold.tier.device import Pool
 
@@ -24,16 +25,26 @@ class Flight:
     """A collective on its way, and the units it carries."""
 
     units: list[Unit]
-    pending: Pending
+    pending: Pending | None
+    """None: it starts once the host has stepped its units."""
     num_elements: int
 
 
 class Flights:
     """Starts and finishes the three moves of units: reductions, gathers, and refreshes after a step."""
 
-    def __init__(self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, prescale: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        collective: Collective,
+        guard: Guard,
+        pool: Pool,
+        prescale: float,
+        descent: Descent | None = None,
+    ) -> None:
         self.collective = collective
         self.pool = pool
+        self.descent = descent
         self.reducing: deque[Flight] = deque()
         self.gathering: deque[Flight] = deque()
         self.refreshing: deque[Flight] = deque()
@@ -49,37 +60,49 @@ class Flights:
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def start_reduction(self, batch: list[Unit]) -> None:
+        if self.descent is not None:
+            self.settle_all()  # refreshes that wait for the host come before it, on every rank
         size = sum(unit.num_elements for unit in batch)
         while len(self.reducing) >= REDUCTIONS_IN_FLIGHT:
             self.finish_reduction()
         _make_room(self.reducing, size, self._plan.reduce_bucket, self.finish_reduction)
         for unit in batch:
             unit.open(self.pool)
-        reductions = [reduction for unit in batch for reduction in unit.start_reducing(self._prescale)]
+        reductions = [reduction for unit in batch for reduction in unit.start_reducing(self._prescale, self.pool)]
         self.reducing.append(Flight(batch, self.collective.start_reduce_scatter(reductions), size))
         if not self._plan.overlap:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
         flight = self.reducing.popleft()
+        assert flight.pending is not None
         with self._waiting("reduction of", flight.units):
             flight.pending.finish()
         for unit in flight.units:
+            for run in unit.trained:
+                if run.rest.offloads_states:
+                    assert self.descent is not None
+                    self.descent.start(run)
             unit.finish_reducing(self.pool)
 
     def finish_reductions(self) -> None:
         while self.reducing:
             self.finish_reduction()
+        if self.descent is not None:
+            self.descent.finish()
 
     # -- gathers of sharded parameters --------------------------------------------------------------------------
 
     def start_gather(self, unit: Unit) -> None:
         """Whatever the unit's state here: another rank may need this rank's slice."""
+        for run in unit.sharded:
+            run.finish_update()
         pending = self.collective.start_gather(unit.start_gather())
         self.gathering.append(Flight([unit], pending, unit.num_gathered))
 
     def finish_gather(self) -> None:
         flight = self.gathering.popleft()
+        assert flight.pending is not None
         with self._waiting("gather of", flight.units):
             flight.pending.finish()
         for unit in flight.units:
@@ -96,22 +119,37 @@ class Flights:
     # -- refreshes of what rests whole --------------------------------------------------------------------------
 
     def start_refresh(self, batch: list[Unit]) -> None:
-        """The batch has been stepped: send each rank's slice to all others, in place."""
+        """The batch has been stepped: send each rank's slice to all others, in place. What the host steps is sent when
+        somebody needs it: the launches of a rank are in one order, and it does not wait for the host before.
+        """
         runs = [run for unit in batch for run in unit.trained if run.rests_whole]
-        if not runs or not self._plan.shards_states or self.collective.group.size == 1:
+        travels = self._plan.shards_states and self.collective.group.size > 1
+        waits = any(run.update is not None for run in runs)
+        if not runs or not (travels or waits):
             return
         assert not any(unit.refreshing for unit in batch)
         size = sum(run.layout.total for run in runs)
-        _make_room(self.refreshing, size, self._plan.gather_bucket, self.finish_refresh)
+        # Where gathers of sharded units come in between, other ranks may be ahead of this one or behind.
+        defers = waits and not (travels and self._plan.shards_parameters)
+        if not defers:
+            _make_room(self.refreshing, size, self._plan.gather_bucket, self.finish_refresh)
         for unit in batch:
             unit.refreshing = True
-        pending = self.collective.start_gather([Gathering(run.full) for run in runs])
-        self.refreshing.append(Flight(batch, pending, size))
+        self.refreshing.append(Flight(batch, None if defers else self._launch_refresh(batch), size))
+
+    def _launch_refresh(self, batch: list[Unit]) -> Pending:
+        runs = [run for unit in batch for run in unit.trained if run.rests_whole]
+        for run in runs:
+            run.finish_update()
+        if self.collective.group.size == 1:
+            return Pending(lambda: None)
+        return self.collective.start_gather([Gathering(run.full) for run in runs])
 
     def finish_refresh(self) -> None:
         flight = self.refreshing.popleft()
+        pending = flight.pending or self._launch_refresh(flight.units)
         with self._waiting("refresh of", flight.units):
-            flight.pending.finish()
+            pending.finish()
         for unit in flight.units:
             unit.refreshing = False
 

@@ -21,24 +21,35 @@ import torch
 
 from onefold.comm import Agreement, Collective, Ledger
 from onefold.plan import Moment, Plan
+from onefold.runtime.descent import Descent
 from onefold.runtime.flights import Flights
 from onefold.runtime.order import Order, Wish
 from onefold.runtime.unit import GradientState, ParameterState, Run, Unit
 from onefold.tier.device import Pool
+from onefold.tier.lower import LowerTiers
 
 
 class Schedule:
     """Moves units at the moments of a step."""
 
     def __init__(
-        self, units: Sequence[Unit], plan: Plan, collective: Collective, ledger: Ledger, pool: Pool, prescale: float
+        self,
+        units: Sequence[Unit],
+        plan: Plan,
+        collective: Collective,
+        ledger: Ledger,
+        pool: Pool,
+        prescale: float,
+        lower: LowerTiers | None = None,
     ) -> None:
         self.units = list(units)
         self.trained = [unit for unit in units if unit.trained]
         self.sharded = [unit for unit in units if unit.sharded]
         self.in_backward = False
         agreement = Agreement(collective.group, ledger)
-        self.flights = Flights(plan, collective, agreement.guard, pool, prescale)
+        offloaded = [run for unit in units for run in unit.trained if run.rest.offloads_states]
+        descent = Descent(lower, pool, offloaded) if lower is not None and offloaded else None
+        self.flights = Flights(plan, collective, agreement.guard, pool, prescale, descent)
         self.order = Order(units, plan, self.flights, agreement, ledger, self.let_go)
         self._plan = plan
         self._pool = pool
@@ -249,13 +260,17 @@ class Schedule:
 
     def gradients_to_step(self) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:
         """Batches in the order of first use, each run with the gradient this rank steps with."""
-        self.settle_all()  # a unit that no forward used may still be on its way, and is about to be written
         batches = self.order.refresh_batches
         if self._plan.shards_states or self.flights.collective.group.size == 1:
             for batch in batches:
                 yield batch, {run: _reduced(run) for unit in batch for run in unit.trained}
         else:
             yield from self.flights.whole_gradients(batches)
+
+    def hosted_runs(self) -> list[Run]:
+        """What the host steps, in the order of first use; what other ranks wait for comes before what is gathered."""
+        runs = [run for batch in self.order.refresh_batches for unit in batch for run in unit.trained]
+        return sorted((run for run in runs if run.rest.offloads_states), key=lambda run: not run.rests_whole)
 
     def start_refresh(self, batch: list[Unit]) -> None:
         self.flights.start_refresh(batch)
@@ -270,6 +285,9 @@ class Schedule:
     def settle_all(self) -> None:
         """Whatever a step left in flight has arrived."""
         self.flights.settle_all()
+        for unit in self.sharded:
+            for run in unit.sharded:
+                run.finish_update()
 
     def end_step(self) -> None:
         if not self._plan.overlap:

@@ -1,0 +1,231 @@
+"""The step of what rests below the device: on the host's thread, unit by unit, beside whatever the device does.
+
+[Note: the host's step]
+Each run is one task. It waits for the run's gradient, updates stretch by stretch, and sends each stretch up as soon as
+it is cast; meanwhile later gradients come down and earlier parameters go up. The 16-bit parameters are written over
+the gradient they were made of, which is read by then, so the host needs no other memory for them. What rests on a disk
+passes through a few page-locked buffers: one is read ahead while one is updated and one is written back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from onefold.optim.pieces import Piece, Step, Tiler, Window
+from onefold.optim.rules import Rule
+from onefold.plan import Tier
+from onefold.tier.bus import HERE, Arrival
+from onefold.tier.lower import Buffers, DiskTensor, LowerTiers, Transfer
+
+# Elements that are updated before they are sent up: below this a copy costs more to start than to make.
+STRETCH = 1 << 22
+
+
+class HostStep:
+    """Steps the pieces that do not rest on the device."""
+
+    def __init__(self, rule: Rule, lower: LowerTiers, pieces: Sequence[Piece]) -> None:
+        self._tiler = Tiler(rule)
+        self._lower = lower
+        on_disk = [piece for piece in pieces if piece.run.rest.states is Tier.NVME]
+        self._stream = Stream(lower, on_disk) if on_disk else None
+        self._failed: BaseException | None = None
+
+    def start(self, pieces: Sequence[Piece], step: Step) -> None:
+        """Each piece's run is told when it is done. Pieces are stepped in this order."""
+        if self._failed is not None:
+            raise RuntimeError(
+                "an earlier step failed on the host, and some of its states are stepped and some are not: load a "
+                "checkpoint into a new engine"
+            ) from self._failed
+        used = self._lower.bus.now()
+        if self._stream is not None:
+            self._stream.plan(pieces)
+        for piece in pieces:
+            assert piece.run.update is None
+            assert piece.run.reduced is not None
+            piece.run.update = self._lower.worker.submit(self._try, piece, piece.run.reduced, step, used)
+
+    def _try(self, piece: Piece, gradient: torch.Tensor, step: Step, used: torch.cuda.Event | None) -> Arrival:
+        """After an error nothing more is stepped."""
+        if self._failed is not None:
+            raise self._failed.with_traceback(None)
+        try:
+            return self._step(piece, gradient, step, used)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    @torch.no_grad()
+    def _step(self, piece: Piece, gradient: torch.Tensor, step: Step, used: torch.cuda.Event | None) -> Arrival:
+        piece.run.wait_for_reduced()
+        out = _Out(piece, gradient, self._lower, used)
+        for window in self._windows(piece):
+            edges = [*range(window.start, window.stop, STRETCH), window.stop]
+            for start, stop in pairwise(edges):
+                self._tiler.step(piece, window, start, stop, gradient, out.memory, step)
+                out.send(window, start, stop)
+            out.leave(window)
+        return out.finish()
+
+    def _windows(self, piece: Piece) -> Iterator[Window]:
+        if self._stream is not None and piece.run.rest.states is Tier.NVME:
+            yield from self._stream.windows(piece)
+        else:
+            yield Window.whole(piece)
+
+
+class _Out:
+    """Where a piece's updated parameters go."""
+
+    def __init__(self, piece: Piece, gradient: torch.Tensor, lower: LowerTiers, used: torch.cuda.Event | None) -> None:
+        self._target, self._bus, self._used = piece.out, lower.bus, used
+        self._arrival: Arrival = HERE
+        self._stores: list[Transfer] = []
+        self._goes_up = piece.out is not None and piece.run.rest.parameters is Tier.DEVICE
+        # What tiles are cast into: the target where the host can write to it, the gradient's memory on the way there.
+        self.memory: torch.Tensor | None = None
+        if isinstance(piece.out, torch.Tensor) and not piece.out.is_cuda:
+            self.memory = piece.out
+        elif piece.out is not None and piece.out.dtype != piece.master.dtype:
+            self.memory = gradient.view(torch.uint8)[: piece.out.nbytes].view(piece.out.dtype)
+
+    def send(self, window: Window, start: int, stop: int) -> None:
+        if self._target is None:
+            return
+        if self.memory is not None:
+            source = self.memory[start:stop]
+        else:
+            source = window.master[start - window.start : stop - window.start]
+        if isinstance(self._target, DiskTensor):
+            self._stores.append(self._target[start:stop].start_store(source))
+        elif self._target.is_cuda:
+            self._arrival = self._bus.up(source, self._target[start:stop], self._used)
+        elif self._goes_up:
+            self._bus.count("up", source.nbytes)
+
+    def leave(self, window: Window) -> None:
+        """The window's memory is about to be used for another."""
+        if self.memory is None and self._target is not None:
+            self._arrival.wait()
+            self._wait_for_stores()
+
+    def finish(self) -> Arrival:
+        self._wait_for_stores()
+        return self._arrival
+
+    def _wait_for_stores(self) -> None:
+        for store in self._stores:
+            store.wait()
+        self._stores.clear()
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """A window in a buffer, with the transfers that fill or empty it."""
+
+    piece: Piece
+    buffer: torch.Tensor
+    window: Window
+    transfers: list[Transfer]
+
+
+class Stream:
+    """Windows of pieces on disk, in the order of the step: read ahead, lent, written back."""
+
+    def __init__(self, lower: LowerTiers, pieces: Sequence[Piece]) -> None:
+        options = lower.disk_options
+        per_element = max(sum(flat.itemsize for flat in _parts(piece).values()) for piece in pieces)
+        longest = max(piece.stop - piece.start for piece in pieces)
+        self._size = min(longest, max(options.buffer_size // 2048, 1) * 2048)
+        self._buffers: Buffers = lower.buffers(options.num_buffers, self._size * per_element)
+        self._ahead, self._behind = options.reads_ahead, options.writes_behind
+        self._coming: deque[tuple[Piece, int, int]] = deque()
+        self._reading: deque[_Passing] = deque()
+        self._writing: deque[_Passing] = deque()
+
+    def plan(self, pieces: Sequence[Piece]) -> None:
+        """What the next step goes through."""
+        for piece in pieces:
+            if piece.run.rest.states is Tier.NVME:
+                length = piece.stop - piece.start
+                self._coming.extend((piece, low, min(low + self._size, length)) for low in range(0, length, self._size))
+
+    def windows(self, piece: Piece) -> Iterator[Window]:
+        """All windows of a piece. Each is written back when the next is asked for."""
+        while self._next_is(piece):
+            while not self._reading:
+                if not self._read_next():
+                    self._reclaim()
+            passing = self._reading.popleft()
+            while self._ahead and self._read_next():
+                pass
+            _wait(passing)
+            yield passing.window
+            parts = _parts(piece)
+            stores = [
+                flat[passing.window.start : passing.window.stop].start_store(memory)
+                for flat, memory in zip(parts.values(), _tensors(passing.window), strict=True)
+            ]
+            self._writing.append(_Passing(piece, passing.buffer, passing.window, stores))
+            if not self._behind:
+                self._reclaim()
+        # What is gathered from the master itself must be there; and nothing is under way when a step is over.
+        is_last = not self._coming and not self._reading
+        while self._writing and (piece.out is None or is_last):
+            self._reclaim()
+
+    def _next_is(self, piece: Piece) -> bool:
+        if self._reading:
+            return self._reading[0].piece is piece
+        return bool(self._coming) and self._coming[0][0] is piece
+
+    def _read_next(self) -> bool:
+        """Start reading another window, if there is one and a buffer for it."""
+        while self._writing and all(transfer.is_done for transfer in self._writing[0].transfers):
+            self._reclaim()
+        buffer = self._buffers.try_take() if self._coming else None
+        if buffer is None:
+            return False
+        piece, start, stop = self._coming.popleft()
+        window = _window(piece, start, stop, buffer)
+        loads = [
+            flat[start:stop].start_load(memory)
+            for flat, memory in zip(_parts(piece).values(), _tensors(window), strict=True)
+        ]
+        self._reading.append(_Passing(piece, buffer, window, loads))
+        return True
+
+    def _reclaim(self) -> None:
+        """The oldest write is over: its buffer is free."""
+        passing = self._writing.popleft()
+        _wait(passing)
+        self._buffers.give_back(passing.buffer)
+
+
+def _parts(piece: Piece) -> dict[str, DiskTensor]:
+    parts = {"master": piece.master, **piece.states}
+    return {name: flat for name, flat in parts.items() if isinstance(flat, DiskTensor)}
+
+
+def _tensors(window: Window) -> list[torch.Tensor]:
+    return [window.master, *window.states.values()]
+
+
+def _window(piece: Piece, start: int, stop: int, buffer: torch.Tensor) -> Window:
+    memory, used = {}, 0
+    for name, flat in _parts(piece).items():
+        size = (stop - start) * flat.itemsize
+        memory[name] = buffer[used : used + size].view(flat.dtype)
+        used += size
+    return Window(start, stop, memory.pop("master"), memory)
+
+
+def _wait(passing: _Passing) -> None:
+    for transfer in passing.transfers:
+        transfer.wait()

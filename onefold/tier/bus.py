@@ -1,0 +1,86 @@
+"""The bus between device and host: copies down and up beside the compute, each way on a stream of its own.
+
+[Note: the bus]
+A copy enters its stream behind what the caller's stream has queued, and is told by an event. The host waits for it
+asleep (`wait`): a thread that spins takes a core from the host's own step, which then waits for its slowest thread.
+Device memory is held by its owner until the caller's stream is ordered behind the event (`order`); nothing needs
+`record_stream`. Where the device is the host itself a copy is done when the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class Arrival:
+    """A copy on its way."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Until it is there, as the host sees it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def order(self) -> None:
+        """Whatever the caller's stream does next comes after it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+HERE = Arrival()
+
+
+class Bus:
+    """Copies between the device and the host, counted: `count` is told "down" or "up" and bytes."""
+
+    def __init__(self, device: torch.device, count: Callable[[str, int], None]) -> None:
+        self.device = device
+        self.count = count
+        self.crosses = device.type == "cuda"
+        self._down = torch.cuda.Stream(device) if self.crosses else None
+        self._up = torch.cuda.Stream(device) if self.crosses else None
+
+    def down(self, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> Arrival:
+        """`add` only where nothing crosses: a bus cannot add."""
+        if add:
+            assert not self.crosses
+            self.count("down", source.nbytes)
+            target.add_(source)
+            return HERE
+        return self._copy("down", self._down, source, target, self.now())
+
+    def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
+        """`after`: the last use of the target, where the caller's own stream does not know it."""
+        return self._copy("up", self._up, source, target, after or self.now())
+
+    def now(self) -> torch.cuda.Event | None:
+        """Where the caller's stream stands."""
+        if self._up is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _copy(
+        self,
+        way: str,
+        stream: torch.cuda.Stream | None,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: torch.cuda.Event | None,
+    ) -> Arrival:
+        self.count(way, source.nbytes)
+        if stream is None:
+            target.copy_(source)
+            return HERE
+        assert after is not None
+        arrived = torch.cuda.Event(blocking=True)
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            arrived.record(stream)
+        return Arrival(arrived)

@@ -1,0 +1,215 @@
+"""The tiers below the device, as one engine has them: host memory, files, the bus, and the thread that works there."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from onefold.tier.bus import Bus
+from onefold.tier.host import PAGE, Arena, page_aligned
+from onefold.tier.nvme import DiskTensor, Swap, Transfer
+
+__all__ = ["Buffers", "DiskOptions", "DiskTensor", "Flat", "LowerTiers", "Needs", "Transfer", "read", "write"]
+
+# A flat tensor in any tier.
+Flat = torch.Tensor | DiskTensor
+
+
+def read(flat: Flat) -> torch.Tensor:
+    """The values: the tensor itself, or what is on disk."""
+    return flat if isinstance(flat, torch.Tensor) else flat.load()
+
+
+def write(flat: Flat, values: torch.Tensor) -> None:
+    if isinstance(flat, torch.Tensor):
+        flat.copy_(values)
+    else:
+        flat.store(values.to("cpu", flat.dtype))
+
+
+class HostSource:
+    """A shard in host memory, on its way up."""
+
+    def __init__(self, shard: torch.Tensor, count: Callable[[str, int], None]) -> None:
+        self._shard, self._count = shard, count
+
+    def fetch(self) -> None:
+        pass
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        self._count("up", self._shard.nbytes)
+        target.copy_(self._shard, non_blocking=True)
+
+
+class DiskSource:
+    """A shard on disk: read ahead into the free page-locked buffers, the rest as they come free again."""
+
+    def __init__(self, shard: DiskTensor, buffers: Buffers, bus: Bus) -> None:
+        self._pieces = shard.split(buffers.num_bytes // shard.itemsize)
+        self._buffers, self._bus = buffers, bus
+        self._reading: list[tuple[torch.Tensor, Transfer]] = []
+
+    def fetch(self) -> None:
+        while len(self._reading) < len(self._pieces):
+            buffer = self._buffers.try_take()
+            if buffer is None:
+                return
+            self._start(buffer)
+
+    def _start(self, buffer: torch.Tensor) -> None:
+        piece = self._pieces[len(self._reading)]
+        self._reading.append((buffer, piece.start_load(buffer[: piece.nbytes].view(piece.dtype))))
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        start = 0
+        for number, piece in enumerate(self._pieces):
+            if number == len(self._reading):
+                self._start(self._buffers.take())
+            buffer, transfer = self._reading[number]
+            transfer.wait()
+            self._bus.count("up", piece.nbytes)
+            target[start : start + piece.numel()].copy_(buffer[: piece.nbytes].view(piece.dtype), non_blocking=True)
+            self._buffers.give_back(buffer, self._bus.now())
+            start += piece.numel()
+        self._reading.clear()
+
+
+class Buffers:
+    """Some page-locked host buffers of one size. One given back is free once the device has read it."""
+
+    def __init__(self, num: int, num_bytes: int, *, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
+        memory = page_aligned(num * num_bytes, pinned=pinned)
+        for buffer in memory.split(num_bytes):
+            self._free.put((buffer, None))
+
+    def take(self) -> torch.Tensor:
+        buffer, read = self._free.get()
+        if read is not None:
+            read.synchronize()
+        return buffer
+
+    def try_take(self) -> torch.Tensor | None:
+        try:
+            buffer, read = self._free.get_nowait()
+        except queue.Empty:
+            return None
+        if read is not None:
+            read.synchronize()
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, read: torch.cuda.Event | None = None) -> None:
+        self._free.put((buffer, read))
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """How what rests on disk passes through host memory."""
+
+    num_buffers: int
+    buffer_size: int
+    reads_ahead: bool = True
+    writes_behind: bool = True
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the tiers below the device have to hold, by arithmetic: bytes, and tensors as (elements, dtype)."""
+
+    host_bytes: int = 0
+    states_on_disk: Sequence[tuple[int, torch.dtype]] = ()
+    parameters_on_disk: Sequence[tuple[int, torch.dtype]] = ()
+
+
+class LowerTiers:
+    """What an engine's runs and its optimizer take from below the device."""
+
+    def __init__(
+        self,
+        needs: Needs,
+        bus: Bus,
+        *,
+        pinned: bool,
+        states: DiskOptions,
+        parameters: DiskOptions,
+        swap_states: Swap | None,
+        swap_parameters: Swap | None,
+    ) -> None:
+        self.bus = bus
+        self.pinned = pinned and bus.crosses
+        self.disk_options = states
+        self._parameter_options = parameters
+        self._arena = Arena(needs.host_bytes, pinned=self.pinned)
+        self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
+        self._states = _Shelf(swap_states, needs.states_on_disk)
+        self._parameters = _Shelf(swap_parameters, needs.parameters_on_disk)
+        for swap in self._swaps:
+            swap.open()
+        self._sources: dict[int, HostSource | DiskSource] = {}
+        self._parameter_buffers: Buffers | None = None
+        self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
+        # One thread, so that what is asked of the host is done in that order.
+        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-host")
+
+    def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that the plan has counted; zero."""
+        return self._arena.take(numel, dtype)
+
+    def more_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that nobody could plan for."""
+        return page_aligned(numel * dtype.itemsize, pinned=self.pinned).view(dtype)
+
+    def buffers(self, num: int, num_bytes: int) -> Buffers:
+        return Buffers(num, num_bytes, pinned=self.pinned)
+
+    def disk_for_states(self, numel: int, dtype: torch.dtype) -> DiskTensor:
+        return self._states.take(numel, dtype)
+
+    def disk_for_parameters(self, numel: int, dtype: torch.dtype) -> DiskTensor:
+        return self._parameters.take(numel, dtype)
+
+    def source(self, shard: Flat) -> HostSource | DiskSource:
+        """The way up of a shard; one for life, since it may be reading ahead."""
+        found = self._sources.get(id(shard))
+        if found is None:
+            if isinstance(shard, torch.Tensor):
+                found = HostSource(shard, self.bus.count)
+            else:
+                found = DiskSource(shard, self._buffers_of_parameters(), self.bus)
+            self._sources[id(shard)] = found
+        return found
+
+    def _buffers_of_parameters(self) -> Buffers:
+        if self._parameter_buffers is None:
+            options = self._parameter_options
+            size = min(options.buffer_size * 2 // PAGE * PAGE or PAGE, self._longest_parameter)
+            self._parameter_buffers = self.buffers(options.num_buffers, size)
+        return self._parameter_buffers
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(swap.num_bytes for swap in self._swaps)
+
+    def close(self) -> None:
+        """What was asked of the host is done; files are removed."""
+        self.worker.shutdown()
+        for swap in self._swaps:
+            swap.close()
+
+
+class _Shelf:
+    """Tensors on disk that were reserved before the files were made."""
+
+    def __init__(self, swap: Swap | None, needs: Sequence[tuple[int, torch.dtype]]) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[DiskTensor]] = {}
+        for need in needs:
+            assert swap is not None
+            self._free.setdefault(need, []).append(swap.reserve(*need))
+
+    def take(self, numel: int, dtype: torch.dtype) -> DiskTensor:
+        return self._free[numel, dtype].pop(0)

@@ -1,0 +1,336 @@
+"""Flat tensors that rest in files on NVMe drives, read and written by threads with O_DIRECT.
+
+[Note: requests]
+A transfer is cut into requests of `aio.block_size` bytes, at page boundaries of the file. A thread does one request at
+a time with a plain preadv or pwritev, for which Python gives up its lock; as many threads as `aio.queue_depth` keep as
+many requests in flight. A thread serves one transfer until no request of it is left, so transfers finish in the order
+in which they were started, and a request costs no future and no wake-up.
+
+O_DIRECT copies between the drive and whole pages of memory. Where file range and memory are pages, a request goes
+straight; otherwise it passes through a block of the thread's own. A page that belongs to a slice only in part is a
+request of its own: a store reads it, changes its part and writes it back, one such page of a drive at a time, so two
+slices that meet within a page can be stored at once. The last page of a reserved tensor is never shared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from onefold.config.sections import Aio
+from onefold.tier.swap_folder import PAGE, SwapFolder, check_space
+
+# A request of a block is already several commands of the drive: more threads only wait for each other.
+_MAX_THREADS = 64
+_HUGE_PAGE = 2 << 20
+
+Operation = Literal["read", "write"]
+
+
+class SwapError(OSError):
+    """A read or write of swapped tensors that failed in a step. `errno` and `filename` say what and where."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def aligned_empty(num_bytes: int) -> torch.Tensor:
+    """Bytes of host memory that begin at a page, so that transfers go straight."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # The kernel pins the memory of each request: 512 times fewer pages.
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """A range of host memory: as a buffer for the system calls, and by its address."""
+
+    buffer: memoryview
+    address: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Memory:
+        address = tensor.data_ptr()
+        return _Memory(memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(address)), address)
+
+    def part(self, begin: int, end: int) -> _Memory:
+        return _Memory(self.buffer[begin:end], self.address + begin)
+
+    def __len__(self) -> int:
+        return len(self.buffer)
+
+
+class _Drive:
+    """The file on one of the paths."""
+
+    def __init__(self, folder: SwapFolder) -> None:
+        self.folder = folder
+        self.num_bytes = 0
+        self._shared_page = threading.Lock()
+
+    @property
+    def page(self) -> int:
+        return PAGE if self.folder.direct else 1  # Through the page cache every range is as good as another.
+
+    def read(self, memory: _Memory, offset: int, bounce: Callable[[], _Memory]) -> None:
+        if self._is_straight(memory, offset):
+            self._whole("read", memory.buffer, offset)
+            return
+        begin, end = self._pages_around(memory, offset)
+        block = bounce()
+        self._whole("read", block.buffer[: end - begin], begin)
+        ctypes.memmove(memory.address, block.address + offset - begin, len(memory))
+
+    def write(self, memory: _Memory, offset: int, bounce: Callable[[], _Memory], tensor_end: int) -> None:
+        if self._is_straight(memory, offset):
+            self._whole("write", memory.buffer, offset)
+            return
+        begin, end = self._pages_around(memory, offset)
+        block = bounce()
+        last = offset + len(memory)
+        is_shared = begin < offset or (last < end and last != tensor_end)
+        with self._shared_page if is_shared else nullcontext():
+            if is_shared:
+                self._whole("read", block.buffer[: end - begin], begin)
+            ctypes.memmove(block.address + offset - begin, memory.address, len(memory))
+            self._whole("write", block.buffer[: end - begin], begin)
+
+    def _pages_around(self, memory: _Memory, offset: int) -> tuple[int, int]:
+        end = offset + len(memory)
+        return offset - offset % self.page, end + -end % self.page
+
+    def _is_straight(self, memory: _Memory, offset: int) -> bool:
+        return (offset | len(memory) | memory.address) % self.page == 0
+
+    def _whole(self, operation: Operation, buffer: memoryview, offset: int) -> None:
+        """One request, however often the kernel stops on the way. Python itself goes on after a signal."""
+        call = os.preadv if operation == "read" else os.pwritev
+        done, size = 0, len(buffer)
+        while done < size:
+            try:
+                moved = call(self.folder.data_fd, [buffer[done:] if done else buffer], offset + done)
+            except OSError as error:
+                raise self._error(operation, error.errno or errno.EIO, error.strerror, offset, size) from error
+            moved -= moved % self.page  # O_DIRECT goes on at a page only.
+            if not moved:
+                raise self._error(operation, errno.EIO, "the file is shorter than it was made", offset, size)
+            done += moved
+
+    def _error(self, operation: Operation, number: int, reason: str | None, offset: int, size: int) -> SwapError:
+        path = self.folder.data_path
+        said = (
+            f"swap {operation} of {size} bytes at byte {offset} of {path} failed: {reason}; the states of this job on "
+            "disk are no longer whole: start again from the last checkpoint"
+        )
+        return SwapError(number, said, path)
+
+
+class Transfer:
+    """A read or write under way. The host tensor belongs to it until `wait` has returned."""
+
+    def __init__(self, request: Callable[[int, int], None], ranges: Iterator[tuple[int, int]]) -> None:
+        self._request, self._ranges = request, ranges
+        self._next, self._failed = threading.Lock(), False
+        self._lanes: list[futures.Future[None]] = []
+
+    def start(self, threads: futures.Executor, num_lanes: int) -> None:
+        self._lanes = [threads.submit(self._run) for _ in range(num_lanes)]
+
+    @property
+    def is_done(self) -> bool:
+        return all(lane.done() for lane in self._lanes)
+
+    def finish(self) -> None:
+        """Returns once nobody touches the host tensor any more, whatever became of it."""
+        futures.wait(self._lanes)
+
+    def wait(self) -> None:
+        """Raises SwapError if any request failed."""
+        self.finish()
+        for lane in self._lanes:
+            lane.result()
+
+    def _run(self) -> None:
+        while True:
+            with self._next:
+                found = None if self._failed else next(self._ranges, None)
+            if found is None:
+                return
+            try:
+                self._request(*found)
+            except BaseException:
+                self._failed = True  # What is in flight ends, nothing more is begun.
+                raise
+
+
+class DiskTensor:
+    """A flat tensor that rests on disk, or a slice of one. Zero until it is first stored.
+
+    Transfers of one range are ordered by waiting for the first before the second is started.
+    """
+
+    is_cuda = False
+
+    def __init__(self, swap: Swap, drive: _Drive, dtype: torch.dtype, offset: int, numel: int, tensor_end: int) -> None:
+        self._swap, self._drive, self._offset, self._numel, self._tensor_end = swap, drive, offset, numel, tensor_end
+        self.dtype = dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self._numel * self.itemsize
+
+    def numel(self) -> int:
+        return self._numel
+
+    def __getitem__(self, index: slice) -> DiskTensor:
+        begin, end, step = index.indices(self._numel)
+        if step != 1:
+            raise ValueError(f"a slice of a tensor on disk has no gaps: step {step}")
+        offset = self._offset + begin * self.itemsize
+        return DiskTensor(self._swap, self._drive, self.dtype, offset, max(0, end - begin), self._tensor_end)
+
+    def split(self, num_elements: int) -> list[DiskTensor]:
+        """Like `torch.split`: the last one may be shorter."""
+        return [self[begin : begin + num_elements] for begin in range(0, self._numel, num_elements)]
+
+    def start_load(self, target: torch.Tensor) -> Transfer:
+        return self._swap._start("read", self, target)
+
+    def start_store(self, source: torch.Tensor) -> Transfer:
+        return self._swap._start("write", self, source)
+
+    def load(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        target = aligned_empty(self.nbytes).view(self.dtype) if out is None else out
+        self.start_load(target).wait()
+        return target
+
+    def store(self, source: torch.Tensor) -> None:
+        self.start_store(source).wait()
+
+
+class Swap:
+    """Files of one rank of one job, on one or several drives, that hold flat tensors.
+
+    `count` hears "read" or "write" and the bytes of the tensor, once a transfer and on the caller's thread.
+    """
+
+    def __init__(self, paths: Sequence[str], *, aio: Aio, rank: int, count: Callable[[str, int], None]) -> None:
+        assert paths, "a swap needs a path"
+        self._drives = [_Drive(SwapFolder(os.path.abspath(path), rank)) for path in paths]
+        self._count, self._overlaps = count, aio.overlap_events
+        self._block = aio.block_size + -aio.block_size % PAGE
+        # A thread blocks in its request, so `queue_depth` threads are what submits and what is in flight: there is
+        # nothing that more of them by `intra_op_parallelism` could submit.
+        self._num_threads = min(aio.queue_depth, _MAX_THREADS)
+        self._num_lanes = 1 if aio.single_submit else self._num_threads
+        self._threads: futures.ThreadPoolExecutor | None = None
+        self._of_thread = threading.local()
+        self._num_reserved = 0
+        # Also when the interpreter ends: threads have ended by then. Knows the folders and not the swap.
+        self._remove = weakref.finalize(self, _remove_all, [drive.folder for drive in self._drives])
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk, padding included."""
+        return sum(drive.num_bytes for drive in self._drives)
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> DiskTensor:
+        """Room for a tensor, before `open`. Successive ones lie on successive drives."""
+        assert self._threads is None, "reserve before open"
+        drive = self._drives[self._num_reserved % len(self._drives)]
+        self._num_reserved += 1
+        offset, size = drive.num_bytes, numel * dtype.itemsize
+        drive.num_bytes += size + -size % PAGE
+        return DiskTensor(self, drive, dtype, offset, numel, offset + size)
+
+    def open(self) -> None:
+        """Makes the files, at their full size. A drive on which nothing was reserved is not touched."""
+        assert self._threads is None, "already open"
+        assert self._remove.alive, "closed for good"
+        used = [(drive.folder, drive.num_bytes) for drive in self._drives if drive.num_bytes]
+        for folder, _ in used:
+            folder.prepare()
+        check_space(used)
+        try:
+            for folder, num_bytes in used:
+                folder.make(num_bytes)
+        except BaseException:
+            _remove_all([folder for folder, _ in used])
+            raise
+        self._threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
+
+    def close(self) -> None:
+        """Waits for what is under way, then removes files and folders."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        self._remove()
+
+    def _start(self, operation: Operation, tensor: DiskTensor, host: torch.Tensor) -> Transfer:
+        assert self._threads is not None, "the swap is not open"
+        if host.is_cuda or not host.is_contiguous() or host.dtype != tensor.dtype or host.numel() != tensor.numel():
+            raise ValueError(
+                f"a swap {operation} of {tensor.numel()} {tensor.dtype} needs as many in one piece of host memory, "
+                f"not {host.numel()} {host.dtype} on {host.device}"
+            )
+        begin, end = tensor._offset, tensor._offset + tensor.nbytes
+        request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))
+        transfer = Transfer(request, _cut(begin, end, self._block, tensor._drive.page))
+        transfer.start(self._threads, min(self._num_lanes, -(-tensor.nbytes // self._block)))
+        self._count(operation, tensor.nbytes)
+        if not self._overlaps:
+            transfer.finish()
+        return transfer
+
+    def _request(
+        self, operation: Operation, tensor: DiskTensor, host: torch.Tensor, memory: _Memory, begin: int, end: int
+    ) -> None:
+        """One range of the file. `host` is here to stay alive: `memory` is only its address."""
+        part = memory.part(begin - tensor._offset, end - tensor._offset)
+        if operation == "read":
+            tensor._drive.read(part, begin, self._bounce)
+        else:
+            tensor._drive.write(part, begin, self._bounce, tensor._tensor_end)
+
+    def _bounce(self) -> _Memory:
+        """A block of memory for this thread, kept for its next request."""
+        if not hasattr(self._of_thread, "block"):
+            self._of_thread.tensor = aligned_empty(self._block)
+            self._of_thread.block = _Memory.of(self._of_thread.tensor)
+        block: _Memory = self._of_thread.block
+        return block
+
+
+def _cut(begin: int, end: int, block: int, page: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most a block between page boundaries; a page of which only a part is meant is one by itself."""
+    while begin < end:
+        if begin % page or end - begin < page:
+            stop = min(end, begin - begin % page + page)
+        else:
+            stop = min(begin + block, end - end % page)
+        yield begin, stop
+        begin = stop
+
+
+def _remove_all(folders: Sequence[SwapFolder]) -> None:
+    for folder in folders:
+        folder.remove()

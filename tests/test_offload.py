@@ -1,0 +1,90 @@
+"""Offload: the same bits in every tier, the bytes the plan says, on the host and in real files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Trace, batches, config, more, net, precision, start, train, weights_of
+
+import onefold
+from onefold.plan import Tier
+
+CPU = {"device": "cpu"}
+WORLDS = [1, 2, more(3), 4]
+
+
+def nvme(folder: str, **options: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, **options}
+
+
+def variants(folder: str) -> dict[str, tuple[int, dict[str, Any]]]:
+    """name -> stage and the keys that offload."""
+    on_disk, few = nvme(folder), nvme(folder, buffer_count=1, buffer_size=2048)
+    return {
+        "1 cpu": (1, {"offload_optimizer": CPU}),
+        "2 cpu": (2, {"offload_optimizer": CPU}),
+        "3 cpu": (3, {"offload_optimizer": CPU}),
+        "2 half": (2, {"offload_optimizer": {**CPU, "ratio": 0.5}}),
+        "3 cpu cpu": (3, {"offload_optimizer": CPU, "offload_param": CPU}),
+        "3 half cpu": (3, {"offload_optimizer": {**CPU, "ratio": 0.5}, "offload_param": CPU}),
+        "3 cpu disk": (3, {"offload_optimizer": CPU, "offload_param": on_disk}),
+        "1 disk": (1, {"offload_optimizer": on_disk}),
+        "2 disk": (2, {"offload_optimizer": {**few, "pipeline_read": False, "pipeline_write": False}}),
+        "3 disk cpu": (3, {"offload_optimizer": on_disk, "offload_param": CPU}),
+        "3 disk disk": (3, {"offload_optimizer": few, "offload_param": few}),
+        "3 params cpu": (3, {"offload_param": CPU}),
+    }
+
+
+def states_of(engine: onefold.Engine) -> list[torch.Tensor]:
+    """Masters and both moments of some parameters, whole."""
+    from onefold.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        if "blocks.1" in name or "embed" in name:
+            found.append(safe_get_full_fp32_param(parameter))
+            found += [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
+    return found
+
+
+def run_tiers(dtype: str, accumulation: int, overlap: bool | None, names: list[str] | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.3, **precision(dtype)}
+        found: dict[str, Any] = {}
+        for name, (stage, keys) in {"reference": (2, {}), **variants(folder)}.items():
+            if names is not None and name not in ("reference", *names):
+                continue
+            engine = start(net(), config(stage, zero_optimization={**keys, "overlap_comm": overlap}, **common))
+            trace = train(engine, 3 * accumulation)
+            found[name] = trace, states_of(engine), engine.skipped_steps
+            engine.destroy()
+        left = [str(path) for path in Path(folder).rglob("*") if path.is_file()]
+        return {"found": found, "left": left}
+
+
+def check_tiers(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        reference, states, _ = result["found"].pop("reference")
+        for name, (trace, other, skipped) in result["found"].items():
+            assert skipped == 0, name
+            assert reference.same(trace), name
+            assert all(torch.equal(a, b) for a, b in zip(states, other, strict=True)), name
+        assert result["left"] == []
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", more("fp16")])
+def test_every_tier_is_bit_equal(on_ranks, world, dtype):
+    check_tiers(on_ranks(world, run_tiers, dtype, 1, True, None))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
+def test_every_tier_is_bit_equal_with_accumulation(on_ranks, world, dtype):
+    check_tiers(on_ranks(world, run_tiers, dtype, 3, True, None))
