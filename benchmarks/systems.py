@@ -8,6 +8,8 @@ in the others.
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -70,18 +72,19 @@ def _ddp(construct: Construct, workload: Workload) -> Step:
     return _torch_loop(wrapped, workload, autocast=workload.dtype == "bf16")
 
 
-def _fsdp2(reshard: bool) -> Callable[[Construct, Workload], Step]:
+def _fsdp2(reshard: bool, *, offload: bool = False) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         model = construct()
         mesh = dist.init_device_mesh(workload.device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
         if workload.dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        rest = CPUOffloadPolicy() if offload else OffloadPolicy()
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
         return _torch_loop(model, workload, autocast=False)
 
     return build
@@ -111,11 +114,12 @@ def _engine_loop(engine: Any) -> Step:
     return step
 
 
-def _deepspeed(stage: int) -> Callable[[Construct, Workload], Step]:
+def _deepspeed(stage: int, **offload: Any) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         import deepspeed
 
         config = zero_config(stage, workload)
+        config["zero_optimization"] |= offload
         model = construct()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
@@ -147,6 +151,32 @@ def _onefold(stage: int, limits: dict[str, int] | None = None) -> Callable[[Cons
     return build
 
 
+CPU = {"device": "cpu"}
+DISK = {"device": "nvme", "nvme_path": os.environ.get("ONEFOLD_BENCH_DISK", tempfile.gettempdir()), "max_in_cpu": 0}
+AUTO = {"device": "cpu", "ratio": "auto"}
+# Whatever fits under the budget stays on the device: parameters at 2 bytes, states and gradients at 14.
+SOME_BUDGET, ROOMY_BUDGET, LARGEST_BUDGET = "bytes of 70% of the states", 60.0, 118.0
+
+
+def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) -> Callable[[Construct, Workload], Step]:
+    def build(construct: Construct, workload: Workload) -> Step:
+        import onefold
+
+        config = zero_config(stage, workload)
+        config["zero_optimization"] |= {"overlap_comm": True, **offload}
+        with onefold.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+            model = construct()
+        if budget is not None:
+            from onefold.runtime import whole_shape
+
+            num = sum(whole_shape(parameter).numel() for parameter in model.parameters())
+            config["onefold"] = {"device_memory": budget if isinstance(budget, float) else (2 + 0.7 * 14) * num / 1e9}
+        engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
+        return _engine_loop(engine)
+
+    return build
+
+
 SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "torch": _plain,
     "ddp": _ddp,
@@ -157,6 +187,16 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "onefold-3": _onefold(3, NOTHING_KEPT),
     "onefold-3-ahead": _onefold(3, ONE_AHEAD),
     "onefold-3-default": _onefold(3, {}),
+    "offload-fsdp2": _fsdp2(reshard=True, offload=True),
+    "offload-deepspeed-2": _deepspeed(2, offload_optimizer=CPU),
+    "offload-deepspeed-3": _deepspeed(3, offload_optimizer=CPU, offload_param=CPU),
+    "offload-deepspeed-disk": _deepspeed(3, offload_optimizer={**DISK, "pipeline_read": True, "pipeline_write": True}),
+    "offload-onefold-2": _offloaded(2, offload_optimizer=CPU),
+    "offload-onefold-3": _offloaded(3, offload_optimizer=CPU, offload_param=CPU),
+    "offload-onefold-auto": _offloaded(2, SOME_BUDGET, offload_optimizer=AUTO),
+    "offload-onefold-roomy": _offloaded(2, ROOMY_BUDGET, offload_optimizer=AUTO),
+    "offload-onefold-disk": _offloaded(3, offload_optimizer=DISK),
+    "offload-onefold-largest": _offloaded(3, LARGEST_BUDGET, offload_optimizer=AUTO),
 }
 
 
@@ -180,7 +220,7 @@ def parse_systems(text: str) -> list[str]:
 
 def missing_reason(system: str) -> str | None:
     """Why a system cannot run here at all, or None."""
-    package = system.split("-")[0]
-    if package in ("deepspeed", "onefold") and importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
+    for package in ("deepspeed", "onefold"):
+        if package in system.split("-") and importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     return None

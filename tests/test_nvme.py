@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import logging
 import multiprocessing
@@ -450,6 +451,36 @@ def test_ranks_that_clean_up_at_once_do_no_harm(tmp_path):
         process.join(60)
     assert [process.exitcode for process in ranks] == [0] * 4
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["empty", "not locked"])
+def test_a_folder_taken_for_a_leftover_while_it_is_made_is_made_again(swap_on, tmp_path, monkeypatch, moment):
+    swap, neighbour = swap_on(tmp_path), swap_on(tmp_path)
+    for one in (swap, neighbour):
+        one.reserve(10, torch.float32)
+    make_folder, lock, made, moments = os.makedirs, fcntl.flock, [], [moment]
+
+    def at(reached):
+        if reached in moments:
+            moments.clear()
+            neighbour.open()
+
+    def makedirs(path, *args, **kwargs):
+        make_folder(path, *args, **kwargs)
+        if "-rank" in path:
+            made.append(path)
+            at("empty")
+
+    def flock(fd, how):
+        at("not locked")
+        lock(fd, how)
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    swap.open()
+    first, _, again = made
+    assert not os.path.exists(first)
+    assert sorted(os.listdir(again)) == ["data", "lock"]
 
 
 def test_close_waits_and_removes_everything(swap_on, tmp_path, monkeypatch):

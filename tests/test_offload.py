@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import Trace, batches, config, more, net, precision, start, train, weights_of
+from models import config, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.plan import Tier
 
 CPU = {"device": "cpu"}
 WORLDS = [1, 2, more(3), 4]
@@ -63,7 +61,10 @@ def run_tiers(dtype: str, accumulation: int, overlap: bool | None, names: list[s
             engine = start(net(), config(stage, zero_optimization={**keys, "overlap_comm": overlap}, **common))
             trace = train(engine, 3 * accumulation)
             found[name] = trace, states_of(engine), engine.skipped_steps
+            model = engine.module
             engine.destroy()
+            # What rested below the device is still the model's.
+            assert all(torch.equal(trace.weights[key], weight) for key, weight in weights_of(model).items()), name
         left = [str(path) for path in Path(folder).rglob("*") if path.is_file()]
         return {"found": found, "left": left}
 

@@ -213,5 +213,6 @@ def _read_run(weights: Weights, name: str, run: Run, index: int) -> None:
     part = torch.empty(high - low, dtype=run.dtype)
     weights.read(name, low - member.start, high - member.start, part)
     target = run.full if run.shard is None else run.shard
+    run.freshen()
     with torch.no_grad():
         write(target[low - start : high - start], part)

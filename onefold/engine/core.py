@@ -418,14 +418,16 @@ class Engine(Loading):
 
 def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTiers | None) -> None:
     """What is in flight arrives, whoever deleted the engine: other ranks count on it, and so does the model."""
-    schedule.settle_all()
-    schedule.rest()
-    hooks.remove()
-    for home in homes:
-        home.stand_alone()
-    homes.clear()
-    if lower is not None:
-        lower.close()
+    try:
+        schedule.settle_all()
+        schedule.rest()
+        hooks.remove()
+        for home in homes:
+            home.stand_alone()
+        homes.clear()
+    finally:
+        if lower is not None:
+            lower.close()
 
 
 def _retire(model: nn.Module) -> None:

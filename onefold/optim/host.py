@@ -2,9 +2,12 @@
 
 [Note: the host's step]
 Each run is one task. It waits for the run's gradient, updates stretch by stretch, and sends each stretch up as soon as
-it is cast; meanwhile later gradients come down and earlier parameters go up. The 16-bit parameters are written over
-the gradient they were made of, which is read by then, so the host needs no other memory for them. What rests on a disk
-passes through a few page-locked buffers: one is read ahead while one is updated and one is written back.
+it is updated; meanwhile later gradients come down and earlier parameters go up. The master goes up as it is and the
+device casts it: two more bytes on a bus that has time, for a pass over memory of a host that has none. Where 16-bit
+parameters rest below the device, the host casts them; on their way to a disk they are written over the gradient they
+were made of, which is read by then. What rests on a disk passes through a few page-locked buffers: one is read ahead
+while one is updated and one is written back.
+All cores work on one tile together, which stays in their caches between the cast of its gradient and the update.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from onefold.plan import Tier
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.lower import Buffers, DiskTensor, LowerTiers, Transfer
 
+# Elements of a tile where many cores share it.
+TILE = 1 << 22
 # Elements that are updated before they are sent up: below this a copy costs more to start than to make.
 STRETCH = 1 << 22
 
@@ -30,7 +35,7 @@ class HostStep:
     """Steps the pieces that do not rest on the device."""
 
     def __init__(self, rule: Rule, lower: LowerTiers, pieces: Sequence[Piece]) -> None:
-        self._tiler = Tiler(rule)
+        self._tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
         self._lower = lower
         on_disk = [piece for piece in pieces if piece.run.rest.states is Tier.NVME]
         self._stream = Stream(lower, on_disk) if on_disk else None
@@ -68,9 +73,13 @@ class HostStep:
         for window in self._windows(piece):
             edges = [*range(window.start, window.stop, STRETCH), window.stop]
             for start, stop in pairwise(edges):
-                self._tiler.step(piece, window, start, stop, gradient, out.memory, step)
+                self._tiler.step(piece, window, start, stop, gradient, out.memory(start, stop), step)
                 out.send(window, start, stop)
-            out.leave(window)
+            if self._stream is not None:
+                out.leave()
+        if out.casts_on_device:
+            assert isinstance(piece.master, torch.Tensor)
+            piece.run.fresh = piece.master
         return out.finish()
 
     def _windows(self, piece: Piece) -> Iterator[Window]:
@@ -87,33 +96,41 @@ class _Out:
         self._target, self._bus, self._used = piece.out, lower.bus, used
         self._arrival: Arrival = HERE
         self._stores: list[Transfer] = []
-        self._goes_up = piece.out is not None and piece.run.rest.parameters is Tier.DEVICE
-        # What tiles are cast into: the target where the host can write to it, the gradient's memory on the way there.
-        self.memory: torch.Tensor | None = None
-        if isinstance(piece.out, torch.Tensor) and not piece.out.is_cuda:
-            self.memory = piece.out
-        elif piece.out is not None and piece.out.dtype != piece.master.dtype:
-            self.memory = gradient.view(torch.uint8)[: piece.out.nbytes].view(piece.out.dtype)
+        self._goes_up = piece.run.rest.parameters is Tier.DEVICE
+        self._gradient = gradient
+        # A shard beside its master on the host takes the device's cast of it when it is next gathered.
+        on_host = (
+            isinstance(piece.out, torch.Tensor) and not piece.out.is_cuda and isinstance(piece.master, torch.Tensor)
+        )
+        self.casts_on_device = on_host and self._bus.crosses
+
+    def memory(self, start: int, stop: int) -> torch.Tensor | None:
+        """What tiles are cast into: the target where the host can write to it, the gradient on the way to a disk."""
+        target = self._target
+        if target is None or target.is_cuda or self.casts_on_device:
+            return None
+        if isinstance(target, torch.Tensor):
+            return target[start:stop]
+        if target.dtype == torch.promote_types(target.dtype, torch.float32):
+            return None  # the master goes to the disk as it is
+        return self._gradient[start:stop].view(target.dtype)[: stop - start]
 
     def send(self, window: Window, start: int, stop: int) -> None:
         if self._target is None:
             return
-        if self.memory is not None:
-            source = self.memory[start:stop]
-        else:
-            source = window.master[start - window.start : stop - window.start]
+        master = window.master[start - window.start : stop - window.start]
         if isinstance(self._target, DiskTensor):
-            self._stores.append(self._target[start:stop].start_store(source))
+            memory = self.memory(start, stop)
+            self._stores.append(self._target[start:stop].start_store(master if memory is None else memory))
         elif self._target.is_cuda:
-            self._arrival = self._bus.up(source, self._target[start:stop], self._used)
+            self._arrival = self._bus.up(master, self._target[start:stop], self._used)
         elif self._goes_up:
-            self._bus.count("up", source.nbytes)
+            self._bus.count("up", master.nbytes)
 
-    def leave(self, window: Window) -> None:
-        """The window's memory is about to be used for another."""
-        if self.memory is None and self._target is not None:
-            self._arrival.wait()
-            self._wait_for_stores()
+    def leave(self) -> None:
+        """The window's memory may be about to be used for another."""
+        self._arrival.wait()
+        self._wait_for_stores()
 
     def finish(self) -> Arrival:
         self._wait_for_stores()

@@ -16,7 +16,7 @@ from onefold.plan import Tier
 from onefold.plan.layout import Segment
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
-from onefold.tier.lower import Flat, read, write
+from onefold.tier.lower import DiskTensor, Flat, read, write
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
@@ -63,12 +63,15 @@ class Piece:
         """What is used becomes what the master is."""
         if self.out is not None:
             write(self.out, read(self.master))
-            if self.run.lower is not None and self.run.rest.parameters is Tier.DEVICE:
-                self.run.lower.bus.count("up", self.out.nbytes)
+            self.run.fresh = None
+            if self.run.rest.offloads_states and self.run.rest.parameters is Tier.DEVICE:
+                assert self.run.lower is not None
+                self.run.lower.bus.count("up", self.master.nbytes)
 
     def learn(self) -> None:
         """What is used was written from outside: the master becomes it."""
         if self.out is not None:
+            self.run.freshen()
             write(self.master, read(self.out).to(self.master.dtype))
 
     def segments(self, first: int = 0, last: int | None = None) -> list[Segment]:
@@ -108,15 +111,25 @@ class Tiler:
     uses it at a time.
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, size: int | None = None) -> None:
         self._rule = rule
+        self._size = size
         self._scratch: torch.Tensor | None = None
 
     def step(
-        self, piece: Piece, window: Window, start: int, stop: int, gradient: torch.Tensor, out: Any, step: Step
+        self,
+        piece: Piece,
+        window: Window,
+        start: int,
+        stop: int,
+        gradient: torch.Tensor,
+        out: torch.Tensor | None,
+        step: Step,
     ) -> None:
-        """[start, stop) of a window. `gradient` and `out` lie along the piece; `out` may be the gradient's memory."""
-        size = TILE[window.master.device.type]
+        """[start, stop) of a window. `gradient` lies along the piece, `out` along the stretch; it may be the memory of
+        the stretch's own gradient.
+        """
+        size = self._size or TILE[window.master.device.type]
         for segment in piece.segments(start, stop):
             for low in range(segment.start, segment.stop, size):
                 high = min(low + size, segment.stop)
@@ -126,7 +139,7 @@ class Tiler:
                 states = {name: state[inside] for name, state in window.states.items()}
                 self._rule.apply(Tile(master, scaled, states), step.groups[segment.group], step.number)
                 if out is not None:
-                    out[low:high].copy_(master)
+                    out[low - start : high - start].copy_(master)
 
     def _scaled(self, gradient: torch.Tensor, coefficient: float, dtype: torch.dtype, size: int) -> torch.Tensor:
         if coefficient == 1.0 and gradient.dtype == dtype:
@@ -190,6 +203,7 @@ class TiledStepper:
 
     def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None:
         window = Window.whole(piece)
+        assert not isinstance(piece.out, DiskTensor)
         self._tiler.step(piece, window, window.start, window.stop, gradient, piece.out, step)
 
     def finish(self) -> None:

@@ -164,7 +164,7 @@ def count_crossing(runs: Iterable[RunShape], counting: Counting, num_micro_steps
         # One micro-step of one rank is exact in its own dtype; sums over ranks are not.
         travels = counting.precision.of_reduced(run.dtype, 1, counting.world_size)
         down += num_micro_steps * shard * travels.itemsize
-        up += shard * run.dtype.itemsize if whole or run.rest.parameters is Tier.DEVICE else 0
+        up += shard * master if whole or run.rest.parameters is Tier.DEVICE else 0
         if run.rest.states is Tier.NVME:
             read += shard * master * (1 + counting.num_states)
             written += shard * master * (1 + counting.num_states)

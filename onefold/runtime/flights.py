@@ -100,6 +100,12 @@ class Flights:
         pending = self.collective.start_gather(unit.start_gather())
         self.gathering.append(Flight([unit], pending, unit.num_gathered))
 
+    def fetch(self, units: Iterable[Unit]) -> None:
+        """These are gathered next, in this order: read ahead what rests on disk, as far as there is room."""
+        for run in (run for unit in units for run in unit.sharded):
+            if not run.fetch():
+                return
+
     def finish_gather(self) -> None:
         flight = self.gathering.popleft()
         assert flight.pending is not None

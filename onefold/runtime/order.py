@@ -223,6 +223,9 @@ class Order:
         self._guard.progress = self._launched
         if launch.gathers:
             self._flights.start_gather(self.units[launch.units[0]])
+            assert self.program is not None
+            ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
+            self._flights.fetch(self.units[other.units[0]] for other in ahead)
         elif self.reduces:
             self._reduce([self.units[index] for index in launch.units])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from onefold.plan import Plan, Precision, RunShape, Tier
 from onefold.plan.memory import master_dtype, reduces_in_place, rests_whole
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.device import Pool
-from onefold.tier.lower import DiskTensor, Flat, LowerTiers, write
+from onefold.tier.lower import DiskTensor, Flat, FreshSource, LowerTiers, write
 
 
 class Run:
@@ -67,6 +68,9 @@ class Run:
         self.square: torch.Tensor | None = None
         self.passing: torch.Tensor | None = None
         self.update: Future[Arrival] | None = None
+        # The host's master, where it has been stepped since it was last cast to the shard beside it.
+        self.fresh: torch.Tensor | None = None
+        self._saving: Arrival = HERE
         self.last_landing = [0] * len(self.parameters)
         self._filled = bytearray(len(self.parameters))
         self.plan = plan
@@ -132,6 +136,7 @@ class Run:
             if self.shard is None:
                 self.shard = self._new_shard()
             write(self.shard, self.own_slice)
+            self.fresh = None
 
     def _new_shard(self) -> Flat:
         size, tier = self.layout.shard_size, self.rest.parameters
@@ -155,12 +160,30 @@ class Run:
         if self.lower is None or self.shard is None or self.rest.parameters is Tier.DEVICE:
             assert not isinstance(self.shard, DiskTensor)
             return self.shard
+        if self.fresh is not None:
+            return FreshSource(self.fresh, self._take_down, self.lower.bus)
         return self.lower.source(self.shard)
 
-    def fetch(self) -> None:
-        """A gather comes soon: what is on disk is read ahead."""
-        if self.lower is not None and isinstance(self.shard, DiskTensor):
-            self.lower.source(self.shard).fetch()
+    def _take_down(self, values: torch.Tensor) -> None:
+        """The device has cast the master: the host's shard takes its word."""
+        assert self.lower is not None
+        assert isinstance(self.shard, torch.Tensor)
+        self._saving, self.fresh = self.lower.bus.down(values, self.shard), None
+
+    def freshen(self) -> None:
+        """The shard is what the master says, whether or not anybody has gathered it."""
+        if self.fresh is not None:
+            assert self.shard is not None
+            write(self.shard, self.fresh)
+            self.fresh = None
+
+    def fetch(self) -> bool:
+        """A gather comes soon: what is on disk is read ahead. False where there is no room for it, or it is not there
+        yet.
+        """
+        if self.lower is None or not isinstance(self.shard, DiskTensor):
+            return True
+        return (self.update is None or self.update.done()) and self.lower.source(self.shard).fetch()
 
     def finish_update(self) -> None:
         """The host has stepped this run, and what it sends up has arrived, as the caller's stream sees it."""
@@ -175,6 +198,7 @@ class Run:
 
     def hide(self) -> None:
         """Back to rest: placeholders instead of parameters, no memory behind the line."""
+        self._saving.order()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         here = self.full.untyped_storage().data_ptr()
         for parameter in self.parameters:
@@ -346,7 +370,11 @@ class Run:
         self.reduced = self.square = None
 
     def forget_gradients(self) -> None:
-        """No more training: hold nothing but parameters."""
+        """No more training: hold nothing but parameters, and none on a disk that is about to be cleaned."""
+        self.freshen()
+        if isinstance(self.shard, DiskTensor):
+            self.shard = self.shard.load()
+            self.rest = replace(self.rest, parameters=Tier.HOST)
         self.grad = self.reduced = self._sum_slot = self._shard = None
 
     def _give_back_sum_slot(self, pool: Pool) -> None:

@@ -53,6 +53,7 @@ class Schedule:
         self.order = Order(units, plan, self.flights, agreement, ledger, self.let_go)
         self._plan = plan
         self._pool = pool
+        self._lower = lower
         self._frozen = [
             (parameter, member.name)
             for run in (run for unit in units for run in unit.runs if not run.trainable)
@@ -202,6 +203,8 @@ class Schedule:
         """Every gradient of this backward has landed. What got none is reduced with zeros."""
         if self.order.open:
             self.order.end(aborted=aborted)
+        if self._lower is not None:
+            self._lower.forget_fetched()
         self.rest()
         self.in_backward = False
 

@@ -54,7 +54,9 @@ class Bus:
         return self._copy("down", self._down, source, target, self.now())
 
     def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
-        """`after`: the last use of the target, where the caller's own stream does not know it."""
+        """`after`: the last use of the target, where the caller's own stream does not know it. Another dtype is cast on
+        the device.
+        """
         return self._copy("up", self._up, source, target, after or self.now())
 
     def now(self) -> torch.cuda.Event | None:
@@ -81,6 +83,10 @@ class Bus:
         arrived = torch.cuda.Event(blocking=True)
         stream.wait_event(after)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            if source.dtype == target.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                # torch would cast on the host. The copy is made and freed on this stream.
+                target.copy_(torch.empty_like(source, device=self.device).copy_(source, non_blocking=True))
             arrived.record(stream)
         return Arrival(arrived)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,18 @@ from onefold.tier.bus import Bus
 from onefold.tier.host import PAGE, Arena, page_aligned
 from onefold.tier.nvme import DiskTensor, Swap, Transfer
 
-__all__ = ["Buffers", "DiskOptions", "DiskTensor", "Flat", "LowerTiers", "Needs", "Transfer", "read", "write"]
+__all__ = [
+    "Buffers",
+    "DiskOptions",
+    "DiskTensor",
+    "Flat",
+    "FreshSource",
+    "LowerTiers",
+    "Needs",
+    "Transfer",
+    "read",
+    "write",
+]
 
 # A flat tensor in any tier.
 Flat = torch.Tensor | DiskTensor
@@ -37,45 +49,80 @@ class HostSource:
     def __init__(self, shard: torch.Tensor, count: Callable[[str, int], None]) -> None:
         self._shard, self._count = shard, count
 
-    def fetch(self) -> None:
-        pass
+    def fetch(self) -> bool:
+        return True
 
     def copy_to(self, target: torch.Tensor) -> None:
         self._count("up", self._shard.nbytes)
         target.copy_(self._shard, non_blocking=True)
 
 
+class FreshSource:
+    """A master that the host has stepped: it goes up as it is, the device casts it, and `take_down` gets the cast for
+    the shard that rests beside the master. The host's cores have better to do than to cast.
+    """
+
+    # Elements on their way at once: a wide copy of them is on the device meanwhile.
+    _STRETCH = 1 << 23
+
+    def __init__(self, master: torch.Tensor, take_down: Callable[[torch.Tensor], None], bus: Bus) -> None:
+        self._master, self._take_down, self._bus = master, take_down, bus
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        for source, part in zip(self._master.split(self._STRETCH), target.split(self._STRETCH), strict=True):
+            self._bus.count("up", source.nbytes)
+            part.copy_(torch.empty_like(source, device=target.device).copy_(source, non_blocking=True))
+        self._take_down(target)
+
+
 class DiskSource:
-    """A shard on disk: read ahead into the free page-locked buffers, the rest as they come free again."""
+    """A shard on disk: read ahead into the page-locked buffers that are free, the rest as they come free again."""
 
     def __init__(self, shard: DiskTensor, buffers: Buffers, bus: Bus) -> None:
         self._pieces = shard.split(buffers.num_bytes // shard.itemsize)
         self._buffers, self._bus = buffers, bus
-        self._reading: list[tuple[torch.Tensor, Transfer]] = []
+        self._reading: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self._num_started = 0
 
-    def fetch(self) -> None:
-        while len(self._reading) < len(self._pieces):
+    def fetch(self) -> bool:
+        """Start as much as there are buffers for; whether that is all of it."""
+        while self._num_started < len(self._pieces):
             buffer = self._buffers.try_take()
             if buffer is None:
-                return
+                return False
             self._start(buffer)
+        return True
 
     def _start(self, buffer: torch.Tensor) -> None:
-        piece = self._pieces[len(self._reading)]
+        if not self._reading:
+            self._buffers.holders.append(self)
+        piece = self._pieces[self._num_started]
+        self._num_started += 1
         self._reading.append((buffer, piece.start_load(buffer[: piece.nbytes].view(piece.dtype))))
 
     def copy_to(self, target: torch.Tensor) -> None:
         start = 0
-        for number, piece in enumerate(self._pieces):
-            if number == len(self._reading):
-                self._start(self._buffers.take())
-            buffer, transfer = self._reading[number]
+        for piece in self._pieces:
+            self.fetch()
+            if not self._reading:
+                self._start(self._buffers.take(self))
+            buffer, transfer = self._reading.popleft()
             transfer.wait()
             self._bus.count("up", piece.nbytes)
             target[start : start + piece.numel()].copy_(buffer[: piece.nbytes].view(piece.dtype), non_blocking=True)
             self._buffers.give_back(buffer, self._bus.now())
             start += piece.numel()
-        self._reading.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """What was read ahead is not wanted any more."""
+        if self in self._buffers.holders:
+            self._buffers.holders.remove(self)
+        while self._reading:
+            buffer, transfer = self._reading.popleft()
+            transfer.finish()
+            self._buffers.give_back(buffer)
+        self._num_started = 0
 
 
 class Buffers:
@@ -84,11 +131,17 @@ class Buffers:
     def __init__(self, num: int, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = num_bytes
         self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
+        # Who has read ahead, the oldest first: whoever is used now may take a buffer from one who is not.
+        self.holders: list[DiskSource] = []
         memory = page_aligned(num * num_bytes, pinned=pinned)
         for buffer in memory.split(num_bytes):
             self._free.put((buffer, None))
 
-    def take(self) -> torch.Tensor:
+    def take(self, user: DiskSource | None = None) -> torch.Tensor:
+        for holder in reversed(self.holders) if self._free.empty() else ():
+            if holder is not user:
+                holder.drop()
+                break
         buffer, read = self._free.get()
         if read is not None:
             read.synchronize()
@@ -144,7 +197,9 @@ class LowerTiers:
         self.pinned = pinned and bus.crosses
         self.disk_options = states
         self._parameter_options = parameters
-        self._arena = Arena(needs.host_bytes, pinned=self.pinned)
+        # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
+        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-host")
+        self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
         self._states = _Shelf(swap_states, needs.states_on_disk)
         self._parameters = _Shelf(swap_parameters, needs.parameters_on_disk)
@@ -153,8 +208,6 @@ class LowerTiers:
         self._sources: dict[int, HostSource | DiskSource] = {}
         self._parameter_buffers: Buffers | None = None
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
-        # One thread, so that what is asked of the host is done in that order.
-        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-host")
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the plan has counted; zero."""
@@ -162,10 +215,10 @@ class LowerTiers:
 
     def more_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that nobody could plan for."""
-        return page_aligned(numel * dtype.itemsize, pinned=self.pinned).view(dtype)
+        return self.worker.submit(page_aligned, numel * dtype.itemsize, pinned=self.pinned).result().view(dtype)
 
     def buffers(self, num: int, num_bytes: int) -> Buffers:
-        return Buffers(num, num_bytes, pinned=self.pinned)
+        return self.worker.submit(Buffers, num, num_bytes, pinned=self.pinned).result()
 
     def disk_for_states(self, numel: int, dtype: torch.dtype) -> DiskTensor:
         return self._states.take(numel, dtype)
@@ -190,6 +243,11 @@ class LowerTiers:
             size = min(options.buffer_size * 2 // PAGE * PAGE or PAGE, self._longest_parameter)
             self._parameter_buffers = self.buffers(options.num_buffers, size)
         return self._parameter_buffers
+
+    def forget_fetched(self) -> None:
+        """Shards are about to change: what was read ahead is old."""
+        for holder in list(self._parameter_buffers.holders) if self._parameter_buffers is not None else ():
+            holder.drop()
 
     @property
     def disk_bytes(self) -> int:

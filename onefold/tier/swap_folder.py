@@ -44,7 +44,7 @@ class SwapFolder:
         self.data_fd = self._lock_fd = -1
         self.direct = False
         self._folder: str | None = None
-        self._pid = os.getpid()
+        self._pid = -1
 
     def prepare(self) -> None:
         """Makes the user's path if need be, and removes what dead jobs left there."""
@@ -91,6 +91,7 @@ class SwapFolder:
             os.rmdir(os.path.dirname(folder))
 
     def _make_and_lock(self) -> None:
+        self._pid = os.getpid()
         for _ in range(_NUM_ATTEMPTS):
             folder = os.path.join(self.path, _SHELF, f"{secrets.token_hex(8)}-rank{self.rank}")
             try:
