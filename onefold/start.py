@@ -15,10 +15,10 @@ from onefold import checkpointing
 from onefold.comm import data_group, init_distributed, local_device
 from onefold.config import Config, ConfigError, check_built, load_config, solve_batch
 from onefold.engine import Engine
-from onefold.optim.choose import check_shardable, choose
+from onefold.optim.choose import check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import make_plan
+from onefold.plan import Tier, make_plan
 from onefold.report.log import logger, set_up_logging
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
@@ -67,6 +67,8 @@ def initialize(
     plan = make_plan(settings).for_world(group.size)
     if chosen is not None and plan.shards_states:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
+    if chosen is not None and plan.states.tier is Tier.NVME:
+        chosen = for_disk(chosen)
     batch = solve_batch(settings, group.size)
     engine = Engine(model, settings, batch, plan, chosen, group, device)
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)

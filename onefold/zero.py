@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from onefold.checkpoint.weights import load_safetensors
 from onefold.comm import Ledger, data_group, init_distributed, local_device, make_collective
 from onefold.config import Config, load_config
+from onefold.engine.parking import OffloadStateTypeEnum
 from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
 from onefold.plan.table import make_precision
 from onefold.runtime import Home, Run, home_of, whole_shape
@@ -36,6 +37,7 @@ from onefold.runtime.order import Wish
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OffloadStateTypeEnum",
     "gather_distributed_parameters",
     "load_safetensors",
     "register_external_parameter",
@@ -92,10 +94,10 @@ class Init:
         if not enabled:
             return
         init_distributed()
-        if str(remote_device).partition(":")[0] not in ("None", "none", local_device().type):
+        if str(remote_device).partition(":")[0] not in ("None", "none", "cpu", "nvme", local_device().type):
             raise ValueError(
-                f"zero.Init: remote_device {str(remote_device)!r}: offloading comes with a later release, and shards "
-                f"rest on {local_device()}; leave it out"
+                f"zero.Init: remote_device {str(remote_device)!r}: shards rest on {local_device()} until initialize "
+                "moves them where the config says; leave it out"
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = load_config(source) if source is not None else None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from onefold.checkpoint.weights import consolidate, save_weights
 from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective
 from onefold.config import Batch, Config
-from onefold.engine.loading import Loading
+from onefold.engine.parking import Parking
 from onefold.engine.tiers import make_lower, settle_drafts
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
@@ -35,14 +35,7 @@ from onefold.window import Window
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-# Methods of DeepSpeed's engine that are on their way: their absence is ours, not the model's.
-_LATER = {
-    "offload_states",
-    "reload_states",
-}
-
-
-class Engine(Loading):
+class Engine(Parking):
     """A model with its optimizer, laid out by a plan. Made by `onefold.initialize`."""
 
     def __init__(
@@ -70,6 +63,7 @@ class Engine(Loading):
         self._group = group
         self._window = Window(batch, managed=config.managed_gradient_accumulation)
         self._scaled_losses = 0
+        self._parked = []
         self._precision = make_precision(config)
 
         collective = make_collective(config.onefold.collective, group, self.ledger, device)
@@ -126,6 +120,7 @@ class Engine(Loading):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model = self._modules["module"]
         assert model is not None
+        self._check_present()
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
         with self._timeline.span("forward"), self._autocast():
@@ -170,6 +165,7 @@ class Engine(Loading):
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or a config with an optimizer section"
             )
+        self._check_present()
         if self._window.in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         at_boundary = self._window.at_boundary
@@ -203,6 +199,7 @@ class Engine(Loading):
             self.lr_scheduler.step(**lr_kwargs)
 
     def _begin_backward(self, *, owed: int) -> None:
+        self._check_present()
         if self._schedule.in_backward:
             # A backward outside the engine raised and never ended; its gradients are worthless.
             self.abort_backward()
@@ -408,8 +405,6 @@ class Engine(Loading):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in _LATER:
-                raise AttributeError(f"engine.{name} is not built yet: it comes with a later release") from None
             modules = self.__dict__.get("_modules", {})
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)

@@ -17,6 +17,7 @@ from onefold.plan.table import DTYPES, every_stage
 from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.runtime import Unit
 from onefold.tier.device import Pool
+from onefold.tier.parking import Parked
 from onefold.window import Window
 
 
@@ -36,6 +37,12 @@ class Facts(nn.Module):
     _units: list[Unit]
     _pool: Pool
     _collective_name: str
+    _parked: list[Parked]
+
+    def _check_present(self) -> None:
+        """After `offload_states` there is nothing on the device to work with."""
+        if self._parked:
+            raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
 
     # -- batches ------------------------------------------------------------------------------------------------
 

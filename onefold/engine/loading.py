@@ -64,6 +64,7 @@ class Loading(Saving):
         Without a `tag`, what `latest` names; where that is damaged or incomplete, the newest that is not, with a
         warning. Gradients that no step has used yet are dropped.
         """
+        self._check_present()
         self._saver.finish()
         self._schedule.meet_for_load()
         self.zero_grad()

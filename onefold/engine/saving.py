@@ -87,6 +87,7 @@ class Saving(Facts):
         "global_step{N}" by default. `background` (default: the config's `checkpoint.async`): go on training once the
         state is copied to host memory; `wait_for_checkpoint`, the next save and the end of the process wait for it.
         """
+        self._check_present()
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         self._saver.save(
             str(save_dir),
@@ -173,6 +174,7 @@ class Saving(Facts):
         return self.global_steps if remembered and not changing else None
 
     def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
+        self._check_present()
         if self.optimizer is not None:
             self.optimizer.wait_for_host()
         if self.device.type == "cuda":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.config import ConfigError
+from onefold.optim.instance import InstanceRule
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 
 Groups = list[dict[str, Any]]
@@ -87,8 +88,11 @@ class Chosen:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it is known to treat every element by itself; of a user's own class nobody can know."""
-        return self.rule is not None or (self._is_torchs and self.name.lower() not in NOT_ELEMENTWISE)
+        """Whether it is known to treat every element by itself. Of a user's own class only the class can say so, by an
+        attribute `elementwise = True`.
+        """
+        known = self._is_torchs and self.name.lower() not in NOT_ELEMENTWISE
+        return self.rule is not None or known or getattr(self.instance, "elementwise", False) is True
 
     @property
     def _is_torchs(self) -> bool:
@@ -134,6 +138,20 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
             f"optimizer {type(chosen.instance).__module__}.{chosen.name} is not one onefold knows. If it treats every "
             'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards'
         )
+
+
+def for_disk(chosen: Chosen) -> Chosen:
+    """The same optimizer, in a form that never needs all of its states in memory."""
+    if chosen.rule is not None:
+        return chosen
+    assert chosen.instance is not None
+    if not chosen.elementwise:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device = nvme: optimizer {chosen.name} is stepped once a step, over "
+            "all of its states at once, and they are on disk because they do not fit in memory. If it treats every "
+            "element by itself, let its class say so (elementwise = True); or offload to cpu"
+        )
+    return replace(chosen, rule=InstanceRule(chosen.instance))
 
 
 def _check_anywhere(name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from onefold.optim.instance import InstanceRule, hollow
 from onefold.optim.rules import Hyper, Rule, Tile
 from onefold.plan import Tier
 from onefold.plan.layout import Segment
@@ -137,7 +136,7 @@ class Tiler:
                 master = window.master[inside]
                 scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
                 states = {name: state[inside] for name, state in window.states.items()}
-                self._rule.apply(Tile(master, scaled, states), step.groups[segment.group], step.number)
+                self._rule.apply(Tile(master, scaled, states, segment.group), step.groups[segment.group], step.number)
                 if out is not None:
                     out[low - start : high - start].copy_(master)
 
@@ -197,6 +196,7 @@ class TiledStepper:
 
     def __init__(self, rule: Rule, groups: Sequence[Hyper], pieces: Sequence[Piece]) -> None:
         self._tiler = Tiler(rule)
+        self._rule = rule
         self._pieces = pieces
         for piece in pieces:
             piece.states = {name: piece.new_state() for name in rule.state_names(groups)}
@@ -216,12 +216,18 @@ class TiledStepper:
         return [HeldState(name, 0, state) for name, state in piece.states.items()]
 
     def loose_states(self, piece: Piece) -> list[tuple[int, int, dict[str, Any]]]:
-        return []
+        if not isinstance(self._rule, InstanceRule):
+            return []
+        return [(s.start, s.stop, self._rule.latest(s.group)) for s in piece.segments()]
 
     def make_states(
         self, piece: Piece, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        pass  # a rule's states are there from the start
+        """A rule's states are there from the start."""
+        if isinstance(self._rule, InstanceRule):
+            for member in piece.run.layout.members:
+                if member.name in loose:
+                    self._rule.take(member.group, dict(loose[member.name]))
 
     def remember_states(self) -> Callable[[], None]:
         return lambda: None
@@ -253,13 +259,7 @@ class WholeStepper:
                 targets.append((target, start, stop))
             self._targets[id(piece)] = targets
         self._pieces = list(pieces)
-        inner = object.__new__(type(instance))
-        inner.__dict__.update(instance.__dict__)
-        inner.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the outer instance
-        inner.param_groups = inner_groups
-        inner.state = defaultdict(dict)
-        inner.defaults = copy.copy(instance.defaults)
-        self.inner = inner
+        self.inner = hollow(instance, inner_groups)
 
     def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None:
         if piece.run.rest.offloads_states:

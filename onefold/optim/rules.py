@@ -23,6 +23,7 @@ class Tile:
     parameter: torch.Tensor
     gradient: torch.Tensor
     states: Mapping[str, torch.Tensor]
+    group: int = 0
 
 
 class Rule(Protocol):

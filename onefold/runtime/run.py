@@ -207,6 +207,11 @@ class Run:
                 parameter.data = placeholder
         self.full.untyped_storage().resize_(0)
 
+    def put_away(self) -> None:
+        """A line that rests whole leaves the device for a while: nobody may read through its parameters."""
+        for parameter in self.parameters:
+            parameter.data = self.full.new_empty(0)
+
     def cast(self, dtype: torch.dtype) -> None:
         """From now on the line computes in another dtype. Only while nobody trains it."""
         resting = self.full.untyped_storage().size() == 0
@@ -382,15 +387,18 @@ class Run:
             pool.give_back(self._sum_slot, self.layout.shape_key)
             self._sum_slot = None
 
-    def gradient_bytes(self, tier: Tier) -> int:
-        """Bytes of gradient held now."""
-        if self.rest.offloads_states and tier is Tier.HOST:
-            return self._shard.nbytes if self._shard is not None else 0
-        if tier is not Tier.DEVICE:
-            return 0
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """What holds gradients on the device now."""
         shard = None if self.rest.offloads_states else self._shard
         held = (shard, self._sum_slot if self._sum_slot is not None else self.grad)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return [tensor for tensor in held if tensor is not None]
+
+    def gradient_bytes(self, tier: Tier) -> int:
+        """Bytes of gradient held now."""
+        if tier is Tier.DEVICE:
+            return sum(tensor.nbytes for tensor in self.gradient_tensors())
+        on_host = self.rest.offloads_states and tier is Tier.HOST
+        return self._shard.nbytes if on_host and self._shard is not None else 0
 
 
 def _as_parameter(payload: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

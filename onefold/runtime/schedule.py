@@ -60,6 +60,8 @@ class Schedule:
             for parameter, member in zip(run.parameters, run.layout.members, strict=True)
             if not parameter.requires_grad
         ]
+        # The engine has given the device's memory up for a while.
+        self.away = False
         self._depth = 0
         self._backward_number = 0
         self._waiting: dict[Unit, int] = {}
@@ -68,6 +70,7 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """The outermost module is called, and its outputs will have gradients."""
+        self._check_present()
         if self.sharded:
             self._begin_pass(forward=True)
 
@@ -87,6 +90,7 @@ class Schedule:
 
     def before_forward(self, unit: Unit, *, again: bool = False) -> None:
         """The unit's module is about to run. `again`: recomputed inside a backward."""
+        self._check_present()
         unit.uses.forwards += 1
         self._depth += 1
         if unit.uses.forwards == 1 or unit.parameter is not ParameterState.FULL:
@@ -127,6 +131,7 @@ class Schedule:
 
     def lend(self, unit: Unit) -> None:
         """Whole until `take_back`, whatever happens in between."""
+        self._check_present()
         if self.order.open:
             self._use(unit, Moment.FORWARD)
         elif unit.sharded:
@@ -136,6 +141,10 @@ class Schedule:
         else:
             self.flights.settle(unit)
         unit.uses.lent += 1
+
+    def _check_present(self) -> None:
+        if self.away:
+            raise RuntimeError("parameters are off the device: call engine.reload_states() first")
 
     def take_back(self, unit: Unit) -> None:
         unit.uses.lent -= 1

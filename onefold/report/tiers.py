@@ -1,0 +1,425 @@
+"""What the tiers of this machine can do, measured, and what each offload setting would cost a step of it.
+
+[Note: what a step costs]
+The plan's own arithmetic gives the bytes that cross the bus and go to the disk; the measured rates turn them into
+seconds. Bus, host and disk work beside each other and beside the device, so a step takes at least as long as the
+slowest of them needs. Whatever the device computes in longer than that hides them all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from onefold.config import Aio, load_config
+from onefold.optim.host import TILE
+from onefold.optim.pieces import Piece, Step, Tiler, Window
+from onefold.optim.rules import AdamRule
+from onefold.plan import Counting, Crossing, Layout, Room, RunShape, Tier, count_bytes, count_crossing, settle_tiers
+from onefold.plan.memory import master_dtype
+from onefold.plan.table import make_plan, make_precision
+from onefold.report.log import logger
+from onefold.runtime import Run
+from onefold.tier.bus import Bus
+from onefold.tier.host import PAGE, available_bytes, page_aligned
+from onefold.tier.nvme import Swap
+
+Tell = Callable[[str, int, int], None]
+"""Hears what is measured now, how many parts are done, and how many there are."""
+
+_ROUNDS = 3
+# Seconds after which a slow part is not repeated.
+_PATIENCE = 2.0
+_PIECES = 8
+
+
+@dataclass(frozen=True)
+class BusRates:
+    """GB/s between the device and page-locked memory: each way alone, and the sum of both at once."""
+
+    down: float
+    up: float
+    both: float
+
+    def seconds(self, crossing: Crossing) -> float:
+        return _seconds(crossing.down, self.down, crossing.up, self.up, self.both)
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """GB/s between files and host memory, as swapped tensors travel: each way alone, and the sum of both at once."""
+
+    paths: tuple[str, ...]
+    read: float
+    write: float
+    both: float
+    direct: bool
+    """False: some file system does not take O_DIRECT, so these are rates of the page cache."""
+    free_bytes: int
+    when: str
+
+    def seconds(self, crossing: Crossing) -> float:
+        return _seconds(crossing.read, self.read, crossing.written, self.write, self.both)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One machine, at one time. None: there is no such thing here, or nobody asked."""
+
+    host: str
+    when: str
+    num_threads: int
+    host_free_bytes: int
+    host_copy: float
+    """GB/s, of what is copied."""
+    adam: float
+    """Parameters a second: gradients of 16 bits, masters and moments of 32."""
+    device: str | None = None
+    device_bytes: int | None = None
+    page_lock: float | None = None
+    """GB/s of memory that is made, touched and locked."""
+    bus: BusRates | None = None
+    disk: DiskRates | None = None
+
+    @staticmethod
+    def of(facts: dict[str, Any]) -> Measured:
+        """From JSON. Raises where a number is missing, or is none."""
+        bus, disk = facts["bus"], facts["disk"]
+        return Measured(
+            host=str(facts["host"]),
+            when=str(facts["when"]),
+            num_threads=int(facts["num_threads"]),
+            host_free_bytes=int(facts["host_free_bytes"]),
+            host_copy=_rate(facts["host_copy"]),
+            adam=_rate(facts["adam"]),
+            device=facts["device"] and str(facts["device"]),
+            device_bytes=facts["device_bytes"] and int(facts["device_bytes"]),
+            page_lock=facts["page_lock"] and _rate(facts["page_lock"]),
+            bus=BusRates(*(_rate(bus[name]) for name in ("down", "up", "both"))) if bus else None,
+            disk=DiskRates(
+                tuple(map(str, disk["paths"])),
+                *(_rate(disk[name]) for name in ("read", "write", "both")),
+                direct=bool(disk["direct"]),
+                free_bytes=int(disk["free_bytes"]),
+                when=str(disk["when"]),
+            )
+            if disk
+            else None,
+        )
+
+
+def _rate(value: Any) -> float:
+    rate = float(value)
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"{value} is no rate")
+    return rate
+
+
+def _seconds(first: int, first_rate: float, second: int, second_rate: float, both_rate: float) -> float:
+    """The ways share what both reach together, and neither is faster than alone."""
+    return max(first / first_rate, second / second_rate, (first + second) / both_rate) / 1e9
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, done, total: None) -> Measured:
+    """All of it, each part on about so many bytes. `paths`: folders on the drives to measure."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    parts = ["host memory", "host Adam", *(["page-locking", "bus"] if device else []), *(["disk"] if paths else [])]
+
+    def now(part: str) -> None:
+        tell(part, parts.index(part), len(parts))
+
+    now("host memory")
+    found = Measured(
+        host=socket.gethostname(),
+        when=_now(),
+        num_threads=torch.get_num_threads(),
+        host_free_bytes=available_bytes(),
+        host_copy=measure_copy(num_bytes),
+        adam=(now("host Adam"), measure_adam(num_bytes))[1],
+    )
+    if device is not None:
+        now("page-locking")
+        properties = torch.cuda.get_device_properties(device)
+        found = replace(found, device=properties.name, device_bytes=properties.total_memory)
+        found = replace(found, page_lock=measure_page_lock(num_bytes))
+        now("bus")
+        found = replace(found, bus=measure_bus(num_bytes, device))
+    if paths:
+        now("disk")
+        found = replace(found, disk=measure_disk(num_bytes, paths))
+    return found
+
+
+def measure_copy(num_bytes: int) -> float:
+    """GB/s from host memory to host memory, on all threads."""
+    source, target = _memory(num_bytes // 2), _memory(num_bytes // 2)
+    return _best(lambda: target.copy_(source), source.nbytes) / 1e9
+
+
+def measure_adam(num_bytes: int) -> float:
+    """Parameters a second of the host's step: tiles of a gradient in bf16, master and moments in fp32."""
+    layout = Layout.of([("weight", (max(num_bytes // 14, PAGE),), 0)], 1)
+    numel, rule = layout.total, AdamRule()
+    hyper = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled_weight_decay": True}
+    names = rule.state_names([hyper])
+    master, *moments = _memory(numel * 4 * (1 + len(names))).view(torch.float32).split(numel)
+    gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
+    # A tiler asks a piece for nothing but the optimizer groups along its run.
+    piece = Piece(cast(Run, SimpleNamespace(layout=layout)), 0, numel, master)
+    window = Window(0, numel, master, dict(zip(names, moments, strict=True)))
+    tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
+    # Scaled, as with clipping or a loss scale.
+    step = Step(number=1, coefficient=0.5, groups=[hyper])
+    with torch.no_grad():
+        return _best(lambda: tiler.step(piece, window, 0, numel, gradient, None, step), numel)
+
+
+def measure_page_lock(num_bytes: int) -> float:
+    """GB/s of page-locked memory that is made from nothing: what a start pays."""
+    return _best(lambda: page_aligned(num_bytes, pinned=True), num_bytes) / 1e9
+
+
+def measure_bus(num_bytes: int, device: torch.device) -> BusRates:
+    """Down and up by the streams that steps use."""
+    half = max(num_bytes // 2, PAGE)
+    low = page_aligned(2 * half, pinned=True).split(half)
+    high = torch.zeros(2 * half, dtype=torch.uint8, device=device).split(half)
+    bus = Bus(device, lambda way, size: None)
+
+    def both() -> None:
+        arrivals = bus.down(high[0], low[0]), bus.up(low[1], high[1])
+        for arrival in arrivals:
+            arrival.wait()
+
+    return BusRates(
+        down=_best(lambda: bus.down(high[0], low[0]).wait(), half) / 1e9,
+        up=_best(lambda: bus.up(low[1], high[1]).wait(), half) / 1e9,
+        both=_best(both, 2 * half) / 1e9,
+    )
+
+
+def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
+    """Through a swap like that of a job. Whatever happens, its files are removed."""
+    num_pieces = _PIECES * len(paths)
+    size = max(num_bytes // num_pieces // PAGE, 1) * PAGE
+    memory = _memory(num_pieces * size).split(size)
+    # Drives and file systems may pack zeros.
+    noise = torch.randint(0, 256, (min(size, 1 << 24),), dtype=torch.uint8)
+    for piece in memory:
+        for part in piece.split(len(noise)):
+            part.copy_(noise[: len(part)])
+    swap = Swap(paths, aio=Aio(), rank=0, count=lambda way, size: None)
+    on_disk = [swap.reserve(size, torch.uint8) for _ in memory]
+    pairs = list(zip(on_disk, memory, strict=True))
+
+    def transfer(reads: Callable[[int], bool]) -> Callable[[], None]:
+        def run() -> None:
+            started = [
+                disk.start_load(host) if reads(index // len(paths)) else disk.start_store(host)
+                for index, (disk, host) in enumerate(pairs)
+            ]
+            for each in started:
+                each.wait()
+
+        return run
+
+    try:
+        swap.open()
+        total = num_pieces * size
+        return DiskRates(
+            paths=tuple(os.path.abspath(path) for path in paths),
+            write=_best(transfer(lambda turn: False), total) / 1e9,
+            read=_best(transfer(lambda turn: True), total) / 1e9,
+            both=_best(transfer(lambda turn: turn % 2 == 0), total) / 1e9,
+            direct=all(drive.folder.direct for drive in swap._drives),
+            free_bytes=sum({os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}.values()) + total,
+            when=_now(),
+        )
+    finally:
+        swap.close()
+
+
+def _best(work: Callable[[], object], amount: int) -> float:
+    """Amount a second, in the best of three after one to warm up; fewer where it is slow."""
+    work()
+    start, best = time.perf_counter(), float("inf")
+    for _ in range(_ROUNDS):
+        before = time.perf_counter()
+        made = work()
+        best = min(best, time.perf_counter() - before)
+        del made  # giving memory back is not part of it
+        if time.perf_counter() - start > _PATIENCE:
+            break
+    return amount / best
+
+
+def _memory(num_bytes: int) -> torch.Tensor:
+    """Like that of a job, and touched."""
+    return page_aligned(max(num_bytes, PAGE)).zero_()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where measurements are kept, by host: home folders are shared."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "onefold" / "tiers.json"
+
+
+def load_measured(host: str | None = None) -> Measured | None:
+    """What was kept of this host, or of another. None where there is nothing, or nothing that can be read."""
+    facts = _load_hosts().get(host or socket.gethostname())
+    if facts is None:
+        return None
+    try:
+        return Measured.of(facts)
+    except (KeyError, TypeError, ValueError) as error:
+        _warn_damaged(error)
+        return None
+
+
+def save_measured(measured: Measured) -> Path:
+    """Keep it beside what is kept of other hosts. Whoever reads meanwhile sees the old file or the new one."""
+    file = cache_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**_load_hosts(), measured.host: asdict(measured)}, indent=2) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".tiers-")
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(text)
+        os.replace(temporary, file)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    return file
+
+
+def _load_hosts() -> dict[str, Any]:
+    try:
+        hosts = json.loads(cache_file().read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _warn_damaged(error)
+        return {}
+    if not isinstance(hosts, dict):
+        _warn_damaged(TypeError("no JSON object"))
+        return {}
+    return hosts
+
+
+def _warn_damaged(error: Exception) -> None:
+    logger.warning(
+        "%s: cannot be read (%s: %s) and counts as empty; `onefold bench tiers` writes it anew",
+        cache_file(),
+        type(error).__name__,
+        error,
+    )
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+_CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/"}
+# What is written under `zero_optimization`.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all on the device": {"stage": 2},
+    "optimizer cpu, ratio 0.3": {"stage": 2, "offload_optimizer": {**_CPU, "ratio": 0.3}},
+    "optimizer cpu": {"stage": 2, "offload_optimizer": _CPU},
+    "optimizer and param cpu": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
+    "optimizer nvme": {"stage": 2, "offload_optimizer": _NVME},
+    "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
+}
+# A model is offloaded by units; so many make a ratio of tenths exact.
+_NUM_UNITS = 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a setting takes of one rank: bytes at rest, bytes that move in a step, and seconds, by resource."""
+
+    setting: str
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    crossing: Crossing
+    seconds: dict[str, float | None]
+    """0.0: not used; None: used, but its rate is not known."""
+
+    @property
+    def bound_by(self) -> str | None:
+        """The slowest of those that are known."""
+        known = {name: value for name, value in self.seconds.items() if value}
+        return max(known, key=known.__getitem__) if known else None
+
+
+def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
+    """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
+    config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting]})
+    counting = Counting(make_plan(config).for_world(1), make_precision(config), 1, 1, num_states=2)
+    layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
+    shape = RunShape(layout, torch.bfloat16, trainable=True, persistent=False)
+    room = Room(ratio=config.zero_optimization.offload_optimizer.ratio)
+    runs = settle_tiers([shape] * _NUM_UNITS, counting, room)
+    crossing = _on_a_bus(count_crossing(runs, counting, 1), runs)
+    stepped = sum(run.layout.numel for run in runs if run.rest.offloads_states)
+    bus, disk = measured.bus, measured.disk
+    uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
+    device, host, on_disk = (count_bytes(runs, counting, tier).total for tier in Tier)
+    return Cost(
+        setting,
+        device_bytes=device,
+        host_bytes=host,
+        disk_bytes=on_disk,
+        crossing=crossing,
+        seconds={
+            "bus": (bus.seconds(crossing) if bus else None) if uses_bus else 0.0,
+            "host Adam": stepped / measured.adam,
+            "disk": (disk.seconds(crossing) if disk else None) if uses_disk else 0.0,
+        },
+    )
+
+
+def _on_a_bus(crossing: Crossing, runs: Sequence[RunShape]) -> Crossing:
+    """The first gather after a step takes the master up instead of the shard, and the device's cast of it back down:
+    see FreshSource. The plan counts what is the same where nothing crosses.
+    """
+    fresh = [run for run in runs if run.rest.states is run.rest.parameters is Tier.HOST and not run.master_is_shard]
+    wider = sum(run.layout.shard_size * (master_dtype(run.dtype).itemsize - run.dtype.itemsize) for run in fresh)
+    back = sum(run.layout.shard_size * run.dtype.itemsize for run in fresh)
+    return replace(crossing, up=crossing.up + wider, down=crossing.down + back)
+
+
+def shortages(cost: Cost, measured: Measured) -> list[str]:
+    """What this machine has too little of, in words."""
+    disk = measured.disk
+    rooms = (
+        ("device memory", cost.device_bytes, measured.device_bytes),
+        ("host memory", cost.host_bytes, measured.host_free_bytes),
+        ("disk", cost.disk_bytes, disk.free_bytes if disk else None),
+    )
+    return [
+        f"{needed / 1e9:.1f} GB of {what} for {cost.setting}, and there are {room / 1e9:.1f}"
+        for what, needed, room in rooms
+        if room is not None and needed > room
+    ]

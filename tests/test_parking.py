@@ -1,0 +1,74 @@
+"""`offload_states` gives the device's memory up and `reload_states` brings everything back, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import batches, config, more, net, precision, start, train
+
+import onefold
+
+
+def held(engine: onefold.Engine) -> int:
+    """Bytes of storages behind everything the engine keeps on its device."""
+    found: dict[int, int] = {}
+    for run in (run for unit in engine._units for run in unit.runs):
+        tensors: list[Any] = [run.full, run.shard, *run.gradient_tensors()]
+        if run.trainable:
+            piece = engine.optimizer.piece_of(run)
+            tensors += [piece.master, piece.out, *(state.memory for state in engine.optimizer.held_states(piece))]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                found[id(tensor.untyped_storage()._cdata)] = tensor.untyped_storage().size()
+    return sum(found.values())
+
+
+def leave_and_come_back(stage: int, dtype: str, include: list[str] | None) -> list[bool]:
+    straight = start(net(), config(stage, **precision(dtype)))
+    reference = [train(straight, 2), train(straight, 2, seed=1)]
+    straight.destroy()
+    engine = start(net(), config(stage, **precision(dtype)))
+    first = train(engine, 2)
+    before = held(engine)
+    engine.offload_states(include=include)
+    between = held(engine)
+    for work in (lambda: engine(*batches(1)[0]), engine.step, lambda: engine.save_checkpoint("nowhere")):
+        with pytest.raises(RuntimeError, match=r"call engine.reload_states\(\) first"):
+            work()
+    with pytest.raises(RuntimeError):
+        engine._modules["module"](*batches(1)[0])  # the bare model: an error, and no crash
+    engine.reload_states()
+    after = held(engine)
+    second = train(engine, 2, seed=1)
+    return [
+        reference[0].same(first),
+        reference[1].same(second),
+        between == 0 if include is None else 0 < between < before,
+        before == after,
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, more(2), 3])
+@pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
+def test_it_comes_back_as_it_was(on_ranks, stage, dtype):
+    for found in on_ranks(2, leave_and_come_back, stage, dtype, None):
+        assert all(found), found
+
+
+def ask_for_what_is_not_there() -> None:
+    engine = start(net(), config(2))
+    with pytest.raises(ValueError, match=r"include 'optim_state' is not known; known: .*optim_states"):
+        engine.offload_states(include=["optim_state"])
+    with pytest.raises(ValueError, match="states go to the host"):
+        engine.offload_states(device="cuda")
+    engine.offload_states(include=[onefold.zero.OffloadStateTypeEnum.optim_states])
+    with pytest.raises(RuntimeError, match="reload_states"):
+        engine.offload_states()
+    engine.reload_states()
+    engine.reload_states()  # nothing to do
+
+
+def test_wrong_calls_are_told_so(on_ranks):
+    on_ranks(1, ask_for_what_is_not_there)
