@@ -141,7 +141,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if run.rests_whole:
         run.full[member.start : member.stop].copy_(value.detach().flatten())
     else:
-        place.piece.tell()
+        place.piece.tell().wait()
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if place.piece.run.rests_whole:
         raise ValueError(f"{place.member.name} rests whole on every rank: use safe_set_full_fp32_param")
     place.master().write(value, local=True)
-    place.piece.tell()
+    place.piece.tell().wait()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------

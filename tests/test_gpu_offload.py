@@ -127,3 +127,29 @@ def slow_host() -> tuple[list[float], list[float]]:
 def test_a_slow_host_changes_nothing(nccl):
     fast, slow = nccl.run(slow_host)[0]
     assert fast == slow
+
+
+def parked() -> tuple[int, int, list[float], list[float]]:
+    traces = []
+    for leaves in (False, True):
+        engine = start(net(width=512, depth=4), config(2, bf16={"enabled": True}))
+        losses = []
+        for number, (x, y) in enumerate(batches(4)):
+            if leaves and number == 2:
+                before = torch.cuda.memory_allocated()
+                engine.offload_states()
+                between = torch.cuda.memory_allocated()
+                engine.reload_states()
+            loss = engine(x.cuda(), y.cuda())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        traces.append(losses)
+        engine.destroy()
+    return before, between, traces[0], traces[1]
+
+
+def test_states_leave_the_device_and_come_back(nccl):
+    before, between, straight, left = nccl.run(parked)[0]
+    assert straight == left
+    assert between < before / 10

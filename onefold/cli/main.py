@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import onefold
-from onefold.cli import ckpt, env, export, import_deepspeed, launch, train
+from onefold.cli import bench, ckpt, env, export, import_deepspeed, launch, train
 
 EPILOG = """\
 examples:
@@ -17,6 +17,7 @@ examples:
   onefold export checkpoints weights        a checkpoint's weights, whole, for other tools
   onefold import-deepspeed checkpoints out  DeepSpeed's checkpoint, turned into onefold's
   onefold ckpt ls checkpoints               which checkpoints there are, and whether they are complete
+  onefold bench tiers                       how fast bus, host and disk are here, and what offloading would cost
   onefold env                               versions, devices, memory, and what onefold will use here
 
 `onefold COMMAND --help` tells more.
@@ -32,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (train, launch, export, ckpt, import_deepspeed, env):
+    for command in (train, launch, export, ckpt, import_deepspeed, bench, env):
         command.add_parser(commands)
     return parser
 

@@ -285,6 +285,7 @@ class Engine(Parking):
         Where parameters are sharded it is gathered unit by unit into host memory of rank 0; other ranks get an empty
         dict.
         """
+        self._flush()
         if self._schedule.sharded:
             return consolidate(self.module, exclude_frozen=exclude_frozen_parameters) or {}
         kept = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -306,6 +307,7 @@ class Engine(Parking):
 
         Safetensors unless the file name ends otherwise (`pytorch_model.bin` is pickled by torch).
         """
+        self._flush()
         save_weights(
             self.module,
             save_dir,
@@ -321,7 +323,12 @@ class Engine(Parking):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """What accelerate calls: the whole state dict on rank 0, None elsewhere."""
+        self._flush()
         return consolidate(self.module, exclude_frozen=exclude_frozen_parameters)
+
+    def _flush(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.flush()
 
     def compile(  # type: ignore[override]
         self,
@@ -374,6 +381,7 @@ class Engine(Parking):
 
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
+        self._flush()
         self._saver.stop()
         _let_go(self._schedule, self._hooks, self._homes, self._lower)
         for unit in self._units if self.is_compiled else ():

@@ -210,7 +210,7 @@ class Loading(Saving):
         """Masters have their values: lines take them over, and ranks send each other their slices."""
         for run in (run for unit in self._units for run in unit.trained) if self.optimizer is not None else ():
             assert self.optimizer is not None
-            self.optimizer.piece_of(run).tell()
+            self.optimizer.piece_of(run).tell().wait()
         self._schedule.spread()
 
     def _whole_state(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from onefold.optim.pieces import Piece, Step, Tiler, Window
 from onefold.optim.rules import Rule
 from onefold.plan import Tier
 from onefold.tier.bus import HERE, Arrival
-from onefold.tier.lower import Buffers, DiskTensor, LowerTiers, Transfer
+from onefold.tier.lower import Buffers, DiskTensor, Flat, LowerTiers, Transfer
 
 # Elements of a tile where many cores share it.
 TILE = 1 << 22
@@ -34,12 +35,33 @@ STRETCH = 1 << 22
 class HostStep:
     """Steps the pieces that do not rest on the device."""
 
-    def __init__(self, rule: Rule, lower: LowerTiers, pieces: Sequence[Piece]) -> None:
+    def __init__(self, rule: Rule, lower: LowerTiers, pieces: Sequence[Piece], *, delays: bool) -> None:
         self._tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
         self._lower = lower
         on_disk = [piece for piece in pieces if piece.run.rest.states is Tier.NVME]
         self._stream = Stream(lower, on_disk) if on_disk else None
         self._failed: BaseException | None = None
+        self._delays = delays
+        self._late: list[tuple[Piece, Future[Arrival]]] = []
+
+    @property
+    def is_late(self) -> bool:
+        return bool(self._late)
+
+    def collect(self) -> None:
+        """With a delay: what the last step made is used from now on."""
+        arrivals = []
+        for piece, update in self._late:
+            update.result()
+            arrivals.append(piece.tell())
+        for arrival in arrivals:
+            arrival.wait()
+        self._late.clear()
+
+    def wait(self) -> None:
+        """Until all is stepped that was asked for. Any thread may ask."""
+        for _, update in list(self._late):
+            update.result()
 
     def start(self, pieces: Sequence[Piece], step: Step) -> None:
         """Each piece's run is told when it is done. Pieces are stepped in this order."""
@@ -48,13 +70,21 @@ class HostStep:
                 "an earlier step failed on the host, and some of its states are stepped and some are not: load a "
                 "checkpoint into a new engine"
             ) from self._failed
+        if self._delays:
+            for piece in pieces:
+                piece.run.wait_for_reduced()
         used = self._lower.bus.now()
         if self._stream is not None:
             self._stream.plan(pieces)
         for piece in pieces:
             assert piece.run.update is None
             assert piece.run.reduced is not None
-            piece.run.update = self._lower.worker.submit(self._try, piece, piece.run.reduced, step, used)
+            update = self._lower.worker.submit(self._try, piece, piece.run.reduced, step, used)
+            if self._delays:
+                self._late.append((piece, update))
+                piece.run.swap_shards()
+            else:
+                piece.run.update = update
 
     def _try(self, piece: Piece, gradient: torch.Tensor, step: Step, used: torch.cuda.Event | None) -> Arrival:
         """After an error nothing more is stepped."""
@@ -68,8 +98,9 @@ class HostStep:
 
     @torch.no_grad()
     def _step(self, piece: Piece, gradient: torch.Tensor, step: Step, used: torch.cuda.Event | None) -> Arrival:
-        piece.run.wait_for_reduced()
-        out = _Out(piece, gradient, self._lower, used)
+        if not self._delays:  # with a delay another gradient may be on its way by now
+            piece.run.wait_for_reduced()
+        out = _Out(None if self._delays else piece.out, piece, gradient, self._lower, used)
         for window in self._windows(piece):
             edges = [*range(window.start, window.stop, STRETCH), window.stop]
             for start, stop in pairwise(edges):
@@ -92,16 +123,21 @@ class HostStep:
 class _Out:
     """Where a piece's updated parameters go."""
 
-    def __init__(self, piece: Piece, gradient: torch.Tensor, lower: LowerTiers, used: torch.cuda.Event | None) -> None:
-        self._target, self._bus, self._used = piece.out, lower.bus, used
+    def __init__(
+        self,
+        target: Flat | None,
+        piece: Piece,
+        gradient: torch.Tensor,
+        lower: LowerTiers,
+        used: torch.cuda.Event | None,
+    ) -> None:
+        self._target, self._bus, self._used = target, lower.bus, used
         self._arrival: Arrival = HERE
         self._stores: list[Transfer] = []
         self._goes_up = piece.run.rest.parameters is Tier.DEVICE
         self._gradient = gradient
         # A shard beside its master on the host takes the device's cast of it when it is next gathered.
-        on_host = (
-            isinstance(piece.out, torch.Tensor) and not piece.out.is_cuda and isinstance(piece.master, torch.Tensor)
-        )
+        on_host = isinstance(target, torch.Tensor) and not target.is_cuda and isinstance(piece.master, torch.Tensor)
         self.casts_on_device = on_host and self._bus.crosses
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:

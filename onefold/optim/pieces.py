@@ -15,6 +15,7 @@ from onefold.plan import Tier
 from onefold.plan.layout import Segment
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
+from onefold.tier.bus import HERE, Arrival
 from onefold.tier.lower import DiskTensor, Flat, read, write
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
@@ -58,14 +59,21 @@ class Piece:
         take = self.run.lower.disk_for_states if on_disk else self.run.lower.host
         return take(self.master.numel(), self.master.dtype)
 
-    def tell(self) -> None:
-        """What is used becomes what the master is."""
-        if self.out is not None:
+    def tell(self) -> Arrival:
+        """What is used becomes what the master is, as the caller's stream sees it; the host's memory is read until the
+        arrival.
+        """
+        if self.out is None:
+            return HERE
+        self.run.fresh = None
+        if not self.run.rest.offloads_states or self.run.rest.parameters is not Tier.DEVICE:
             write(self.out, read(self.master))
-            self.run.fresh = None
-            if self.run.rest.offloads_states and self.run.rest.parameters is Tier.DEVICE:
-                assert self.run.lower is not None
-                self.run.lower.bus.count("up", self.master.nbytes)
+            return HERE
+        assert self.run.lower is not None
+        assert isinstance(self.out, torch.Tensor)
+        arrival = self.run.lower.bus.up(read(self.master), self.out)
+        arrival.order()
+        return arrival
 
     def learn(self) -> None:
         """What is used was written from outside: the master becomes it."""
@@ -275,7 +283,7 @@ class WholeStepper:
         for piece in self._pieces:
             for target, _, _ in self._targets[id(piece)]:
                 target.grad = None
-            piece.tell()
+            piece.tell().wait()
 
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]:
         found = [(start, self.inner.state[target].get(name)) for target, start, _ in self._targets[id(piece)]]

@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._host: HostStep | None = None
         if below and chosen.rule is not None:
             assert lower is not None
-            self._host = HostStep(chosen.rule, lower, below)
+            self._host = HostStep(chosen.rule, lower, below, delays=plan.delays_host)
 
     # -- what the engine calls ----------------------------------------------------------------------------------
 
@@ -82,6 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.changing = True
         self.num_steps += 1
         self._schedule.settle_all()  # what the last step left on its way is about to be written
+        if self._host is not None:
+            self._host.collect()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         step = Step(self.num_steps, coefficient, groups)
         if self._host is not None:
@@ -98,8 +100,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # torch's schedulers warn unless they see this
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    def flush(self) -> None:
+        """With a delayed host step: have the last one's weights in use. All ranks call this together."""
+        if self._host is not None and self._host.is_late:
+            self._schedule.settle_all()
+            self._host.collect()
+            self._schedule.start_all_refreshes()
+            self._schedule.settle_all()
+
     def wait_for_host(self) -> None:
         """Until what the host has been asked to step is stepped. Any thread may ask."""
+        if self._host is not None:
+            self._host.wait()
         for update in [run.update for run in self._pieces]:
             if update is not None:
                 update.result()

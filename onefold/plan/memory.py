@@ -17,6 +17,8 @@ class Rest:
 
     states: Tier = Tier.DEVICE
     parameters: Tier = Tier.DEVICE
+    apart: bool = False
+    """The master is never gathered from below the device: the host may be stepping it."""
 
     @property
     def offloads_states(self) -> bool:
@@ -41,7 +43,7 @@ class RunShape:
         if not self.trainable:
             return False
         same = master_dtype(self.dtype) == self.dtype and self.rest.states is self.rest.parameters
-        return not self.rest.offloads_states or same
+        return not self.rest.offloads_states or (same and not self.rest.apart)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def count_bytes(runs: Iterable[RunShape], counting: Counting, tier: Tier = Tier.
             if in_place:
                 gradients += run.layout.total * precision.of_gradient(run.dtype, num_micro_steps).itemsize
             else:
-                gradients += run.layout.shard_size * reduced.itemsize
+                # One is stepped with while the next comes down.
+                num = 2 if plan.delays_host and run.rest.offloads_states else 1
+                gradients += run.layout.shard_size * reduced.itemsize * num
         if tier is run.rest.states:
             stepped = run.layout.shard_size if plan.shards_states else run.layout.total
             master = master_dtype(run.dtype)

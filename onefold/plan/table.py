@@ -86,6 +86,8 @@ class Plan:
     states: Part
     node_shard_size: int = 1
     overlap: bool = False
+    delays_host: bool = False
+    """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
     limits: Limits = field(default_factory=Limits)
@@ -124,6 +126,8 @@ class Plan:
             states = "sharded: every rank holds and steps its own part"
         else:
             states = "replicated: every rank steps everything"
+        if self.delays_host:
+            states += ", stepped beside the next forward and backward (INEXACT: delayed_host_step)"
         return [
             f"parameters        {parameters}, {_rest(self.parameters)}",
             f"gradients         {gradients}, {_rest(self.gradients)}",
@@ -171,6 +175,7 @@ def make_plan(config: Config) -> Plan:
         states=replace(states, tier=optimizer_tier),
         node_shard_size=zero.zero_hpz_partition_size,
         overlap=overlap,
+        delays_host=config.onefold.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=zero.allgather_bucket_size,
         limits=Limits(

@@ -118,4 +118,4 @@ def _with_parameters(run: RunShape, counting: Counting) -> RunShape:
     stays = not plan.shards_parameters or run.persistent or (run.trainable and not rest.offloads_states)
     if wanted is Tier.NVME and rest.states is Tier.HOST and run.trainable and master_dtype(run.dtype) == run.dtype:
         wanted = Tier.HOST  # the master there is what is gathered
-    return replace(run, rest=replace(rest, parameters=Tier.DEVICE if stays else wanted))
+    return replace(run, rest=Rest(rest.states, Tier.DEVICE if stays else wanted, apart=plan.delays_host))

@@ -96,36 +96,17 @@ class Measured:
 
     @staticmethod
     def of(facts: dict[str, Any]) -> Measured:
-        """From JSON. Raises where a number is missing, or is none."""
+        """From JSON. Raises where something is missing, unknown, or no rate."""
         bus, disk = facts["bus"], facts["disk"]
-        return Measured(
-            host=str(facts["host"]),
-            when=str(facts["when"]),
-            num_threads=int(facts["num_threads"]),
-            host_free_bytes=int(facts["host_free_bytes"]),
-            host_copy=_rate(facts["host_copy"]),
-            adam=_rate(facts["adam"]),
-            device=facts["device"] and str(facts["device"]),
-            device_bytes=facts["device_bytes"] and int(facts["device_bytes"]),
-            page_lock=facts["page_lock"] and _rate(facts["page_lock"]),
-            bus=BusRates(*(_rate(bus[name]) for name in ("down", "up", "both"))) if bus else None,
-            disk=DiskRates(
-                tuple(map(str, disk["paths"])),
-                *(_rate(disk[name]) for name in ("read", "write", "both")),
-                direct=bool(disk["direct"]),
-                free_bytes=int(disk["free_bytes"]),
-                when=str(disk["when"]),
-            )
-            if disk
-            else None,
-        )
-
-
-def _rate(value: Any) -> float:
-    rate = float(value)
-    if not 0 < rate < float("inf"):
-        raise ValueError(f"{value} is no rate")
-    return rate
+        known = BusRates(**bus) if bus else None
+        drives = DiskRates(**{**disk, "paths": tuple(disk["paths"])}) if disk else None
+        found = Measured(**{**facts, "bus": known, "disk": drives})
+        rates = [found.host_copy, found.adam]
+        rates += [known.down, known.up, known.both] if known else []
+        rates += [drives.read, drives.write, drives.both] if drives else []
+        if not all(rate > 0 for rate in rates):
+            raise ValueError("a rate that is not above zero")
+        return found
 
 
 def _seconds(first: int, first_rate: float, second: int, second_rate: float, both_rate: float) -> float:
@@ -138,32 +119,24 @@ def _seconds(first: int, first_rate: float, second: int, second_rate: float, bot
 
 def measure(num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, done, total: None) -> Measured:
     """All of it, each part on about so many bytes. `paths`: folders on the drives to measure."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    parts = ["host memory", "host Adam", *(["page-locking", "bus"] if device else []), *(["disk"] if paths else [])]
-
-    def now(part: str) -> None:
-        tell(part, parts.index(part), len(parts))
-
-    now("host memory")
-    found = Measured(
-        host=socket.gethostname(),
-        when=_now(),
-        num_threads=torch.get_num_threads(),
-        host_free_bytes=available_bytes(),
-        host_copy=measure_copy(num_bytes),
-        adam=(now("host Adam"), measure_adam(num_bytes))[1],
-    )
-    if device is not None:
-        now("page-locking")
+    parts: dict[str, Callable[[], object]] = {
+        "host_copy": lambda: measure_copy(num_bytes),
+        "adam": lambda: measure_adam(num_bytes),
+    }
+    found: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
-        found = replace(found, device=properties.name, device_bytes=properties.total_memory)
-        found = replace(found, page_lock=measure_page_lock(num_bytes))
-        now("bus")
-        found = replace(found, bus=measure_bus(num_bytes, device))
+        found |= {"device": properties.name, "device_bytes": properties.total_memory}
+        parts |= {"page_lock": lambda: measure_page_lock(num_bytes), "bus": lambda: measure_bus(num_bytes, device)}
     if paths:
-        now("disk")
-        found = replace(found, disk=measure_disk(num_bytes, paths))
-    return found
+        parts["disk"] = lambda: measure_disk(num_bytes, paths)
+    free = available_bytes()
+    for done, (name, work) in enumerate(parts.items()):
+        tell(name.replace("_", " "), done, len(parts))
+        found[name] = work()
+    threads = torch.get_num_threads()
+    return Measured(socket.gethostname(), _now(), num_threads=threads, host_free_bytes=free, **found)
 
 
 def measure_copy(num_bytes: int) -> float:

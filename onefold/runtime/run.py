@@ -79,6 +79,7 @@ class Run:
         self._accumulates = accumulates
         self._sum_slot: torch.Tensor | None = None
         self._shard: torch.Tensor | None = None
+        self._other_shard: torch.Tensor | None = None
         self.take_parameters()
         if self.trainable:
             self._allocate_shard()
@@ -262,6 +263,8 @@ class Run:
         if self.rest.offloads_states:
             assert self.lower is not None
             self._shard = self.lower.host(self.layout.shard_size, self._reduced_dtype)
+            if self.plan.delays_host:
+                self._other_shard = self.lower.host(self.layout.shard_size, self._reduced_dtype)
         elif not self.in_place:
             self._shard = torch.zeros(self.layout.shard_size, dtype=self._reduced_dtype, device=self.device)
 
@@ -290,6 +293,8 @@ class Run:
         if self._shard.dtype != self._reduced_dtype:
             self.wait_for_reduced()
             self._shard = self.lower.more_host(self.layout.shard_size, self._reduced_dtype).copy_(self._shard)
+            if self._other_shard is not None:
+                self._other_shard = self.lower.more_host(self.layout.shard_size, self._reduced_dtype)
             self.reduced = self._shard if self.reduced is not None else None
 
     def open(self, pool: Pool) -> None:
@@ -355,6 +360,10 @@ class Run:
         self.reduced = self._shard
         return self._shard, add
 
+    def swap_shards(self) -> None:
+        """The host keeps this gradient for longer: the next one goes elsewhere."""
+        self._shard, self._other_shard = self._other_shard, self._shard
+
     def wait_for_reduced(self) -> None:
         """Until the reduced gradient is whole on the host."""
         if isinstance(self.descending, Future):
@@ -380,7 +389,7 @@ class Run:
         if isinstance(self.shard, DiskTensor):
             self.shard = self.shard.load()
             self.rest = replace(self.rest, parameters=Tier.HOST)
-        self.grad = self.reduced = self._sum_slot = self._shard = None
+        self.grad = self.reduced = self._sum_slot = self._shard = self._other_shard = None
 
     def _give_back_sum_slot(self, pool: Pool) -> None:
         if self._sum_slot is not None:
@@ -398,7 +407,7 @@ class Run:
         if tier is Tier.DEVICE:
             return sum(tensor.nbytes for tensor in self.gradient_tensors())
         on_host = self.rest.offloads_states and tier is Tier.HOST
-        return self._shard.nbytes if on_host and self._shard is not None else 0
+        return sum(t.nbytes for t in (self._shard, self._other_shard) if on_host and t is not None)
 
 
 def _as_parameter(payload: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from onefold.config import ConfigError
+from onefold.tier.bus import HERE, Arrival, Bus
+from onefold.tier.host import page_aligned
 
 _ALIGNMENT = 512  # Bytes: kernels may choose by it, and torch's own CUDA allocations have it.
 
 _buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # One line of memory, and its free slots.
-_lanes: dict[torch.device, torch.cuda.Stream] = {}
+_buses: dict[torch.device, Bus] = {}
 
 
 def forget_buffers() -> None:
@@ -38,17 +40,13 @@ class Resting:
     device: torch.device
     version: int | None = None
     """Of an input that rests as itself: with a hook in between, torch no longer looks for changes in place."""
-    arrived: torch.cuda.Event | None = None
+    arrived: Arrival = HERE
 
     def back(self) -> Tensor:
         if self.version is not None:
             _check_unchanged(self.tensor, self.version)
-        self.wait()
+        self.arrived.order()
         return self.tensor.to(self.device, non_blocking=True)
-
-    def wait(self) -> None:
-        if self.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.arrived)
 
 
 class Inputs:
@@ -75,7 +73,7 @@ class Inputs:
             weakref.finalize(resting, give_back).atexit = False
         self._num_moved += 1
         if crosses:
-            resting.arrived = _copy_beside(tensor, resting.tensor)
+            resting.arrived = _bus(tensor.device).down(tensor, resting.tensor)
             self._copying.append((resting, tensor, tensor._version))
         else:
             resting.tensor.copy_(tensor)
@@ -88,7 +86,7 @@ class Inputs:
         stream; `record_stream` would hold it for as long as the host is ahead of the device.
         """
         for resting, tensor, version in self._copying:
-            resting.wait()
+            resting.arrived.order()
             _check_unchanged(tensor, version)  # A change in place would have raced with the copy.
         self._copying.clear()
 
@@ -97,16 +95,11 @@ class Inputs:
         return plain and tensor.numel() > 0 and tensor.data_ptr() not in self._parameters
 
 
-def _copy_beside(tensor: Tensor, host: Tensor) -> torch.cuda.Event:
-    """Starts the copy on a stream of its own, behind what the compute stream does now."""
-    if tensor.device not in _lanes:
-        _lanes[tensor.device] = torch.cuda.Stream(tensor.device)
-    lane, arrived = _lanes[tensor.device], torch.cuda.Event()
-    lane.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(lane):
-        host.copy_(tensor, non_blocking=True)
-        arrived.record()
-    return arrived
+def _bus(device: torch.device) -> Bus:
+    """Inputs leave beside what computes, as gradients do."""
+    if device not in _buses:
+        _buses[device] = Bus(device, lambda _way, _num_bytes: None)
+    return _buses[device]
 
 
 def _check_unchanged(tensor: Tensor, version: int) -> None:
@@ -126,8 +119,10 @@ def _take_slot(tensor: Tensor, home: torch.device, place: int, num_slots: int) -
         # Another shape than before, such as a longer sequence: buffers that nobody uses any more make room.
         for other in [other for other, (_, free) in _buffers.items() if len(free) == other[-1]]:
             del _buffers[other]
-        pinned = tensor.is_cuda and home.type == "cpu"
-        line = torch.empty(num_slots * pitch, dtype=tensor.dtype, device=home, pin_memory=pinned)
+        if home.type == "cpu":
+            line = page_aligned(num_slots * pitch * tensor.itemsize, pinned=tensor.is_cuda).view(tensor.dtype)
+        else:
+            line = torch.empty(num_slots * pitch, dtype=tensor.dtype, device=home)
         _buffers[key] = line, list(reversed(range(num_slots)))
     line, free = _buffers[key]
     if not free:

@@ -1,0 +1,251 @@
+"""`onefold bench tiers`: what is measured is kept, what is kept is read back, and the tables follow by arithmetic."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from onefold.cli.main import main
+from onefold.plan import Crossing
+from onefold.report import tiers
+from onefold.report.tiers import SETTINGS, BusRates, DiskRates, Measured
+
+# Each of the table's 20 units is a multiple of 2048, so nothing is padded.
+P = 20 * 2048 * 1000
+GB = 1_000_000_000
+FIXED = Measured(
+    host=socket.gethostname(),
+    when="2030-01-01T00:00:00+00:00",
+    num_threads=8,
+    host_free_bytes=100 * GB,
+    host_copy=50.0,
+    adam=P / 2,
+    device="a GPU",
+    device_bytes=80 * GB,
+    page_lock=5.0,
+    bus=BusRates(down=P / GB, up=2 * P / GB, both=2 * P / GB),
+    disk=DiskRates(("/mnt/a", "/mnt/b"), 4 * P / GB, 2 * P / GB, 3 * P / GB, True, 1000 * GB, "2030-01-01"),
+)
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "onefold" / "tiers.json"
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["bench", *map(str, arguments)])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_measured_is_shown_kept_and_read_back(bench: Command, cache: Path, drive: Path) -> None:
+    code, out, _ = bench("tiers", "--size", 0.05, "--path", drive, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts.keys() == {"measured", "parameters", "settings", "kept_in"}
+    assert facts["kept_in"] == str(cache)
+    assert [row["setting"] for row in facts["settings"]] == list(SETTINGS)
+    assert facts["settings"][0].keys() >= {"device_bytes", "host_bytes", "crossing", "seconds", "bound_by"}
+    measured = facts["measured"]
+    assert measured["adam"] > 0
+    assert measured["host_copy"] > 0
+    assert measured["num_threads"] == torch.get_num_threads()
+    assert (measured["bus"] is None) == (not torch.cuda.is_available())
+    assert measured["disk"]["paths"] == [str(drive)]
+    assert all(measured["disk"][way] > 0 for way in ("read", "write", "both", "free_bytes"))
+    kept = tiers.load_measured()
+    assert kept is not None
+    assert json.loads(json.dumps(asdict(kept))) == measured
+    assert os.listdir(drive) == []
+    assert os.listdir(cache.parent) == ["tiers.json"]
+
+
+def test_without_a_path_the_disk_is_as_it_was_kept(bench: Command) -> None:
+    code, out, _ = bench("tiers", "--size", 0.01)
+    assert code == 0
+    assert "ask for it with --path" in out
+    tiers.save_measured(FIXED)
+    code, out, _ = bench("tiers", "--size", 0.01)
+    assert code == 0
+    assert "kept from 2030-01-01" in out
+    kept = tiers.load_measured()
+    assert kept is not None
+    assert kept.disk == FIXED.disk
+    assert kept.when != FIXED.when
+
+
+def test_no_save_writes_nothing(bench: Command, cache: Path) -> None:
+    code, out, _ = bench("tiers", "--size", 0.01, "--no-save")
+    assert code == 0
+    assert "bound by" in out
+    assert not cache.parent.exists()
+
+
+def test_a_folder_that_is_not_there_is_named_and_not_made(bench: Command, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    code, _, said = bench("tiers", "--path", missing)
+    assert code == 2
+    assert f"--path {missing}: there is no such folder" in said
+    assert not missing.exists()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--size", 0), ("--size", "nan"), ("--parameters", -1)])
+def test_numbers_that_make_no_sense_are_refused(bench: Command, option: str, value: object) -> None:
+    code, _, said = bench("tiers", option, value)
+    assert code == 2
+    assert f"{option} {value}: must be above 0" in said
+
+
+def test_more_than_the_host_has_is_refused(bench: Command) -> None:
+    code, _, said = bench("tiers", "--size", 1e6)
+    assert code == 2
+    assert "of host memory are available" in said
+
+
+def test_bench_alone_shows_its_help(bench: Command) -> None:
+    code, _, said = bench()
+    assert code == 2
+    assert "onefold bench tiers --path" in said
+
+
+def test_a_cache_that_cannot_be_written_does_not_take_the_tables(bench: Command, cache: Path) -> None:
+    cache.parent.parent.write_text("a file where the folder would be")
+    code, out, said = bench("tiers", "--size", 0.01)
+    assert code == 1
+    assert "bound by" in out
+    assert str(cache.parent.parent) in said
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_kept_side_by_side(cache: Path) -> None:
+    assert tiers.load_measured() is None
+    other = replace(FIXED, host="another", bus=None, disk=None, page_lock=None, device=None, device_bytes=None)
+    tiers.save_measured(other)
+    tiers.save_measured(FIXED)
+    assert tiers.load_measured() == FIXED
+    assert tiers.load_measured("another") == other
+    assert json.loads(cache.read_text()).keys() == {"another", FIXED.host}
+
+
+def spoiled(**changes: object) -> str:
+    return json.dumps({FIXED.host: {**asdict(FIXED), **changes}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", json.dumps({FIXED.host: {}}), spoiled(adam="fast"), spoiled(host_copy=0), spoiled(bus={"down": 1})],
+)
+def test_a_damaged_file_is_told_and_replaced(cache: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text(text)
+    with caplog.at_level(logging.WARNING, logger="onefold"):
+        assert tiers.load_measured() is None
+    assert f"{cache}: cannot be read" in caplog.text
+    tiers.save_measured(FIXED)
+    assert tiers.load_measured() == FIXED
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+# Multiples of P: device, host and disk at rest; down, up, read, written in a step; seconds of bus, host Adam, disk. At
+# the rates above a step that moves P down takes 1 s, 2P up 1 s, and 2P both ways 1 s; Adam takes 2 s; 4P read take 1 s,
+# 2P written 1 s, and 3P both ways 1 s.
+BY_HAND = {
+    "all on the device": ((16, 0, 0), (0, 0, 0, 0), (0, 0, 0), None),
+    "optimizer cpu, ratio 0.3": ((2 + 0.7 * 14, 0.3 * 14, 0), (0.6, 1.2, 0, 0), (0.9, 0.6, 0), "bus"),
+    "optimizer cpu": ((2, 14, 0), (2, 4, 0, 0), (3, 2, 0), "bus"),
+    "optimizer and param cpu": ((0, 16, 0), (2 + 2, 4 + 2, 0, 0), (5, 2, 0), "bus"),
+    "optimizer nvme": ((2, 2, 12), (2, 4, 12, 12), (3, 2, 8), "disk"),
+    "optimizer and param nvme": ((0, 2, 14), (2, 4, 12 + 4, 12 + 2), (3, 2, 10), "disk"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_a_setting_costs_by_hand(setting: str) -> None:
+    rest, ways, seconds, bound_by = BY_HAND[setting]
+    cost = tiers.cost_of(setting, P, FIXED)
+    assert (cost.device_bytes, cost.host_bytes, cost.disk_bytes) == tuple(round(factor * P) for factor in rest)
+    assert cost.crossing == Crossing(*(round(factor * P) for factor in ways))
+    assert cost.seconds == pytest.approx(dict(zip(("bus", "host Adam", "disk"), seconds, strict=True)))
+    assert cost.bound_by == bound_by
+
+
+def test_one_way_alone_is_no_faster_than_its_own_rate() -> None:
+    assert BusRates(down=10, up=20, both=25).seconds(Crossing(20 * GB, 20 * GB, 0, 0)) == 2
+    assert BusRates(down=10, up=20, both=25).seconds(Crossing(0, 80 * GB, 0, 0)) == 4
+    assert BusRates(down=10, up=20, both=25).seconds(Crossing(20 * GB, 40 * GB, 0, 0)) == 2.4
+
+
+def test_what_was_not_measured_is_unknown_and_not_free() -> None:
+    cost = tiers.cost_of("optimizer nvme", P, replace(FIXED, bus=None, disk=None))
+    assert cost.seconds == {"bus": None, "host Adam": pytest.approx(2), "disk": None}
+    assert cost.bound_by == "host Adam"
+    assert tiers.cost_of("optimizer cpu", P, replace(FIXED, disk=None)).seconds["disk"] == 0
+
+
+def test_what_does_not_fit_is_said() -> None:
+    small = replace(FIXED, device_bytes=16 * P - 1, host_free_bytes=16 * P - 1)
+    short = {setting: tiers.shortages(tiers.cost_of(setting, P, small), small) for setting in SETTINGS}
+    assert [setting for setting, lines in short.items() if lines] == ["all on the device", "optimizer and param cpu"]
+    assert "device memory" in short["all on the device"][0]
+    assert "host memory" in short["optimizer and param cpu"][0]
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_where_a_transfer_failed(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(5, "the drive is gone")
+
+    monkeypatch.setattr(tiers, "_best", fail)
+    with pytest.raises(OSError, match="the drive is gone"):
+        tiers.measure_disk(1 << 20, [str(drive)])
+    assert os.listdir(drive) == []
+
+
+def test_several_paths_are_written_to(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    found = tiers.measure_disk(1 << 20, [str(path) for path in paths])
+    assert found.paths == tuple(map(str, paths))
+    assert [os.listdir(path) for path in paths] == [[], []]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_bus_has_rates_both_ways(bench: Command) -> None:
+    code, out, _ = bench("tiers", "--size", 0.1, "--json")
+    measured = json.loads(out)["measured"]
+    assert code == 0
+    assert measured["page_lock"] > 0
+    assert all(rate > 0 for rate in measured["bus"].values())
+    assert measured["device_bytes"] > 0
+    assert all(row["seconds"]["bus"] is not None for row in json.loads(out)["settings"])
