@@ -130,6 +130,7 @@ def test_a_slow_host_changes_nothing(nccl):
 
 
 def parked() -> tuple[int, int, list[float], list[float]]:
+    """Bytes that were freed, bytes that the engine holds, and losses with and without it."""
     traces = []
     for leaves in (False, True):
         engine = start(net(width=512, depth=4), config(2, bf16={"enabled": True}))
@@ -138,7 +139,7 @@ def parked() -> tuple[int, int, list[float], list[float]]:
             if leaves and number == 2:
                 before = torch.cuda.memory_allocated()
                 engine.offload_states()
-                between = torch.cuda.memory_allocated()
+                freed, held = before - torch.cuda.memory_allocated(), engine.planned_bytes()
                 engine.reload_states()
             loss = engine(x.cuda(), y.cuda())
             engine.backward(loss)
@@ -146,10 +147,10 @@ def parked() -> tuple[int, int, list[float], list[float]]:
             losses.append(loss.item())
         traces.append(losses)
         engine.destroy()
-    return before, between, traces[0], traces[1]
+    return freed, held.total - held.gradients, traces[0], traces[1]
 
 
 def test_states_leave_the_device_and_come_back(nccl):
-    before, between, straight, left = nccl.run(parked)[0]
+    freed, held, straight, left = nccl.run(parked)[0]
     assert straight == left
-    assert between < before / 10
+    assert freed >= held

@@ -573,23 +573,38 @@ def test_an_external_parameter_kept_out_of_sight_is_found_when_registered(on_ran
 
 # -- the shipped configs ----------------------------------------------------------------------------------------
 
-SHIPPED = sorted((Path(__file__).parent.parent / "examples" / "configs").glob("*zero3*"))
+CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+SHIPPED = sorted({path for kind in ("zero3", "offload", "infinity") for path in CONFIGS.glob(f"*{kind}*")})
 
 
-def runs_shipped(path: str) -> tuple[bool, bool, bool]:
+def runs_shipped(path: str, folder: str) -> tuple[bool, bool, bool]:
     prepared = prepare_config(TrainOptions(config=path, steps=10), on_gpus=False)
+    for section in ("offload_optimizer", "offload_param"):
+        offload = prepared.document.get("zero_optimization", {}).get(section)
+        if isinstance(offload, dict) and "nvme_path" in offload:
+            several = isinstance(offload["nvme_path"], list)
+            offload["nvme_path"] = [f"{folder}/{n}" for n in range(len(offload["nvme_path"]))] if several else folder
     engine = start(net(), prepared.document)
     first = engine(*batches(1)[0]).item()
     for _ in range(3 * engine.gradient_accumulation_steps()):
         loss = engine(*batches(1)[0])
         engine.backward(loss)
         engine.step()
-    asked = engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    return loss.item() < first, engine.plan.shards_parameters, engine.zero_gather_16bit_weights_on_model_save() == asked
+    zero = engine.settings.zero_optimization
+    asked = zero.stage3_gather_16bit_weights_on_model_save
+    sharded = engine.plan.shards_parameters == (zero.stage == 3)
+    # A schedule that begins at a rate of 0 has not moved yet.
+    result = loss.item() < first + 1e-2, sharded, engine.zero_gather_16bit_weights_on_model_save() == asked
+    engine.destroy()
+    return result
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_stage_3_configs_run(on_ranks, path):
-    if load_config(path).refusals:
+def test_shipped_configs_run(on_ranks, path, tmp_path):
+    config = load_config(path)
+    if config.refusals:
         pytest.skip("asks for something that is not built yet")
-    assert on_ranks(2, runs_shipped, str(path)) == [(True, True, True)] * 2
+    fixed = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    world = fixed[0] // (fixed[1] * fixed[2]) if all(fixed) else 2
+    assert on_ranks(world, runs_shipped, str(path), str(tmp_path)) == [(True, True, True)] * world
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]

@@ -227,8 +227,6 @@ def _show_costs(costs: Sequence[Cost], measured: Measured, num_parameters: float
     unknown = {name for cost in costs for name, value in cost.seconds.items() if value is None}
     print("\nOpen units, activations and the buffers of disk transfers come on top of what rests.")
     if unknown:
-        print(
-            f"?: {' and '.join(sorted(unknown))} not measured; whatever bounds such a row may be slower than it says."
-        )
+        print(f"?: {' and '.join(sorted(unknown))} not measured; it may be what bounds such a row instead.")
     for line in (line for cost in costs for line in shortages(cost, measured)):
         print(f"too little: {line}")

@@ -45,7 +45,7 @@ class OffloadOptimizer:
         switch="device",
         minimum=1,
     )
-    buffer_size: int = key(100_000_000, _BUFFER_SIZE, switch="device", minimum=1)
+    buffer_size: int = key(8_000_000, _BUFFER_SIZE, switch="device", minimum=1)
     pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
     pipeline_read: bool | None = key(
         None, "Read the next states during the step; on unless it says false.", switch="device"

@@ -166,7 +166,7 @@ class Facts(nn.Module):
     def planned_crossing(self) -> Crossing:
         """Bytes that cross between tiers in one step, on one rank: what `ledger` counts."""
         shapes = [run.shape for unit in self._units for run in unit.runs]
-        return count_crossing(shapes, self._counting, self.batch.accumulation)
+        return count_crossing(shapes, self._counting, self.batch.accumulation, device_casts=self.device.type == "cuda")
 
     def held_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
         """What is really allocated, counted from the tensors."""

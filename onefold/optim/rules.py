@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +31,16 @@ class Rule(Protocol):
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None: ...
 
 
-@lru_cache(maxsize=4)  # the device and the host step at once
+# The step's number where torch wants it as a tensor: one on each device, since host and device step at once.
+_numbers: dict[torch.device, tuple[int, torch.Tensor]] = {}
+
+
 def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
-    return torch.full((), float(step), device=device)
+    number, tensor = _numbers.get(device, (0, None))
+    if tensor is None or number != step:
+        tensor = torch.full((), float(step), device=device)
+        _numbers[device] = step, tensor
+    return tensor
 
 
 class AdamRule:

@@ -152,8 +152,12 @@ class Crossing:
         return bool(self.down or self.up or self.read or self.written)
 
 
-def count_crossing(runs: Iterable[RunShape], counting: Counting, num_micro_steps: int) -> Crossing:
-    """The plan's arithmetic of a step with so many micro-steps."""
+def count_crossing(
+    runs: Iterable[RunShape], counting: Counting, num_micro_steps: int, *, device_casts: bool
+) -> Crossing:
+    """The plan's arithmetic of a step with so many micro-steps. `device_casts`: shards on the host beside their masters
+    take a GPU's cast of them, which is gathered from the master then.
+    """
     down = up = read = written = 0
     for run in runs:
         shard, master = run.layout.shard_size, master_dtype(run.dtype).itemsize
@@ -169,6 +173,9 @@ def count_crossing(runs: Iterable[RunShape], counting: Counting, num_micro_steps
         travels = counting.precision.of_reduced(run.dtype, 1, counting.world_size)
         down += num_micro_steps * shard * travels.itemsize
         up += shard * master if whole or run.rest.parameters is Tier.DEVICE else 0
+        if run.rest.states is run.rest.parameters is Tier.HOST and device_casts and not run.master_is_shard:
+            up += shard * (master - run.dtype.itemsize)
+            down += shard * run.dtype.itemsize
         if run.rest.states is Tier.NVME:
             read += shard * master * (1 + counting.num_states)
             written += shard * master * (1 + counting.num_states)

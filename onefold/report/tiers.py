@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,6 @@ from onefold.optim.host import TILE
 from onefold.optim.pieces import Piece, Step, Tiler, Window
 from onefold.optim.rules import AdamRule
 from onefold.plan import Counting, Crossing, Layout, Room, RunShape, Tier, count_bytes, count_crossing, settle_tiers
-from onefold.plan.memory import master_dtype
 from onefold.plan.table import make_plan, make_precision
 from onefold.report.log import logger
 from onefold.runtime import Run
@@ -220,7 +219,7 @@ def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
             write=_best(transfer(lambda turn: False), total) / 1e9,
             read=_best(transfer(lambda turn: True), total) / 1e9,
             both=_best(transfer(lambda turn: turn % 2 == 0), total) / 1e9,
-            direct=all(drive.folder.direct for drive in swap._drives),
+            direct=swap.is_direct,
             free_bytes=sum({os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}.values()) + total,
             when=_now(),
         )
@@ -354,7 +353,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     shape = RunShape(layout, torch.bfloat16, trainable=True, persistent=False)
     room = Room(ratio=config.zero_optimization.offload_optimizer.ratio)
     runs = settle_tiers([shape] * _NUM_UNITS, counting, room)
-    crossing = _on_a_bus(count_crossing(runs, counting, 1), runs)
+    crossing = count_crossing(runs, counting, 1, device_casts=True)
     stepped = sum(run.layout.numel for run in runs if run.rest.offloads_states)
     bus, disk = measured.bus, measured.disk
     uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
@@ -371,16 +370,6 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
             "disk": (disk.seconds(crossing) if disk else None) if uses_disk else 0.0,
         },
     )
-
-
-def _on_a_bus(crossing: Crossing, runs: Sequence[RunShape]) -> Crossing:
-    """The first gather after a step takes the master up instead of the shard, and the device's cast of it back down:
-    see FreshSource. The plan counts what is the same where nothing crosses.
-    """
-    fresh = [run for run in runs if run.rest.states is run.rest.parameters is Tier.HOST and not run.master_is_shard]
-    wider = sum(run.layout.shard_size * (master_dtype(run.dtype).itemsize - run.dtype.itemsize) for run in fresh)
-    back = sum(run.layout.shard_size * run.dtype.itemsize for run in fresh)
-    return replace(crossing, up=crossing.up + wider, down=crossing.down + back)
 
 
 def shortages(cost: Cost, measured: Measured) -> list[str]:

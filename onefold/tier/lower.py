@@ -199,6 +199,7 @@ class LowerTiers:
         self._parameter_options = parameters
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-host")
+        self._leave_cores()
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
         self._states = _Shelf(swap_states, needs.states_on_disk)
@@ -208,6 +209,15 @@ class LowerTiers:
         self._sources: dict[int, HostSource | DiskSource] = {}
         self._parameter_buffers: Buffers | None = None
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
+
+    def _leave_cores(self) -> None:
+        """Every operation of the host waits for its slowest thread: two cores are left to the trainer and its device,
+        which would take them anyway.
+        """
+        num = torch.get_num_threads()
+        if self.bus.crosses and num >= 8:
+            self.worker.submit(torch.set_num_threads, num - 2).result()
+            torch.set_num_threads(num)  # threads that are new take the last number that anybody set
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the plan has counted; zero."""

@@ -239,10 +239,11 @@ class Swap:
         self._count, self._overlaps = count, aio.overlap_events
         self._block = aio.block_size + -aio.block_size % PAGE
         # A thread blocks in its request, so `queue_depth` threads are what submits and what is in flight: there is
-        # nothing that more of them by `intra_op_parallelism` could submit.
+        # nothing that more of them by `intra_op_parallelism` could submit. Each drive has its own, one set each way.
         self._num_threads = min(aio.queue_depth, _MAX_THREADS)
         self._num_lanes = 1 if aio.single_submit else self._num_threads
-        self._threads: futures.ThreadPoolExecutor | None = None
+        self._threads: dict[tuple[_Drive, Operation], futures.ThreadPoolExecutor] = {}
+        self._is_open = False
         self._of_thread = threading.local()
         self._num_reserved = 0
         # Also when the interpreter ends: threads have ended by then. Knows the folders and not the swap.
@@ -255,7 +256,7 @@ class Swap:
 
     def reserve(self, numel: int, dtype: torch.dtype) -> DiskTensor:
         """Room for a tensor, before `open`. Successive ones lie on successive drives."""
-        assert self._threads is None, "reserve before open"
+        assert not self._is_open, "reserve before open"
         drive = self._drives[self._num_reserved % len(self._drives)]
         self._num_reserved += 1
         offset, size = drive.num_bytes, numel * dtype.itemsize
@@ -264,7 +265,7 @@ class Swap:
 
     def open(self) -> None:
         """Makes the files, at their full size. A drive on which nothing was reserved is not touched."""
-        assert self._threads is None, "already open"
+        assert not self._is_open, "already open"
         assert self._remove.alive, "closed for good"
         used = [(drive.folder, drive.num_bytes) for drive in self._drives if drive.num_bytes]
         for folder, _ in used:
@@ -276,17 +277,18 @@ class Swap:
         except BaseException:
             _remove_all([folder for folder, _ in used])
             raise
-        self._threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
+        self._is_open = True
 
     def close(self) -> None:
         """Waits for what is under way, then removes files and folders."""
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
+        for threads in self._threads.values():
+            threads.shutdown()
+        self._threads.clear()
+        self._is_open = False
         self._remove()
 
     def _start(self, operation: Operation, tensor: DiskTensor, host: torch.Tensor) -> Transfer:
-        assert self._threads is not None, "the swap is not open"
+        assert self._is_open, "the swap is not open"
         if host.is_cuda or not host.is_contiguous() or host.dtype != tensor.dtype or host.numel() != tensor.numel():
             raise ValueError(
                 f"a swap {operation} of {tensor.numel()} {tensor.dtype} needs as many in one piece of host memory, "
@@ -295,11 +297,24 @@ class Swap:
         begin, end = tensor._offset, tensor._offset + tensor.nbytes
         request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))
         transfer = Transfer(request, _cut(begin, end, self._block, tensor._drive.page))
-        transfer.start(self._threads, min(self._num_lanes, -(-tensor.nbytes // self._block)))
+        transfer.start(
+            self._threads_for(tensor._drive, operation), min(self._num_lanes, -(-tensor.nbytes // self._block))
+        )
         self._count(operation, tensor.nbytes)
         if not self._overlaps:
             transfer.finish()
         return transfer
+
+    def _threads_for(self, drive: _Drive, operation: Operation) -> futures.ThreadPoolExecutor:
+        if (drive, operation) not in self._threads:
+            threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
+            self._threads[drive, operation] = threads
+        return self._threads[drive, operation]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every drive lets transfers pass the page cache by."""
+        return all(drive.folder.direct for drive in self._drives if drive.num_bytes)
 
     def _request(
         self, operation: Operation, tensor: DiskTensor, host: torch.Tensor, memory: _Memory, begin: int, end: int
