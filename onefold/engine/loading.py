@@ -65,6 +65,8 @@ class Loading(Saving):
         warning. Gradients that no step has used yet are dropped.
         """
         self._check_present()
+        if self.optimizer is not None:
+            self.optimizer.flush()
         self._saver.finish()
         self._schedule.meet_for_load()
         self.zero_grad()

@@ -100,6 +100,7 @@ class HostStep:
     def _step(self, piece: Piece, gradient: torch.Tensor, step: Step, used: torch.cuda.Event | None) -> Arrival:
         if not self._delays:  # with a delay another gradient may be on its way by now
             piece.run.wait_for_reduced()
+        piece.sent.wait()  # a unit that nothing has used since may still be on its way up
         out = _Out(None if self._delays else piece.out, piece, gradient, self._lower, used)
         for window in self._windows(piece):
             edges = [*range(window.start, window.stop, STRETCH), window.stop]
@@ -111,7 +112,8 @@ class HostStep:
         if out.casts_on_device:
             assert isinstance(piece.master, torch.Tensor)
             piece.run.fresh = piece.master
-        return out.finish()
+        piece.sent = out.finish()
+        return piece.sent
 
     def _windows(self, piece: Piece) -> Iterator[Window]:
         if self._stream is not None and piece.run.rest.states is Tier.NVME:

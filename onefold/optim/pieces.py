@@ -35,6 +35,8 @@ class Piece:
     master: Flat
     out: Flat | None = None
     states: dict[str, Flat] = field(default_factory=dict)
+    sent: Arrival = HERE
+    """The last copy up that reads the master."""
 
     @staticmethod
     def of(run: Run, start: int, stop: int) -> Piece:
