@@ -135,7 +135,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the master, and with it the parameter."""
     place = _trained(param)
-    place.engine.settle()
+    place.engine.about_to_write()
     place.master().write(value, local=False)
     run, member = place.piece.run, place.member
     if run.rests_whole:
@@ -150,6 +150,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     place = _trained(param)
     if place.piece.run.rests_whole:
         raise ValueError(f"{place.member.name} rests whole on every rank: use safe_set_full_fp32_param")
+    assert place.engine.optimizer is not None
+    place.engine.optimizer.let_change()
     place.master().write(value, local=True)
     place.piece.tell().wait()
 

@@ -290,6 +290,8 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for home in self._homes:
+            if self._modifier_rank is not None and home.owner is not None:
+                home.owner.about_to_write()
             home.borrow()
             self._borrowed.append(home)
         if self._modifier_rank is None:

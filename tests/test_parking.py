@@ -21,7 +21,7 @@ def held(engine: onefold.Engine) -> int:
             tensors += [piece.master, piece.out, *(state.memory for state in engine.optimizer.held_states(piece))]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                found[id(tensor.untyped_storage()._cdata)] = tensor.untyped_storage().size()
+                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().size()
     return sum(found.values())
 
 

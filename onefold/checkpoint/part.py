@@ -44,8 +44,10 @@ class Parts:
 
         def told() -> None:
             self._free_disk = _nothing
-            self.note(order, "copied")
-            copied.set()
+            try:
+                self.note(order, "copied")
+            finally:
+                copied.set()
 
         def copy_rest() -> None:
             try:

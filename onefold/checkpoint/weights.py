@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.checkpoint.safetensors import Weights, Writer
 from onefold.comm import Agreement, Ledger, data_group
-from onefold.runtime import Home, Run, home_of, whole_shape
+from onefold.runtime import Home, Run, about_to_write, home_of, whole_shape
 from onefold.tier.lower import write
 
 T = TypeVar("T")
@@ -158,6 +158,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
         stored = {name: _stored_as(name, contents, weights) for name in contents.tensors}
         _check(contents, stored, weights, strict=strict)
         homes: dict[Home, None] = {}
+        for tensor in contents.tensors.values():
+            about_to_write(tensor)
         for name, tensor in contents.tensors.items():
             source, home = stored[name], home_of(tensor)
             if source is None:
@@ -214,5 +216,6 @@ def _read_run(weights: Weights, name: str, run: Run, index: int) -> None:
     weights.read(name, low - member.start, high - member.start, part)
     target = run.full if run.shard is None else run.shard
     run.freshen()
+    run.forget_fetched()
     with torch.no_grad():
         write(target[low - start : high - start], part)

@@ -107,7 +107,9 @@ class Engine(Parking):
             )
         self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
         self._homes = [Home.of_unit(unit, self._schedule, self.ledger, self) for unit in self._units]
-        watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and group.size > 1)
+        # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
+        arrives = group.size > 1 or any(run.rest.offloads_states for unit in self._units for run in unit.trained)
+        watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, self._schedule, self, watch=watch)
         weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes, self._lower).atexit = False
         self._modules["module"] = model
@@ -227,6 +229,14 @@ class Engine(Parking):
         """`load_state_dict` has written parameters of these units: masters take them over."""
         if self.optimizer is not None:
             self.optimizer.refresh_masters(units)
+
+    def about_to_write(self) -> None:
+        """Parameters are about to be written from outside: what the last step still does is done first."""
+        self._flush()
+        self._schedule.settle_all()
+        if self.optimizer is not None:
+            self.optimizer.wait_for_host()
+            self.optimizer.let_change()
 
     def settle(self) -> None:
         """Whatever the last step left in flight has arrived."""
@@ -381,9 +391,11 @@ class Engine(Parking):
 
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
-        self._flush()
         self._saver.stop()
-        _let_go(self._schedule, self._hooks, self._homes, self._lower)
+        try:
+            self._flush()
+        finally:
+            _let_go(self._schedule, self._hooks, self._homes, self._lower)
         for unit in self._units if self.is_compiled else ():
             unit.module.__dict__.pop("forward", None)
         self._schedule.drop_gradients()
@@ -423,12 +435,15 @@ def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTie
     """What is in flight arrives, whoever deleted the engine: other ranks count on it, and so does the model."""
     try:
         schedule.settle_all()
+    except BaseException:
+        schedule.give_up()  # a step that failed on the host never arrives
+        raise
+    finally:
         schedule.rest()
         hooks.remove()
         for home in homes:
             home.stand_alone()
         homes.clear()
-    finally:
         if lower is not None:
             lower.close()
 

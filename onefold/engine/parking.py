@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from onefold.engine.loading import Loading
+from onefold.plan import Tier
 from onefold.tier.parking import bring_back, park
 
 
@@ -64,11 +65,12 @@ class Parking(Loading):
     def _tensors(self, kinds: set[OffloadStateTypeEnum]) -> Iterator[torch.Tensor]:
         for run in (run for unit in self._units for run in unit.runs):
             piece = self.optimizer.piece_of(run) if self.optimizer is not None and run.trainable else None
+            shard = run.shard if piece is None else piece.out
             held: dict[OffloadStateTypeEnum, list[Any]] = {
-                OffloadStateTypeEnum.lp_params: [run.full, run.shard if piece is None else piece.out],
+                OffloadStateTypeEnum.lp_params: [run.full, shard if run.rest.parameters is Tier.DEVICE else None],
                 OffloadStateTypeEnum.lp_grads: [*run.gradient_tensors()],
             }
-            if piece is not None:
+            if piece is not None and not run.rest.offloads_states:
                 assert self.optimizer is not None
                 held[OffloadStateTypeEnum.hp_params] = [piece.master]
                 held[OffloadStateTypeEnum.optim_states] = [s.memory for s in self.optimizer.held_states(piece)]
@@ -76,7 +78,7 @@ class Parking(Loading):
                     held[OffloadStateTypeEnum.hp_params] = []
                     held[OffloadStateTypeEnum.lp_params].append(piece.master)
             for kind in kinds & held.keys():
-                yield from (t for t in held[kind] if isinstance(t, torch.Tensor) and t.device == self.device)
+                yield from (tensor for tensor in held[kind] if isinstance(tensor, torch.Tensor))
 
     def _wait(self, *, non_blocking: bool) -> None:
         if not non_blocking and self.device.type == "cuda":

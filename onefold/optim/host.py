@@ -43,6 +43,8 @@ class HostStep:
         self._failed: BaseException | None = None
         self._delays = delays
         self._late: list[tuple[Piece, Future[Arrival]]] = []
+        # What the last step asked for, also once it has been waited for: other threads may ask at any time.
+        self._asked: list[Future[Arrival]] = []
 
     @property
     def is_late(self) -> bool:
@@ -59,20 +61,25 @@ class HostStep:
         self._late.clear()
 
     def wait(self) -> None:
-        """Until all is stepped that was asked for. Any thread may ask."""
-        for _, update in list(self._late):
+        """Until all is stepped that was asked for; raises if not all of it could be. Any thread may ask."""
+        for update in list(self._asked):
             update.result()
+        self._check()
 
-    def start(self, pieces: Sequence[Piece], step: Step) -> None:
-        """Each piece's run is told when it is done. Pieces are stepped in this order."""
+    def _check(self) -> None:
         if self._failed is not None:
             raise RuntimeError(
                 "an earlier step failed on the host, and some of its states are stepped and some are not: load a "
                 "checkpoint into a new engine"
             ) from self._failed
+
+    def start(self, pieces: Sequence[Piece], step: Step) -> None:
+        """Each piece's run is told when it is done. Pieces are stepped in this order."""
+        self._check()
         if self._delays:
             for piece in pieces:
                 piece.run.wait_for_reduced()
+        asked = []
         used = self._lower.bus.now()
         if self._stream is not None:
             self._stream.plan(pieces)
@@ -80,11 +87,13 @@ class HostStep:
             assert piece.run.update is None
             assert piece.run.reduced is not None
             update = self._lower.worker.submit(self._try, piece, piece.run.reduced, step, used)
+            asked.append(update)
             if self._delays:
                 self._late.append((piece, update))
                 piece.run.swap_shards()
             else:
                 piece.run.update = update
+        self._asked = asked
 
     def _try(self, piece: Piece, gradient: torch.Tensor, step: Step, used: torch.cuda.Event | None) -> Arrival:
         """After an error nothing more is stepped."""

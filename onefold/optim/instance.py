@@ -5,8 +5,9 @@ memory all at once.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class InstanceRule:
 
     def __init__(self, instance: torch.optim.Optimizer) -> None:
         self._instance = instance
+        self._turn = threading.Lock()
         self._number = 0
         self.loose: dict[int, dict[str, Any]] = {}
         self._next: dict[int, dict[str, Any]] = {}
@@ -49,9 +51,10 @@ class InstanceRule:
         return list(names)
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
-        if step != self._number:
-            self._number = step
-            self.loose |= self._next
+        with self._turn:  # device and host may step at once
+            if step != self._number:
+                self.loose |= self._next
+                self._number = step
         # The first step makes the states, with whatever values they begin.
         known = {**copy.deepcopy(self.loose.get(tile.group, {})), **tile.states} if step > 1 else {}
         state = self._step(tile.parameter, tile.gradient, known, hyper)
@@ -66,7 +69,16 @@ class InstanceRule:
 
     def take(self, group: int, values: dict[str, Any]) -> None:
         """Those of a checkpoint."""
-        self._next[group] = values
+        self._next[group], self._number = values, -1
+
+    def remember(self) -> Callable[[], None]:
+        """What undoes `take`."""
+        before = dict(self.loose), dict(self._next), self._number
+
+        def undo() -> None:
+            self.loose, self._next, self._number = dict(before[0]), dict(before[1]), before[2]
+
+        return undo
 
     @torch.enable_grad()  # as a user's own loop calls it
     def _step(

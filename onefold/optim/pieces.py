@@ -67,6 +67,7 @@ class Piece:
         """
         if self.out is None:
             return HERE
+        self.run.forget_fetched()
         self.run.fresh = None
         if not self.run.rest.offloads_states or self.run.rest.parameters is not Tier.DEVICE:
             write(self.out, read(self.master))
@@ -240,7 +241,7 @@ class TiledStepper:
                     self._rule.take(member.group, dict(loose[member.name]))
 
     def remember_states(self) -> Callable[[], None]:
-        return lambda: None
+        return self._rule.remember() if isinstance(self._rule, InstanceRule) else lambda: None
 
     def state_bytes(self, tier: Tier) -> int:
         held = [piece for piece in self._pieces if piece.run.rest.states is tier]

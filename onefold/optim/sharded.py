@@ -112,9 +112,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Until what the host has been asked to step is stepped. Any thread may ask."""
         if self._host is not None:
             self._host.wait()
-        for update in [run.update for run in self._pieces]:
-            if update is not None:
-                update.result()
 
     @torch.no_grad()
     def refresh_masters(self, units: Sequence[Unit]) -> None:

@@ -77,8 +77,7 @@ class Descent:
             self._pool.give_back(total)
 
     def _make_landings(self) -> Buffers:
-        largest = max(run.layout.shard_size * torch.float64.itemsize for run in self._runs)
-        self._landings = self._lower.buffers(2, largest)
+        self._landings = self._lower.buffers(2, max(run.passing_bytes for run in self._runs))
         return self._landings
 
 

@@ -60,8 +60,6 @@ class Flights:
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def start_reduction(self, batch: list[Unit]) -> None:
-        if self.descent is not None:
-            self.settle_all()  # refreshes that wait for the host come before it, on every rank
         size = sum(unit.num_elements for unit in batch)
         while len(self.reducing) >= REDUCTIONS_IN_FLIGHT:
             self.finish_reduction()
@@ -125,8 +123,10 @@ class Flights:
     # -- refreshes of what rests whole --------------------------------------------------------------------------
 
     def start_refresh(self, batch: list[Unit]) -> None:
-        """The batch has been stepped: send each rank's slice to all others, in place. What the host steps is sent when
-        somebody needs it: the launches of a rank are in one order, and it does not wait for the host before.
+        """The batch has been stepped: send each rank's slice to all others, in place.
+
+        Over several ranks this waits for the host to step the batch (it goes on with the next meanwhile): what one rank
+        alone does after a step must not wait for others. By itself a rank waits where it needs a unit.
         """
         runs = [run for unit in batch for run in unit.trained if run.rests_whole]
         travels = self._plan.shards_states and self.collective.group.size > 1
@@ -135,13 +135,11 @@ class Flights:
             return
         assert not any(unit.refreshing for unit in batch)
         size = sum(run.layout.total for run in runs)
-        # Where gathers of sharded units come in between, other ranks may be ahead of this one or behind.
-        defers = waits and not (travels and self._plan.shards_parameters)
-        if not defers:
+        if travels:
             _make_room(self.refreshing, size, self._plan.gather_bucket, self.finish_refresh)
         for unit in batch:
             unit.refreshing = True
-        self.refreshing.append(Flight(batch, None if defers else self._launch_refresh(batch), size))
+        self.refreshing.append(Flight(batch, self._launch_refresh(batch) if travels else None, size))
 
     def _launch_refresh(self, batch: list[Unit]) -> Pending:
         runs = [run for unit in batch for run in unit.trained if run.rests_whole]

@@ -30,6 +30,9 @@ left: list[Callable[[nn.Parameter], None]] = []
 class Owner(Protocol):
     """The engine, as far as homes know it."""
 
+    def about_to_write(self) -> None:
+        """Parameters are about to be written from outside."""
+
     def parameters_loaded(self, units: list[Unit]) -> None:
         """Parameters of these units were written from outside."""
 
@@ -211,6 +214,14 @@ class Home:
 def home_of(parameter: object) -> Home | None:
     home = getattr(parameter, "__dict__", {}).get(_ATTRIBUTE)
     return home if isinstance(home, Home) and id(parameter) in home._members else None
+
+
+def about_to_write(parameter: object) -> None:
+    """Somebody outside is about to write a parameter: the engine that trains it, if any, finishes what it does."""
+    home = home_of(parameter)
+    owner = home.owner if home is not None else None
+    if owner is not None:
+        owner.about_to_write()
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:

@@ -44,6 +44,9 @@ class Listener(Protocol):
     def abort_backward(self) -> None:
         """A bare backward raised and will not end."""
 
+    def about_to_write(self) -> None:
+        """`load_state_dict` is about to write parameters."""
+
     def parameters_loaded(self, units: list[Unit]) -> None:
         """`load_state_dict` has written parameters of these units."""
 
@@ -239,6 +242,9 @@ class Hooks:
                 )
 
     def before_load(self, units: list[int]) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.about_to_write()
         for unit in units:
             self._schedule.settle(self._schedule.units[unit])
             self._schedule.lend(self._schedule.units[unit])

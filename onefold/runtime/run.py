@@ -136,8 +136,15 @@ class Run:
         if not self.rests_whole:
             if self.shard is None:
                 self.shard = self._new_shard()
+            self.forget_fetched()
             write(self.shard, self.own_slice)
             self.fresh = None
+
+    def forget_fetched(self) -> None:
+        """The shard is about to be written: nobody reads or writes it any more, and what was read ahead is old."""
+        self._saving.wait()
+        if self.lower is not None and isinstance(self.shard, DiskTensor):
+            self.lower.source(self.shard).drop()
 
     def _new_shard(self) -> Flat:
         size, tier = self.layout.shard_size, self.rest.parameters
@@ -173,6 +180,7 @@ class Run:
 
     def freshen(self) -> None:
         """The shard is what the master says, whether or not anybody has gathered it."""
+        self._saving.wait()
         if self.fresh is not None:
             assert self.shard is not None
             write(self.shard, self.fresh)
@@ -189,8 +197,9 @@ class Run:
     def finish_update(self) -> None:
         """The host has stepped this run, and what it sends up has arrived, as the caller's stream sees it."""
         if self.update is not None:
-            update, self.update = self.update, None
-            update.result().order()
+            arrival = self.update.result()
+            self.update = None
+            arrival.order()
 
     def show(self) -> None:
         """The line is whole: parameters are views of it."""
@@ -349,6 +358,12 @@ class Run:
             return self.grad
         return pool.take(self.layout.shard_size, self._reduced_dtype)
 
+    @property
+    def passing_bytes(self) -> int:
+        """Of one micro-step's sum."""
+        dtype = self.dtype if self.layout.num_shards == 1 else self._reduced_dtype
+        return self.layout.shard_size * dtype.itemsize
+
     def land_on_host(self) -> tuple[torch.Tensor, bool]:
         """Where a micro-step's sum goes on the host, and whether it is added to what is there."""
         if self.update is not None:
@@ -389,6 +404,8 @@ class Run:
         if isinstance(self.shard, DiskTensor):
             self.shard = self.shard.load()
             self.rest = replace(self.rest, parameters=Tier.HOST)
+        elif self.shard is not None and self.rest.parameters is Tier.HOST:
+            self.shard = self.shard.clone()  # it would hold the memory of all that rested beside it
         self.grad = self.reduced = self._sum_slot = self._shard = self._other_shard = None
 
     def _give_back_sum_slot(self, pool: Pool) -> None:

@@ -261,6 +261,8 @@ class Schedule:
         lent = [unit.name for unit in self.sharded if unit.uses.lent]
         if lent:
             raise RuntimeError(f"{what} inside GatheredParameters of {', '.join(lent)}: leave the context first")
+        if self._lower is not None:
+            self._lower.forget_fetched()  # shards are about to change
         self.rest()
 
     def spread(self) -> None:
@@ -300,6 +302,14 @@ class Schedule:
         for unit in self.sharded:
             for run in unit.sharded:
                 run.finish_update()
+
+    def give_up(self) -> None:
+        """Nothing that is still to come from a step is waited for any more."""
+        self.flights.refreshing.clear()
+        for unit in self.units:
+            unit.refreshing = False
+            for run in unit.runs:
+                run.update = None
 
     def end_step(self) -> None:
         if not self._plan.overlap:

@@ -52,6 +52,9 @@ class HostSource:
     def fetch(self) -> bool:
         return True
 
+    def drop(self) -> None:
+        pass
+
     def copy_to(self, target: torch.Tensor) -> None:
         self._count("up", self._shard.nbytes)
         target.copy_(self._shard, non_blocking=True)
@@ -94,7 +97,7 @@ class DiskSource:
         return True
 
     def _start(self, buffer: torch.Tensor) -> None:
-        if not self._reading:
+        if self not in self._buffers.holders:
             self._buffers.holders.append(self)
         piece = self._pieces[self._num_started]
         self._num_started += 1
@@ -138,10 +141,9 @@ class Buffers:
             self._free.put((buffer, None))
 
     def take(self, user: DiskSource | None = None) -> torch.Tensor:
-        for holder in reversed(self.holders) if self._free.empty() else ():
-            if holder is not user:
+        for holder in reversed(self.holders):
+            if self._free.empty() and holder is not user:
                 holder.drop()
-                break
         buffer, read = self._free.get()
         if read is not None:
             read.synchronize()
@@ -198,7 +200,7 @@ class LowerTiers:
         self.disk_options = states
         self._parameter_options = parameters
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
-        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-host")
+        self.worker = ThreadPoolExecutor(1, "onefold-host", initializer=_use, initargs=(bus.device,))
         self._leave_cores()
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
@@ -264,10 +266,18 @@ class LowerTiers:
         return sum(swap.num_bytes for swap in self._swaps)
 
     def close(self) -> None:
-        """What was asked of the host is done; files are removed."""
+        """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""
         self.worker.shutdown()
+        self._arena = Arena(0, pinned=False)
+        self._sources.clear()
         for swap in self._swaps:
             swap.close()
+
+
+def _use(device: torch.device) -> None:
+    """A new thread begins with the first GPU, whichever its process uses."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class _Shelf:
