@@ -179,7 +179,8 @@ class Saver:
         held = ExitStack()
         try:
             head = make_head()
-            assert steps is not None, "a step is under way"
+            if steps is None:
+                raise SaveError("the last step failed half-way, so there is no state to save: load the last checkpoint")
             tree, tensors = tagged.encode(head.state, "state")
             tag_folder = Path(os.path.abspath(save_dir), folder.check_tag(tag))
             into = held.enter_context(folder.new_data_folder(tag_folder))

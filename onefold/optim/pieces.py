@@ -65,9 +65,9 @@ class Piece:
         """What is used becomes what the master is, as the caller's stream sees it; the host's memory is read until the
         arrival.
         """
+        self.run.forget_fetched()  # also where the master itself is what was read ahead
         if self.out is None:
             return HERE
-        self.run.forget_fetched()
         self.run.fresh = None
         if not self.run.rest.offloads_states or self.run.rest.parameters is not Tier.DEVICE:
             write(self.out, read(self.master))

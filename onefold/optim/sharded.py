@@ -84,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._schedule.settle_all()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        groups = [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
         step = Step(self.num_steps, coefficient, groups)
         if self._host is not None:
             self._host.start([self._pieces[run] for run in self._schedule.hosted_runs()], step)
@@ -197,3 +197,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer cannot be pickled: its shards belong to this rank and its engine")
+
+
+def _now(value: Any) -> Any:
+    """A rate may be a tensor that a scheduler writes to while the host still steps."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -95,7 +95,11 @@ class Flights:
         """Whatever the unit's state here: another rank may need this rank's slice."""
         for run in unit.sharded:
             run.finish_update()
-        pending = self.collective.start_gather(unit.start_gather())
+        try:
+            pending = self.collective.start_gather(unit.start_gather())
+        except BaseException:
+            unit.undo_gather()
+            raise
         self.gathering.append(Flight([unit], pending, unit.num_gathered))
 
     def fetch(self, units: Iterable[Unit]) -> None:
@@ -150,8 +154,9 @@ class Flights:
         return self.collective.start_gather([Gathering(run.full) for run in runs])
 
     def finish_refresh(self) -> None:
-        flight = self.refreshing.popleft()
-        pending = flight.pending or self._launch_refresh(flight.units)
+        flight = self.refreshing[0]
+        pending = flight.pending or self._launch_refresh(flight.units)  # may raise what the host has met, each time
+        self.refreshing.popleft()
         with self._waiting("refresh of", flight.units):
             pending.finish()
         for unit in flight.units:

@@ -63,6 +63,14 @@ class Unit:
             self.parameter = ParameterState.GATHERING
         return [run.refill() for run in self.sharded]
 
+    def undo_gather(self) -> None:
+        """It could not be started."""
+        self.flying -= 1
+        if self.parameter is ParameterState.GATHERING and not self.flying:
+            self.parameter = ParameterState.RESTING
+            for run in self.sharded:
+                run.hide()
+
     def finish_gather(self) -> None:
         self.flying -= 1
         # A unit that was whole when another rank asked for it stays as it is.

@@ -83,7 +83,7 @@ class DiskSource:
 
     def __init__(self, shard: DiskTensor, buffers: Buffers, bus: Bus) -> None:
         self._pieces = shard.split(buffers.num_bytes // shard.itemsize)
-        self._buffers, self._bus = buffers, bus
+        self._shard, self._buffers, self._bus = shard, buffers, bus
         self._reading: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._num_started = 0
 
@@ -110,7 +110,12 @@ class DiskSource:
             if not self._reading:
                 self._start(self._buffers.take(self))
             buffer, transfer = self._reading.popleft()
-            transfer.wait()
+            try:
+                transfer.wait()
+            except BaseException:
+                self._buffers.give_back(buffer)
+                self.drop()
+                raise
             self._bus.count("up", piece.nbytes)
             target[start : start + piece.numel()].copy_(buffer[: piece.nbytes].view(piece.dtype), non_blocking=True)
             self._buffers.give_back(buffer, self._bus.now())
