@@ -71,7 +71,9 @@ class Aio:
 
     block_size: int = key(1_048_576, "Bytes of one request.", minimum=1)
     queue_depth: int = key(8, "Requests in flight.", minimum=1)
-    intra_op_parallelism: int = key(1, "Threads that submit requests.", aliases=("thread_count",), minimum=1)
+    intra_op_parallelism: int = key(
+        1, "`queue_depth` requests for each of so many threads.", aliases=("thread_count",), minimum=1
+    )
     single_submit: bool = key(False, "One request at a time in each transfer.")
     overlap_events: bool = key(True, "false: each transfer is finished where it is started.")
     use_gds: bool = key(False, "GPU-direct storage.", notice="transfers go through page-locked host memory")
