@@ -238,8 +238,8 @@ class Swap:
         self._drives = [_Drive(SwapFolder(os.path.abspath(path), rank)) for path in paths]
         self._count, self._overlaps = count, aio.overlap_events
         self._block = aio.block_size + -aio.block_size % PAGE
-        # A thread blocks in its request, so there are as many threads as requests in flight: `queue_depth` for each that
-        # DeepSpeed would have. Each drive has its own, one set each way.
+        # A thread blocks in its request, so there are as many threads as requests in flight: `queue_depth` for each
+        # that DeepSpeed would have. Each drive has its own, one set each way.
         self._num_threads = min(aio.queue_depth * aio.intra_op_parallelism, _MAX_THREADS)
         self._num_lanes = 1 if aio.single_submit else self._num_threads
         self._threads: dict[tuple[_Drive, Operation], futures.ThreadPoolExecutor] = {}
