@@ -591,7 +591,7 @@ def test_case_equals_plain_torch(on_ranks, case, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [more(1), 3])
 @pytest.mark.parametrize("case", CASES)
 def test_case_equals_plain_torch_at_other_world_sizes(on_ranks, case, world):
     results = on_ranks(world, beside_torch, case, 2, ["bare, overlapped", "accumulated"])
@@ -788,7 +788,7 @@ def going_on(stage: int, bare: bool, around: bool, overlap: bool, zeroed: bool, 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 @pytest.mark.parametrize("zeroed", [more(False), True])
 def test_training_goes_on_after_a_backward_that_raised(on_ranks, stage, bare, overlap, zeroed):
     for when in (0, 1):
@@ -829,7 +829,7 @@ def evaluated(stage: int, overlap: bool, bare_module: bool) -> tuple[Weights, We
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 @pytest.mark.parametrize("bare_module", [False, True])
 def test_evaluation_between_steps(on_ranks, stage, overlap, bare_module):
     for mine, theirs, losses, expected in on_ranks(2, evaluated, stage, overlap, bare_module):
@@ -1068,7 +1068,7 @@ def interleaved(stages: tuple[int, int], overlap: bool) -> tuple[list[Weights], 
 
 
 @pytest.mark.parametrize("stages", [(0, 2), (1, 1), (2, 2)])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_two_engines_in_one_process(on_ranks, stages, overlap):
     for mine, theirs in on_ranks(2, interleaved, stages, overlap):
         for weights, expected in zip(mine, theirs, strict=True):
@@ -1091,7 +1091,7 @@ def chained(stage: int, overlap: bool) -> tuple[list[Weights], list[Weights]]:
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_one_loss_through_two_engines(on_ranks, stage, overlap):
     for mine, theirs in on_ranks(2, chained, stage, overlap):
         for weights, expected in zip(mine, theirs, strict=True):
@@ -1117,7 +1117,7 @@ def initialized_twice(stages: tuple[int, int], overlap: bool) -> tuple[Weights, 
 
 
 @pytest.mark.parametrize("stages", [(0, 0), (1, 2), (2, 0), (2, 2)])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_initialize_twice_on_one_model(on_ranks, stages, overlap):
     for mine, theirs, message in on_ranks(2, initialized_twice, stages, overlap):
         assert_close(mine, theirs)
@@ -1288,7 +1288,7 @@ def beside_a_copy(stage: int, overlap: bool, copies: bool) -> tuple[Weights, int
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_a_copy_of_the_module_is_plain_torch(on_ranks, stage, overlap):
     with_copies = on_ranks(2, beside_a_copy, stage, overlap, True)
     without = on_ranks(2, beside_a_copy, stage, overlap, False)

@@ -302,10 +302,8 @@ def without_the_others(pipe: Any, folder: str, whose: str) -> None:
     time.sleep(2 * PATIENCE)
 
 
-@pytest.mark.parametrize(
-    "whose",
-    ["has ended", *(pytest.param(whose, marks=pytest.mark.slow) for whose in ("has no engine", "is stopped"))],
-)
+@pytest.mark.slow  # it takes the whole of a rank's patience
+@pytest.mark.parametrize("whose", ["has ended", "has no engine", "is stopped"])
 def test_a_rank_that_does_not_come_is_named_on_rank_0(on_ranks: OnRanks, tmp_path: Path, whose: str) -> None:
     with Job(2, without_the_others, str(tmp_path), whose) as job:
         kind, words, seconds = job.tell(0)
@@ -598,7 +596,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("which", TENSORS)
 def test_a_flipped_bit_in_a_tensor_is_named_and_the_older_checkpoint_taken(
     on_ranks: OnRanks, copy: Path, which: str, steps: int

@@ -787,7 +787,7 @@ def loaded(stage: int, what: str, overlap: bool) -> bool:
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("what", ["module", "block"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [more(False), True])
 def test_load_state_dict_refreshes_the_masters(on_ranks, stage, what, overlap):
     assert on_ranks(2, loaded, stage, what, overlap) == [True, True]
 

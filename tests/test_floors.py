@@ -86,8 +86,8 @@ AROUND = {"checkpoint", "cli", "train", "compat", "env_report"}
 
 def test_the_package_stays_small():
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 13_500
-    assert sum(lines.values()) < 21_000
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 14_000
+    assert sum(lines.values()) < 21_500
 
 
 def test_importing_onefold_does_nothing():

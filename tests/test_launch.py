@@ -213,6 +213,7 @@ def test_interrupt_ends_the_ranks_quietly(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_other_programs_and_modules_run_too(tmp_path: Path) -> None:
     assert launch("--no_python", "sh", "-c", "exit 5")[0] == 5
     code, stdout, _ = launch("--module", "json.tool", "--help")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, batches, config, net, start, train_beside, weights_of
+from models import Net, batches, config, more, net, start, train_beside, weights_of
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 5
@@ -45,7 +45,7 @@ def beside_ddp(
     return weights_of(engine.module), weights_of(plain), losses
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, more(3)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.0), (3, 0.2)])
 def test_training_equals_ddp_with_adamw(on_ranks, world, stage, accumulation, clipping):

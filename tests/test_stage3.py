@@ -170,7 +170,7 @@ def traffic(dtype: str, accumulation: int, zero: dict[str, Any], stage: int = 3,
         (1, "fp32", 1),
         (1, "bf16", 3),
         (2, "fp32", 1),
-        (2, "fp32", 3),
+        more(2, "fp32", 3),
         (2, "bf16", 1),
         (2, "bf16", 3),
         (3, "fp32", 3),
@@ -580,7 +580,7 @@ def phases(zero: dict[str, Any], dtype: str, accumulation: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, more(3)])
 @pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
 def test_bytes_of_every_phase_are_those_of_plan_and_program(on_ranks, world, dtype, accumulation):
     for zero in LIMITS.values():
@@ -594,7 +594,7 @@ def held_at_rest() -> tuple[Any, int]:
     return engine.held_bytes(), sum(elements(engine))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, more(4)])
 def test_a_rank_rests_with_a_share_of_masters_and_states(on_ranks, world):
     for held, total in on_ranks(world, held_at_rest):
         assert held.parameters == 0
@@ -800,7 +800,7 @@ def evaluated_between(how: str, label: str, uneven: bool) -> tuple[bool, list[bo
 
 
 @pytest.mark.parametrize("how", EVALUATIONS)
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("uneven", [more(False), True])
 def test_evaluation_between_steps_changes_nothing(on_ranks, how, uneven):
     """Also where ranks evaluate different numbers of batches."""
     for same, right in on_ranks(2, evaluated_between, how, "none" if uneven else "kept", uneven):

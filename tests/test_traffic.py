@@ -35,7 +35,7 @@ def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, more(3), 4])
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("accumulation", [more(1), 3])
 def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, size, accumulation):

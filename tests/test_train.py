@@ -203,6 +203,7 @@ def test_mistakes_are_one_message_before_any_rank_starts(
     assert capsys.readouterr().err.startswith("onefold: ")
 
 
+@pytest.mark.slow
 def test_an_error_that_only_ranks_can_see_is_one_message_too(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text('{"train_batch_size": 7}')
@@ -240,6 +241,7 @@ def test_a_run_survives_a_killed_rank_and_goes_on_elsewhere(tmp_path: Path) -> N
     assert len(losses(tmp_path / "run")) == 12
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
     process = start("--resume", str(tmp_path), "--ranks", "1")
     _, stderr = process.communicate(timeout=60)

@@ -115,7 +115,7 @@ class ShardWriter:
         self._file.close()
 
 
-def write_shard(path: Path, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None]) -> Record:
+def write_shard(path: Path, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None] = lambda: None) -> Record:
     """Write the slots to a new file and flush it. What rests on a disk comes first; then `free_disk` is called."""
     with ShardWriter(path, slots) as writer:
         for slot in slots:
