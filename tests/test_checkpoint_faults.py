@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from models import config, rank, start
+from models import config, more, rank, start
 from torch import nn
 
 import onefold
@@ -620,7 +620,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("switch", ["evaluation", more("module only"), more("no optimizer states")])
 @pytest.mark.parametrize("which", ["second rank's random numbers", "client state", "second rank's buffer"])
 def test_damage_to_what_a_load_does_not_need_is_no_harm_or_the_same_on_every_rank(
     on_ranks: OnRanks, copy: Path, which: str, switch: str

@@ -616,7 +616,7 @@ def evaluations(zero: dict[str, Any], mode: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("mode", [more("no_grad"), "inference_mode"])
 @pytest.mark.parametrize("label", LIMITS)
 def test_memory_returns_to_rest_after_an_evaluation(on_ranks, mode, label):
     for problems in on_ranks(2, evaluations, LIMITS[label], mode):
@@ -683,7 +683,7 @@ def after_trouble(label: str, when: str, bare: bool, first: int) -> tuple[list[s
     return at_once, later, differing(weights_of(engine.module), weights_of(expected.module))
 
 
-@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("bare", [more(False), True])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_training_goes_on_after_an_exception_and_memory_returns_to_rest(on_ranks, when, bare):
     for label, first in (("none", 2), ("ahead", 0), ("ahead", 2), ("kept", 2)):
