@@ -691,7 +691,9 @@ def scheduling(make: Maker, rate: Any) -> Any:
 @pytest.mark.parametrize("names", [["2 cpu", "3 disk disk"], more(["1 disk", "3 cpu cpu", "3 cpu", "2 half"])])
 @pytest.mark.parametrize("rate", ["number", "tensor"])
 def test_a_step_uses_the_rates_of_the_moment_it_was_called(on_ranks, tmp_path, world, names, rate):
-    equal_in_every_tier(on_ranks, world, scheduling, tmp_path, names, rate)
+    # Over several ranks step() waits for the host, where whole parameters are to be sent to all.
+    runs_on = [name for name in names if world == 1 or name.startswith("3")]
+    equal_in_every_tier(on_ranks, world, scheduling, tmp_path, runs_on, rate)
 
 
 # -- beginnings and ends ----------------------------------------------------------------------------------------
@@ -1014,6 +1016,8 @@ def save_while_the_host_steps(folder: str, tier: str, background: bool) -> Any:
 @pytest.mark.parametrize("tier", [more("1 cpu"), more("3 cpu cpu"), more("3 cpu disk"), more("2 disk"), "3 disk disk"])
 @pytest.mark.parametrize("background", [False, more(True)])
 def test_a_save_right_after_step_holds_that_step(on_ranks, tmp_path, world, tier, background):
+    if world > 1 and not tier.startswith("3"):
+        pytest.skip("over several ranks step() waits for the host, where whole parameters are to be sent to all")
     for holds, resumes in on_ranks(world, save_while_the_host_steps, str(tmp_path), tier, background):
         assert holds
         assert resumes
