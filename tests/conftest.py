@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,3 +30,42 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     for pool in _pools.values():
         pool.stop()
     _pools.clear()
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[RankPool]:
+    """One rank on a GPU."""
+    pool = RankPool(1, backend="nccl")
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[RankPool]:
+    """Two ranks on one GPU, over the host."""
+    pool = RankPool(2, backend="gloo")
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """`mounted(kind, options)` is the folder of a new file system, where mounting is allowed."""
+    made: list[Path] = []
+
+    def mount(kind: str, options: str = "rw") -> Path:
+        folder = tmp_path / f"mount{len(made)}"
+        folder.mkdir()
+        command = ["mount", "-t", kind, "-o", options, kind, str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no mount command here")
+        if done.returncode:
+            pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+        made.append(folder)
+        return folder
+
+    yield mount
+    for folder in made:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -523,6 +523,14 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             zero(stage=2, offload_param={"device": "cpu"}),
             'zero_optimization.offload_param.device = "cpu": only stage 3',
         ),
+        (
+            zero(stage=3, offload_param={"device": "cpu"}),
+            "zero_optimization.offload_param: shards are cast from masters",
+        ),
+        (
+            {"onefold": {"device_memory": 4}},
+            'onefold.device_memory: only zero_optimization.offload_optimizer.ratio "auto"',
+        ),
         (zero(stage=2, offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio = 0.5: nothing"),
         (
             zero(offload_optimizer={"ratio": "auto"}),
@@ -598,7 +606,7 @@ def test_offload_is_honoured_in_full_and_quietly() -> None:
             **zero(
                 stage=3,
                 offload_optimizer={"device": "nvme", "nvme_path": "/a", "buffer_count": 3, "buffer_size": 1e7}
-                | {"max_in_cpu": 1e9, "ratio": 0.5, "pipeline_read": True, "pipeline_write": False},
+                | {"max_in_cpu": 1e9, "ratio": "auto", "pipeline_read": True, "pipeline_write": False},
                 offload_param={"device": "nvme", "nvme_path": "/a", "buffer_size": 1e7, "max_in_cpu": 0},
             ),
             "aio": {"single_submit": True, "overlap_events": False, "block_size": 4096, "queue_depth": 16},

@@ -6,13 +6,11 @@ NCCL refuses two ranks on one GPU, so NCCL between GPUs is not run here.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
-from ranks import RankPool
 
 import onefold
 from onefold.comm import Ledger, Native, Reduction, data_group
@@ -22,20 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[RankPool]:
-    pool = RankPool(1, backend="nccl")
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def staged() -> Iterator[RankPool]:
-    pool = RankPool(2, backend="gloo")
-    yield pool
-    pool.stop()
 
 
 def train_on_gpu(stage: int, dtype: str, accumulation: int, overlap: bool, collective: str) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
-from ranks import RankPool
 
 from onefold.plan import Tier
 
@@ -18,20 +16,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CPU = {"device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[RankPool]:
-    pool = RankPool(1, backend="nccl")
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def staged() -> Iterator[RankPool]:
-    pool = RankPool(2, backend="gloo")
-    yield pool
-    pool.stop()
 
 
 def run_tiers(dtype: str, accumulation: int) -> dict[str, Any]:

@@ -23,7 +23,8 @@ import torch
 
 from onefold.config import ConfigError
 from onefold.config.sections import Aio
-from onefold.tier.nvme import Swap, SwapError, aligned_empty
+from onefold.tier.host import page_aligned
+from onefold.tier.nvme import Swap, SwapError
 
 MIB = 1 << 20
 SMALL = Aio(block_size=8192, queue_depth=4)
@@ -44,33 +45,10 @@ def swap_on(mounted):
         swap.close()
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """`mounted(kind, options)` is a fresh file system, where mounting is allowed."""
-    made = []
-
-    def mount(kind, options="rw"):
-        folder = tmp_path / f"mount{len(made)}"
-        folder.mkdir()
-        command = ["mount", "-t", kind, "-o", options, kind, str(folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("no mount command here")
-        if done.returncode:
-            pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-        made.append(folder)
-        return folder
-
-    yield mount
-    for folder in made:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def values(numel, dtype=torch.float32, shift=0):
     """Random bytes; with a shift, off the page and off everything."""
     num_bytes = numel * dtype.itemsize
-    memory = aligned_empty(num_bytes + 64)[shift : shift + num_bytes].view(dtype)
+    memory = page_aligned(num_bytes + 64)[shift : shift + num_bytes].view(dtype)
     memory.view(torch.uint8).random_(0, 256)
     return memory
 
@@ -178,10 +156,10 @@ def test_a_host_tensor_that_does_not_fit_is_refused(swap_on, tmp_path, target):
 
 def test_aligned_memory_begins_at_a_page():
     for num_bytes in (1, 4096, 5 * MIB):
-        memory = aligned_empty(num_bytes)
+        memory = page_aligned(num_bytes)
         assert memory.data_ptr() % 4096 == 0
         assert memory.numel() == memory.fill_(1).sum() == num_bytes
-    assert aligned_empty(0).numel() == 0
+    assert page_aligned(0).numel() == 0
 
 
 # -- requests

@@ -45,30 +45,6 @@ def make(kind: str, folder: str, *, overlap: bool | None = None, **settings: Any
     return start(net(), config(stage, zero_optimization=zero, **{**precision("bf16"), **settings}))
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """`mounted(options)` is a fresh tmpfs, where mounting is allowed."""
-    made = []
-
-    def mount(options):
-        folder = tmp_path / f"mount{len(made)}"
-        folder.mkdir()
-        try:
-            done = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True
-            )
-        except FileNotFoundError:
-            pytest.skip("no mount command here")
-        if done.returncode:
-            pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-        made.append(folder)
-        return folder
-
-    yield mount
-    for folder in made:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 # -- what initialize refuses ------------------------------------------------------------------------------------
 
 
@@ -107,7 +83,7 @@ def check_refused(results: list[dict[str, Any]], *words: str) -> None:
 @pytest.mark.parametrize("world", [more(1), 2])
 @pytest.mark.parametrize("kind", ["2 disk", more("3 disk disk"), more("3 cpu disk")])
 def test_a_drive_that_is_too_small_is_refused_on_all_ranks_with_the_arithmetic(on_ranks, mounted, world, kind):
-    folder = mounted("size=8k")
+    folder = mounted("tmpfs", "size=8k")
     check_refused(on_ranks(world, refused, kind, str(folder)), str(folder), "needs", "8192", "are free")
     assert list(folder.rglob("*")) == []
 
@@ -115,7 +91,7 @@ def test_a_drive_that_is_too_small_is_refused_on_all_ranks_with_the_arithmetic(o
 @pytest.mark.parametrize("kind", [more("2 disk"), "3 disk disk"])
 def test_a_drive_with_room_for_one_rank_of_two_is_refused_on_both(on_ranks, mounted, kind):
     """Each rank counts its own bytes, so only making the files shows it."""
-    folder = mounted("size=200k" if kind == "3 disk disk" else "size=140k")
+    folder = mounted("tmpfs", "size=200k" if kind == "3 disk disk" else "size=140k")
     results = on_ranks(2, refused, kind, str(folder))
     check_refused(results, str(folder), "needs", "are free")
     assert files_in(folder) == []
@@ -123,7 +99,7 @@ def test_a_drive_with_room_for_one_rank_of_two_is_refused_on_both(on_ranks, moun
 
 @pytest.mark.parametrize("world", [more(1), 2])
 def test_a_read_only_drive_is_refused(on_ranks, mounted, world):
-    folder = mounted("ro")
+    folder = mounted("tmpfs", "ro")
     check_refused(on_ranks(world, refused, "2 disk", str(folder)), str(folder), "Read-only")
 
 

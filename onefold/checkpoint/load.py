@@ -19,7 +19,8 @@ from onefold.checkpoint.shards import Slot
 from onefold.checkpoint.slots import needed_range, outside_runs, state_slots, weight_slots
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.runtime import Unit
-from onefold.tier.lower import DiskTensor, Flat
+from onefold.tier.lower import Flat
+from onefold.tier.nvme import DiskTensor
 
 
 class MisfitError(ValueError):

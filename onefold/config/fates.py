@@ -44,7 +44,17 @@ def find_notices(config: Config, found: Found) -> list[str]:
     for name, offload in offloads.items():
         if offload.nvme_path and offload.device != "nvme":
             lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {offload.device})")
-    if config.onefold.delayed_host_step and config.zero_optimization.offload_optimizer.device == "none":
+    zero, own = config.zero_optimization, config.onefold
+    if zero.stage == 3 and zero.offload_param.device != "none" and zero.offload_optimizer.device == "none":
+        lines.append(
+            "zero_optimization.offload_param: shards are cast from masters, which rest on the device without "
+            "zero_optimization.offload_optimizer; only frozen parameters leave it"
+        )
+    fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
+    for name in ("device_memory", "host_memory"):
+        if getattr(own, name) is not None and not fills_tiers:
+            lines.append(f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it')
+    if own.delayed_host_step and zero.offload_optimizer.device == "none":
         lines.append("onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer")
     return lines
 

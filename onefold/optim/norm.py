@@ -9,7 +9,7 @@ import torch
 
 from onefold.comm.agreement import as_float, as_integer
 from onefold.runtime import Run, Schedule
-from onefold.runtime.descent import square_sum
+from onefold.runtime.squares import square_sum
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from onefold.plan.layout import Segment
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
 from onefold.tier.bus import HERE, Arrival
-from onefold.tier.lower import DiskTensor, Flat, read, write
+from onefold.tier.lower import Flat, read, write
+from onefold.tier.nvme import DiskTensor
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}

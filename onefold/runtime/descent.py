@@ -14,21 +14,15 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.plan.layout import SHARD_ALIGNMENT
 from onefold.runtime.run import Run
+from onefold.runtime.squares import square_sum
 from onefold.tier.bus import Arrival
 from onefold.tier.device import Pool
-from onefold.tier.lower import Buffers, LowerTiers
+from onefold.tier.lower import LowerTiers
+from onefold.tier.sources import Buffers
 
 # Sums that may be on their way before the oldest holds the compute up.
 DESCENTS_IN_FLIGHT = 3
-
-
-def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """The fp64 sum of squares of aligned blocks' fp32 norms: torch's fp32 norm of a long vector loses 0.3% on CPU."""
-    dtype = torch.promote_types(shard.dtype, torch.float32)
-    blocks: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
-    return blocks.double().square().sum()
 
 
 class Descent:

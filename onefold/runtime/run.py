@@ -14,7 +14,9 @@ from onefold.plan import Plan, Precision, RunShape, Tier
 from onefold.plan.memory import master_dtype, reduces_in_place, rests_whole
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.device import Pool
-from onefold.tier.lower import DiskTensor, Flat, FreshSource, LowerTiers, write
+from onefold.tier.lower import Flat, LowerTiers, write
+from onefold.tier.nvme import DiskTensor
+from onefold.tier.sources import FreshSource
 
 
 class Run:

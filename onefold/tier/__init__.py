@@ -1,1 +1,1 @@
-"""Where bytes rest. Today the device alone; host and NVMe come behind one protocol: start_load, start_store, wait."""
+"""Where bytes rest: on the device, in host memory, in files; and the bus between them."""

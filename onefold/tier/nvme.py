@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import threading
 import weakref
@@ -30,11 +29,11 @@ from typing import Literal
 import torch
 
 from onefold.config.sections import Aio
-from onefold.tier.swap_folder import PAGE, SwapFolder, check_space
+from onefold.tier.host import PAGE, page_aligned
+from onefold.tier.swap_folder import SwapFolder, check_space
 
 # A request of a block is already several commands of the drive: more threads only wait for each other.
 _MAX_THREADS = 64
-_HUGE_PAGE = 2 << 20
 
 Operation = Literal["read", "write"]
 
@@ -44,16 +43,6 @@ class SwapError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
-
-
-def aligned_empty(num_bytes: int) -> torch.Tensor:
-    """Bytes of host memory that begin at a page, so that transfers go straight."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _HUGE_PAGE:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # The kernel pins the memory of each request: 512 times fewer pages.
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,7 @@ class DiskTensor:
         return self._swap._start("write", self, source)
 
     def load(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        target = aligned_empty(self.nbytes).view(self.dtype) if out is None else out
+        target = page_aligned(self.nbytes).view(self.dtype) if out is None else out
         self.start_load(target).wait()
         return target
 
@@ -329,7 +318,7 @@ class Swap:
     def _bounce(self) -> _Memory:
         """A block of memory for this thread, kept for its next request."""
         if not hasattr(self._of_thread, "block"):
-            self._of_thread.tensor = aligned_empty(self._block)
+            self._of_thread.tensor = page_aligned(self._block)
             self._of_thread.block = _Memory.of(self._of_thread.tensor)
         block: _Memory = self._of_thread.block
         return block

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from onefold.config import ConfigError
+from onefold.tier.host import PAGE
 
-PAGE = 4096
 """Bytes: O_DIRECT wants offset, length and memory on a multiple of the drive's block, which is never larger."""
 
 _SHELF, _LOCK, _DATA = "onefold-swap", "lock", "data"
