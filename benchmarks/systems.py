@@ -154,8 +154,9 @@ def _onefold(stage: int, limits: dict[str, int] | None = None) -> Callable[[Cons
 CPU = {"device": "cpu"}
 DISK = {"device": "nvme", "nvme_path": os.environ.get("ONEFOLD_BENCH_DISK", tempfile.gettempdir()), "max_in_cpu": 0}
 AUTO = {"device": "cpu", "ratio": "auto"}
-# Whatever fits under the budget stays on the device: parameters at 2 bytes, states and gradients at 14.
-SOME_BUDGET, ROOMY_BUDGET, LARGEST_BUDGET = "bytes of 70% of the states", 60.0, 118.0
+# Whatever fits under the budget stays on the device: parameters at 2 bytes, states and gradients at 14, and what is on
+# its way down. Of 1.3B parameters 72% leaves the states of 8 blocks, 30%, on the host.
+SOME_BUDGET, ROOMY_BUDGET, LARGEST_BUDGET = "bytes of 72% of the states", 60.0, 118.0
 
 
 def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) -> Callable[[Construct, Workload], Step]:
@@ -170,7 +171,7 @@ def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) ->
             from onefold.runtime import whole_shape
 
             num = sum(whole_shape(parameter).numel() for parameter in model.parameters())
-            config["onefold"] = {"device_memory": budget if isinstance(budget, float) else (2 + 0.7 * 14) * num / 1e9}
+            config["onefold"] = {"device_memory": budget if isinstance(budget, float) else (2 + 0.72 * 14) * num / 1e9}
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
 

@@ -239,7 +239,7 @@ class Loading(Saving):
         self.global_samples = counters["global_samples"]
         self.skipped_steps = counters["skipped_steps"]
         self._window.resume(counters["micro_steps"])
-        self._update.norm = None
+        self._update.forget_norm()
         if not exactly:
             return
         if found.own.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):

@@ -1,9 +1,13 @@
-"""The gradient norm: partial sums of each rank's shards, added in rank order. One host sync a step."""
+"""The gradient norm: partial sums of each rank's shards, added in rank order. One host sync a step over several ranks;
+a rank that is alone reads the device's sum only where somebody asks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -16,27 +20,34 @@ from onefold.runtime.squares import square_sum
 class StepScalars:
     """What ranks tell each other before a step."""
 
-    norm: float
-    overflow: bool
+    square: torch.Tensor
     late: bool
     alarm: bool
+
+    @cached_property
+    def norm(self) -> float:
+        """Waits for the device where that holds the sum."""
+        square: float = self.square.item()
+        return square**0.5 if math.isfinite(square) else math.inf
+
+    @property
+    def overflow(self) -> bool:
+        return self.norm == math.inf
 
 
 def exchange_scalars(runs: Iterable[Run], schedule: Schedule, *, late: bool, alarm: bool = False) -> StepScalars:
     """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed."""
     squares = [_square(run).to(run.device) for run in runs if run.layout.total]
-    mine = torch.stack(squares).sum().item() if squares else 0.0
-    rows = schedule.meet_for_step([as_integer(mine), int(late), int(alarm)])
+    mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    if schedule.alone:
+        schedule.meet_for_step([])
+        return StepScalars(mine, late, alarm)
+    rows = schedule.meet_for_step([as_integer(mine.item()), int(late), int(alarm)])
     square = 0.0
     for row in rows:
         square += as_float(row[0])
-    finite = square == square and square != float("inf")
-    return StepScalars(
-        norm=square**0.5 if finite else float("inf"),
-        overflow=not finite,
-        late=any(row[1] for row in rows),
-        alarm=any(row[2] for row in rows),
-    )
+    total = torch.tensor(square, dtype=torch.float64)
+    return StepScalars(total, late=any(row[1] for row in rows), alarm=any(row[2] for row in rows))
 
 
 def _square(run: Run) -> torch.Tensor:

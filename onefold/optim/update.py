@@ -13,13 +13,14 @@ from onefold.runtime import Schedule
 
 
 class Update:
-    """Takes steps. `norm` is that of the last averaged gradient before clipping; `applied` whether it was used."""
+    """Takes steps. `applied`: whether the last gradient was used."""
 
     def __init__(self, config: Config, schedule: Schedule, postscale: float) -> None:
         autocast = config.torch_autocast
         self.scales_loss = config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
         self.loss_scale = build_loss_scale(replace(config.fp16, enabled=self.scales_loss))
-        self.norm: float | None = None
+        self._scalars: StepScalars | None = None
+        self._unscaled = 1.0
         self.applied = False
         self._checks_overflow = self.scales_loss or (config.bf16.enabled and config.bf16.check_grad_overflow)
         self._clipping = config.gradient_clipping
@@ -38,13 +39,20 @@ class Update:
         if scalars.late:
             self._schedule.reduce_late()
             scalars = self._exchange()
-        unscale = self.unscale(owed)
-        self.norm = scalars.norm * unscale
-        optimizer.overflow = scalars.overflow and self._checks_overflow
+        self._scalars, self._unscaled = scalars, self.unscale(owed)
+        optimizer.overflow = self._checks_overflow and scalars.overflow
         self.applied = not optimizer.overflow
         if self.applied:
-            optimizer.apply(unscale * self._clip_coefficient(self.norm))
+            optimizer.apply(self._unscaled * self._clip_coefficient())
         return True
+
+    @property
+    def norm(self) -> float | None:
+        """Of the last averaged gradient before clipping. Where no step depends on it the device is waited for here."""
+        return self._scalars.norm * self._unscaled if self._scalars is not None else None
+
+    def forget_norm(self) -> None:
+        self._scalars = None
 
     def unscale(self, owed: int) -> float:
         """By the scale the gradients were computed with: it is updated only after it has been divided out."""
@@ -57,7 +65,8 @@ class Update:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
         return exchange_scalars(runs, self._schedule, late=late, alarm=alarm)
 
-    def _clip_coefficient(self, norm: float) -> float:
-        if self._clipping <= 0 or not math.isfinite(norm):
+    def _clip_coefficient(self) -> float:
+        norm = self.norm if self._clipping > 0 else None
+        if norm is None or not math.isfinite(norm):
             return 1.0
         return min(1.0, self._clipping / (norm + 1e-6))

@@ -246,6 +246,10 @@ class Schedule:
 
     # -- step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def alone(self) -> bool:
+        return self.flights.collective.group.size == 1
+
     def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, once every rank is at its step."""
         self._rest_all("a step")
@@ -269,13 +273,13 @@ class Schedule:
         """This rank's slices of what rests whole were written: every rank gets all of them."""
         for unit in self.units:
             runs = [run for run in unit.runs if run.rests_whole and (self._plan.shards_states or not run.trainable)]
-            if runs and self.flights.collective.group.size > 1:
+            if runs and not self.alone:
                 self.flights.gather_now(unit, runs)
 
     def gradients_to_step(self) -> Iterator[tuple[list[Unit], dict[Run, torch.Tensor]]]:
         """Batches in the order of first use, each run with the gradient this rank steps with."""
         batches = self.order.refresh_batches
-        if self._plan.shards_states or self.flights.collective.group.size == 1:
+        if self._plan.shards_states or self.alone:
             for batch in batches:
                 yield batch, {run: _reduced(run) for unit in batch for run in unit.trained}
         else:
