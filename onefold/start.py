@@ -51,7 +51,7 @@ def initialize(
     settings = load_config(_config_source(args, config, config_params))
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    group, device = data_group(), local_device()
+    group, device = data_group(settings.onefold.node_size), local_device()
     set_up_logging(settings.log_level, speaks=group.rank == 0)
     if group.rank == 0:
         for notice in settings.notices:

@@ -12,6 +12,7 @@ from onefold.comm.guard import Disagreement, Guard
 from onefold.comm.ledger import Ledger, Row
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_host
 from onefold.comm.native import Native
+from onefold.comm.quantized import Feedback, Quantized, Wires
 from onefold.comm.staged import StagedExchange
 
 __all__ = [
@@ -20,17 +21,20 @@ __all__ = [
     "Collective",
     "Disagreement",
     "Exchange",
+    "Feedback",
     "Gathering",
     "Group",
     "Guard",
     "Ledger",
     "Native",
     "Pending",
+    "Quantized",
     "Reduction",
     "Row",
     "Silent",
     "Source",
     "StagedExchange",
+    "Wires",
     "broadcast_from",
     "data_group",
     "init_distributed",
@@ -41,8 +45,12 @@ __all__ = [
 ]
 
 
-def make_collective(kind: str, group: Group, ledger: Ledger, device: torch.device) -> Collective:
+def make_collective(
+    kind: str, group: Group, ledger: Ledger, device: torch.device, wires: Wires | None = None
+) -> Collective:
     """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL, exchange elsewhere)."""
+    if wires is not None and wires != Wires() and group.size > 1:
+        return Quantized(make_collective(kind, group, ledger, device), wires, device)
     staged = device.type == "cuda" and not group.uses_nccl
     if kind == "native" or (kind == "auto" and group.uses_nccl and group.size > 1):
         if staged:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +25,8 @@ class Reduction:
     target: torch.Tensor
     wire: torch.dtype
     add: bool
+    key: Hashable = None
+    """Whose gradient this is, for wires that remember what they have lost of it."""
 
 
 class Source(Protocol):
@@ -44,16 +46,30 @@ class Gathering:
 
     line: torch.Tensor
     own: torch.Tensor | Source | None = None
+    lossy: bool = False
+    """It may travel in a form that rounds it, for all ranks alike."""
+    span: int | None = None
+    """Only so many neighbouring ranks gather it, each with a slice of that size; None: all ranks."""
 
     def place_own(self, rank: int, size: int) -> torch.Tensor:
         """This rank's slice, in its place."""
+        size = self.span or size
         length = self.line.numel() // size
-        slice_ = self.line.narrow(0, rank * length, length)
+        slice_ = self.line.narrow(0, rank % size * length, length)
         if isinstance(self.own, torch.Tensor):
             slice_.copy_(self.own)
         elif self.own is not None:
             self.own.copy_to(slice_)
         return slice_
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Bytes for one peer, and room for as many from it."""
+
+    peer: int
+    outgoing: torch.Tensor
+    incoming: torch.Tensor
 
 
 class Pending:
@@ -77,6 +93,10 @@ class Collective(Protocol):
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         """Fill each line in place: every rank contributes its own slice."""
+        ...
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+        """Exchange with some peers, who do the same. `operation` is the ledger's name for it."""
         ...
 
 

@@ -13,10 +13,13 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, Pending, Reduction
+from onefold.comm.collective import Gathering, Lane, Pending, Reduction, Swap
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.tier.device import Pool
+
+# The ledger's group for what leaves a host, where ranks are on several.
+ACROSS = "across"
 
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
@@ -41,7 +44,7 @@ class Exchange:
             return Pending(lambda: None)
 
         operations: list[dist.P2POp] = []
-        sent = 0
+        sent: dict[str, int] = {}
         jobs: list[tuple[Reduction, torch.Tensor, torch.Tensor]] = []
         with self._lane.enter(), ledger.timed("reduce-scatter", group.axis):
             for reduction in reductions:
@@ -52,10 +55,10 @@ class Exchange:
                     operations += self._swap(
                         source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size), peer, tag
                     )
-                sent += size * (group.size - 1) * reduction.wire.itemsize
+                self._note(sent, group.peers, size * reduction.wire.itemsize)
                 jobs.append((reduction, source, inbox))
             works = _launch(operations)
-        ledger.count("reduce-scatter", group.axis, sent)
+        self._count("reduce-scatter", sent)
 
         def complete() -> None:
             with ledger.timed("reduce-scatter", group.axis):
@@ -69,16 +72,17 @@ class Exchange:
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         group, ledger = self.group, self._ledger
         operations: list[dist.P2POp] = []
-        sent = 0
+        sent: dict[str, int] = {}
         with self._lane.enter(), ledger.timed("gather", group.axis):
             for gathering in gatherings:
                 line, own = gathering.line, gathering.place_own(group.rank, group.size)
                 size, tag = own.numel(), self._tag()
-                for peer in group.peers:
-                    operations += self._swap(own, line.narrow(0, peer * size, size), peer, tag)
-                sent += own.nbytes * (group.size - 1)
+                span = gathering.span or group.size
+                for peer in group.peers_within(span):
+                    operations += self._swap(own, line.narrow(0, peer % span * size, size), peer, tag)
+                self._note(sent, group.peers_within(span), own.nbytes)
             works = _launch(operations)
-        ledger.count("gather", group.axis, sent)
+        self._count("gather", sent)
 
         def complete() -> None:
             with ledger.timed("gather", group.axis):
@@ -86,6 +90,35 @@ class Exchange:
                     work.wait()
 
         return self._lane.pending(complete)
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+        operations: list[dist.P2POp] = []
+        sent: dict[str, int] = {}
+        with self._lane.enter(), self._ledger.timed(operation, self.group.axis):
+            tag = self._tag()
+            for swap in swaps:
+                operations += self._swap(swap.outgoing, swap.incoming, swap.peer, tag)
+                self._note(sent, [swap.peer], swap.outgoing.nbytes)
+            works = _launch(operations)
+        self._count(operation, sent)
+
+        def complete() -> None:
+            with self._ledger.timed(operation, self.group.axis):
+                for work in works:
+                    work.wait()
+
+        return self._lane.pending(complete)
+
+    def _note(self, sent: dict[str, int], peers: Sequence[int], num_bytes: int) -> None:
+        """Bytes for each of some peers, by whether they are on this host."""
+        group = self.group
+        for peer in peers:
+            axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
+            sent[axis] = sent.get(axis, 0) + num_bytes
+
+    def _count(self, operation: str, sent: dict[str, int]) -> None:
+        for axis, num_bytes in (sent or {self.group.axis: 0}).items():
+            self._ledger.count(operation, axis, num_bytes)
 
     def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, tag: int) -> list[dist.P2POp]:
         there, process_group = self.group.global_rank(peer), self.group.process_group

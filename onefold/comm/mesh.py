@@ -90,6 +90,9 @@ class Group:
     host_group: dist.ProcessGroup
     """The same ranks on a backend whose waits the host makes itself: where ranks tell each other what comes next."""
 
+    node_size: int = 1
+    """Ranks of one host, neighbours in the order of ranks; the last hosts may not be smaller."""
+
     @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.process_group)
@@ -113,14 +116,26 @@ class Group:
     @property
     def peers(self) -> list[int]:
         """The other ranks, nearest above first, so that no rank is everybody's first target."""
-        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        return self.peers_within(self.size)
+
+    def peers_within(self, span: int) -> list[int]:
+        """The other ranks of the `span` neighbours that this rank is one of."""
+        first, place = self.rank - self.rank % span, self.rank % span
+        return [first + (place + distance) % span for distance in range(1, span)]
+
+    def is_near(self, peer: int) -> bool:
+        """Whether a rank is on the same host."""
+        return peer // self.node_size == self.rank // self.node_size
 
 
 _mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup] | None = None
 
 
-def data_group() -> Group:
-    """The group over which model state is sharded, out of a mesh that is made once per process group."""
+def data_group(node_size: int | None = None) -> Group:
+    """The group over which model state is sharded, out of a mesh that is made once per process group.
+
+    `node_size`: ranks of a host, where the launcher's word is not to be taken.
+    """
     global _mesh
     world = dist.group.WORLD
     assert world is not None, "init_distributed comes first"
@@ -130,4 +145,6 @@ def data_group() -> Group:
         group = mesh.get_group(DATA_AXIS)
         host = dist.new_group(backend="gloo") if kind == "cuda" else group
         _mesh = (world, mesh, host)
-    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2])
+    size = dist.get_world_size()
+    on_host = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host if size % on_host == 0 else size)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, Pending, Reduction
+from onefold.comm.collective import Gathering, Lane, Pending, Reduction, Swap
+from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 
@@ -23,6 +24,8 @@ class Native:
         self.group = group
         self._ledger = ledger
         self._lane = Lane(device)
+        # What only some ranks do together, peer by peer.
+        self._exchange = Exchange(group, ledger, device)
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
@@ -51,6 +54,9 @@ class Native:
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         group, ledger = self.group, self._ledger
         works = []
+        spanned = [gathering for gathering in gatherings if gathering.span is not None]
+        gatherings = [gathering for gathering in gatherings if gathering.span is None]
+        beside = self._exchange.start_gather(spanned) if spanned else Pending(lambda: None)
         with self._lane.enter(), ledger.timed("gather", group.axis):
             for gathering in gatherings:
                 own = gathering.place_own(group.rank, group.size)
@@ -61,5 +67,9 @@ class Native:
             with ledger.timed("gather", group.axis):
                 for work in works:
                     work.wait()
+                beside.finish()
 
         return self._lane.pending(complete)
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+        return self._exchange.start_swap(swaps, operation)

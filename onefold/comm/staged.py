@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, Pending, Reduction
+from onefold.comm.collective import Gathering, Lane, Pending, Reduction, Swap
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -66,11 +66,28 @@ class StagedExchange:
 
         def across() -> None:
             down.arrived.synchronize()
-            self._host.start_gather([Gathering(line) for line in down.lines]).finish()
+            spans = [gathering.span for gathering in gatherings]
+            pairs = zip(down.lines, spans, strict=True)
+            self._host.start_gather([Gathering(line, span=span) for line, span in pairs]).finish()
 
         def up() -> None:
             for line, host in zip(lines, down.lines, strict=True):
                 line.copy_(host)
+
+        return self._pending(self._worker.submit(across), up)
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+        down = self._down([swap.outgoing for swap in swaps])
+        inbox = [torch.empty_like(line) for line in down.lines]
+
+        def across() -> None:
+            down.arrived.synchronize()
+            pairs = zip(swaps, down.lines, inbox, strict=True)
+            self._host.start_swap([Swap(swap.peer, out, into) for swap, out, into in pairs], operation).finish()
+
+        def up() -> None:
+            for swap, host in zip(swaps, inbox, strict=True):
+                swap.incoming.copy_(host)
 
         return self._pending(self._worker.submit(across), up)
 

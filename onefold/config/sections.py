@@ -42,6 +42,9 @@ class OnefoldSection:
         "native: the backend's own collectives; exchange: pairwise, added in rank order in fp32; auto: exchange on "
         "gloo, native elsewhere.",
     )
+    node_size: int | None = key(
+        None, "Ranks of one host, neighbours in the order of ranks. Left out: what the launcher says.", minimum=1
+    )
     units: tuple[str, ...] = key(
         (),
         "Module classes, module names or name patterns (`*`) that become units of the cut; empty: found by structure.",

@@ -246,12 +246,14 @@ class ZeroOptimization:
         notice="a unit is gathered by one collective already",
     )
     zero_hpz_partition_size: int = key(
-        1, "Ranks of a node that hold a second shard for backward (hpZ).", refused=f"hpZ {_LATER}", minimum=1
+        1, "Ranks of a node that hold a second shard for backward (hpZ).", minimum=1, stage3=True
     )
-    zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", refused=_QUANTIZED)
-    zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", refused=_QUANTIZED)
-    zero_quantized_gradients: bool = key(False, "Reduce gradients as int4 and int8 (qgZ).", refused=_QUANTIZED)
-    zeropp_loco_param: LoCo | None = key(None, "Error feedback for quantized gradients.", refused=_QUANTIZED)
+    zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", stage3=True)
+    zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", stage3=True)
+    zero_quantized_gradients: bool = key(
+        False, "Reduce gradients as int8 inside a host and int4 across hosts (qgZ).", stage3=True
+    )
+    zeropp_loco_param: LoCo | None = key(None, "Error feedback for quantized gradients.", stage3=True)
     mics_shard_size: int = key(
         -1,
         "Ranks in one sharding group (MiCS).",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective
 from onefold.config import Batch, Config
-from onefold.engine.tiers import make_lower, settle_drafts
+from onefold.engine.tiers import make_lower, settle_drafts, wires_of
 from onefold.engine.weights import Weights
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
@@ -65,7 +65,7 @@ class Engine(Weights):
         self._parked = []
         self._precision = make_precision(config)
 
-        collective = make_collective(config.onefold.collective, group, self.ledger, device)
+        collective = make_collective(config.onefold.collective, group, self.ledger, device, wires_of(plan, config))
         self._collective_name = type(collective).__name__.lower()
         self._pool = Pool(device)
         num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0

@@ -84,6 +84,8 @@ def count_bytes(runs: Iterable[RunShape], counting: Counting, tier: Tier = Tier.
             parameters += run.layout.total * run.dtype.itemsize
         elif not whole and run.rest.parameters is tier and not run.master_is_shard:
             parameters += run.layout.shard_size * run.dtype.itemsize
+        if not whole and tier is Tier.DEVICE and plan.node_shard_size > 1:
+            parameters += run.layout.total // plan.node_shard_size * run.dtype.itemsize
         if not run.trainable:
             continue
         reduced = precision.of_reduced(run.dtype, num_micro_steps, counting.world_size)

@@ -85,6 +85,10 @@ class Plan:
     gradients: Part
     states: Part
     node_shard_size: int = 1
+    """Neighbouring ranks that hold a second shard of the parameters between them, for all gathers of a step but the
+    first; 1: none.
+    """
+    frozen_wire: Wire = Wire.NATIVE
     overlap: bool = False
     delays_host: bool = False
     """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
@@ -103,6 +107,10 @@ class Plan:
     @property
     def shards_states(self) -> bool:
         return self.states.placement is Placement.SHARDED
+
+    def wire_of(self, *, trainable: bool) -> Wire:
+        """In which parameters of a run are gathered."""
+        return self.parameters.wire if trainable else self.frozen_wire
 
     def for_world(self, size: int) -> Plan:
         """One rank's shard is the whole: nothing is gained by reducing a gradient to it before the boundary, unless it
@@ -173,7 +181,10 @@ def make_plan(config: Config) -> Plan:
         parameters=replace(parameters, tier=parameter_tier),
         gradients=gradients,
         states=replace(states, tier=optimizer_tier),
-        node_shard_size=zero.zero_hpz_partition_size,
+        node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
+        frozen_wire=Wire.INT8
+        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+        else Wire.NATIVE,
         overlap=overlap,
         delays_host=config.onefold.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Gathering, Reduction, Source
-from onefold.plan import Plan, Precision, RunShape, Tier
+from onefold.plan import Plan, Precision, RunShape, Tier, Wire
 from onefold.plan.memory import master_dtype, reduces_in_place, rests_whole
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.device import Pool
@@ -79,6 +79,9 @@ class Run:
         self._precision = precision
         self._rank = rank
         self._accumulates = accumulates
+        # A slice of the line among neighbouring ranks, as it was when it was last gathered from all.
+        self.second: torch.Tensor | None = None
+        self._second_is_current = False
         self._sum_slot: torch.Tensor | None = None
         self._shard: torch.Tensor | None = None
         self._other_shard: torch.Tensor | None = None
@@ -139,6 +142,7 @@ class Run:
             if self.shard is None:
                 self.shard = self._new_shard()
             self.forget_fetched()
+            self.change()
             write(self.shard, self.own_slice)
             self.fresh = None
 
@@ -163,7 +167,24 @@ class Run:
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.itemsize)
-        return Gathering(self.full, self._source)
+        if self._second_is_current:
+            return Gathering(self.full, self.second, span=self.plan.node_shard_size)
+        lossy = self.plan.wire_of(trainable=self.trainable) is not Wire.NATIVE
+        return Gathering(self.full, self._source, lossy=lossy)
+
+    def keep_second(self) -> None:
+        """The line has been gathered from all ranks: until it changes, neighbours have it between them."""
+        span = self.plan.node_shard_size
+        if span > 1 and not self._second_is_current:
+            length = self.layout.total // span
+            if self.second is None:
+                self.second = torch.empty(length, dtype=self.dtype, device=self.device)
+            self.second.copy_(self.full.narrow(0, self._rank % span * length, length))
+            self._second_is_current = True
+
+    def change(self) -> None:
+        """The parameters are about to have other values."""
+        self._second_is_current = False
 
     @property
     def _source(self) -> torch.Tensor | Source | None:
@@ -242,6 +263,7 @@ class Run:
     def parameter_bytes(self, tier: Tier) -> int:
         """Bytes of parameters held now; a shard that is the master is counted there."""
         line = int(self.full.untyped_storage().size()) if tier is Tier.DEVICE else 0
+        line += self.second.nbytes if tier is Tier.DEVICE and self.second is not None else 0
         own = self.shard is not None and self.rest.parameters is tier and not self.shape.master_is_shard
         return line + (self.shard.nbytes if own and self.shard is not None else 0)
 
@@ -343,7 +365,7 @@ class Run:
             self.grad.mul_(prescale)
         if self.rest.offloads_states:
             self.passing = self._passing(pool)
-            return Reduction(self.grad, self.passing, self.wire, add=False)
+            return Reduction(self.grad, self.passing, self.wire, add=False, key=self)
         add = self.reduced is not None
         if self.reduced is None and self.in_place:
             start, stop = self.layout.shard_range(self._rank)
@@ -351,7 +373,7 @@ class Run:
         elif self.reduced is None:
             self.reduced = self._shard
         assert self.reduced is not None
-        return Reduction(self.grad, self.reduced, self.wire, add)
+        return Reduction(self.grad, self.reduced, self.wire, add, key=self)
 
     def _passing(self, pool: Pool) -> torch.Tensor:
         """Where one micro-step's sum lies on the device until it is on the host."""

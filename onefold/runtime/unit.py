@@ -78,6 +78,8 @@ class Unit:
             for run in self.sharded:
                 run.show()
             self.parameter = ParameterState.FULL
+        for run in self.sharded:
+            run.keep_second()
 
     def release(self) -> None:
         assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
