@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import config, net, precision, start, train
+import torch.distributed as dist
+from models import Net, batches, config, net, precision, start, train
 
 from onefold.comm.codec import Codec
 
@@ -76,3 +77,39 @@ def test_codec_bounds(bits):
         step = (rows.float().view(3, -1, 256).abs().amax(-1) / codec.limit).repeat_interleave(256, 1)
         assert ((back - rows.float()).abs() <= step * 0.50001).all()
         assert torch.equal(codec.encode(back), data)
+
+
+def fsdp2(quantized: bool) -> tuple[list[float], int]:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    from onefold.fsdp import QuantizedAllGather, QuantizedReduceScatter
+
+    torch.manual_seed(3)
+    model = Net(width=32)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    gather, reduce = QuantizedAllGather(), QuantizedReduceScatter(node_size=1)
+    if quantized:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in batches(6):
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gather.ledger.bytes("gather") + reduce.ledger.bytes("reduce across")
+
+
+def test_fsdp2_takes_the_wires(on_ranks):
+    for (plain, none), (coded, sent) in zip(on_ranks(2, fsdp2, False), on_ranks(2, fsdp2, True), strict=True):
+        assert none == 0
+        assert sent > 0
+        assert plain != coded
+        assert coded == pytest.approx(plain, rel=2e-2)

@@ -1,0 +1,96 @@
+"""Quantized wires for PyTorch's own FSDP2: `module.set_custom_all_gather(QuantizedAllGather())`.
+
+They satisfy FSDP2's interfaces and need nothing else of onefold: no engine, no config.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from onefold.comm.codec import Codec
+from onefold.comm.collective import Gathering, Reduction
+from onefold.comm.exchange import Exchange
+from onefold.comm.ledger import Ledger
+from onefold.comm.mesh import Group
+from onefold.comm.quantized import Quantized, Wires
+from onefold.plan.layout import round_up
+
+
+class _Quantized:
+    """One collective for each process group, with its ledger."""
+
+    def __init__(self, wires: Wires, node_size: int | None) -> None:
+        self._wires, self._node_size = wires, node_size
+        self.ledger = Ledger()
+        self._collective = cache(self._make)
+
+    def _make(self, group: dist.ProcessGroup, device: torch.device) -> Quantized:
+        size = dist.get_world_size(group)
+        on_host = self._node_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        ours = Group("data", group, group, on_host if size % on_host == 0 else size)
+        return Quantized(Exchange(ours, self.ledger, device), self._wires, device)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class QuantizedAllGather(_Quantized, AllGather):
+    """Parameters travel as 8-bit integers."""
+
+    def __init__(self, *, bits: int = 8, node_size: int | None = None) -> None:
+        super().__init__(Wires(parameters=Codec(bits)), node_size)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        collective = self._collective(group, output_tensor.device)
+        size, numel = collective.group.size, input_tensor.numel()
+        if not input_tensor.is_floating_point():  # parameters of several dtypes come as bytes
+            collective.start_gather([Gathering(output_tensor.view(-1), input_tensor.view(-1))]).finish()
+            return None
+        line = output_tensor.new_zeros(size, round_up(numel, Codec(8).block))
+        line[collective.group.rank, :numel].copy_(input_tensor.view(-1))
+        collective.start_gather([Gathering(line.view(-1), lossy=True)]).finish()
+        output_tensor.view(size, numel).copy_(line[:, :numel])
+        return None
+
+
+class QuantizedReduceScatter(_Quantized, ReduceScatter):
+    """Gradients travel as 8-bit integers inside a host and as 4-bit ones across hosts; sums are fp32."""
+
+    def __init__(self, *, inside: int = 8, across: int = 4, node_size: int | None = None) -> None:
+        super().__init__(Wires(inside=Codec(inside), across=Codec(across)), node_size)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"QuantizedReduceScatter adds or averages; {op} is neither. See set_gradient_divide_factor"
+            )
+        collective = self._collective(group, output_tensor.device)
+        size, numel = collective.group.size, output_tensor.numel()
+        line = input_tensor.new_zeros(size, round_up(numel, Codec(8).block))
+        line[:, :numel].copy_(input_tensor.view(size, numel))
+        total = torch.empty(line.shape[1], dtype=torch.float32, device=line.device)
+        collective.start_reduce_scatter([Reduction(line.view(-1), total, line.dtype, add=False)]).finish()
+        if op == dist.ReduceOp.AVG:
+            total /= size
+        output_tensor.view(-1).copy_(total[:numel])
+        return None
