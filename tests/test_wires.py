@@ -40,11 +40,14 @@ def run(names: list[str], dtype: str, node_size: int, accumulation: int, steps: 
         )
         engine = start(net(), settings)
         trace = train(engine, steps * accumulation)
-        before = engine.ledger.copy()
-        train(engine, accumulation, seed=5)
+        # Reading the weights has gathered them: one step more, and the next one is like all others.
+        for number, (x, y) in enumerate(batches(2 * accumulation, seed=5)):
+            if number == accumulation:
+                before = engine.ledger.copy()
+            engine.backward(engine(x, y))
+            engine.step()
         rows = {(row.operation, row.group): row.bytes for row in engine.ledger.since(before).rows() if row.bytes}
-        runs = [run for unit in engine._units for run in unit.runs]
-        found[name] = trace, rows, sum(run.layout.total for run in runs)
+        found[name] = trace, rows, [run.layout.total for unit in engine._units for run in unit.runs]
         engine.destroy()
     return found
 
@@ -63,6 +66,43 @@ def test_quantized_wires_stay_close(on_ranks, name, node_size):
         exact, coded = found["stage 3"][0], found[name][0]
         assert not exact.same(coded)
         assert coded.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def traffic(name: str, totals: list[int], world: int, node: int, accumulation: int) -> dict[tuple[str, str], int]:
+    """Bytes that one rank sends in a step of bf16: (operation, group) -> bytes. Groups are on one host, or across."""
+    keys, sent = SETTINGS[name], {}
+    nodes, code8, code4 = world // node, Codec(8), Codec(4)
+    near, far = node - 1, world - node
+
+    def add(operation: str, group: str, num_bytes: int) -> None:
+        if num_bytes:
+            sent[operation, group] = sent.get((operation, group), 0) + num_bytes
+
+    for total in totals:
+        shard = total // world
+        row = code8.row_bytes(shard) if "zero_quantized_weights" in keys else 2 * shard
+        everywhere, second = 2 * accumulation, 0
+        if "zero_hpz_partition_size" in keys:
+            everywhere, second = 1, 2 * accumulation - 1
+        add("gather", "data", everywhere * near * row + second * (node - 1) * 2 * total // node)
+        add("gather", "across", everywhere * far * row)
+        if "zero_quantized_gradients" in keys:
+            add("reduce inside", "data", accumulation * near * code8.row_bytes(nodes * shard))
+            add("reduce across", "across", accumulation * (nodes - 1) * code4.row_bytes(shard))
+        else:
+            add("reduce-scatter", "data", accumulation * near * 2 * shard)
+            add("reduce-scatter", "across", accumulation * far * 2 * shard)
+    return sent
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bytes_inside_and_across_nodes_equal_the_formulas(on_ranks, accumulation):
+    names = list(SETTINGS)
+    for found in on_ranks(4, run, names, "bf16", 2, accumulation, 2):
+        for name in names:
+            _, rows, totals = found[name]
+            moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
+            assert moved == traffic(name, totals, 4, 2, accumulation), name
 
 
 @pytest.mark.parametrize("bits", [8, 4])
