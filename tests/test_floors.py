@@ -30,6 +30,7 @@ FLOORS = {
     "access": 4,
     "utils": 4,
     "zero": 4,
+    "fsdp": 4,
     "train": 5,
     "compat": 6,
     "cli": 7,
@@ -86,8 +87,8 @@ AROUND = {"checkpoint", "cli", "train", "compat", "env_report"}
 
 def test_the_package_stays_small():
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 14_000
-    assert sum(lines.values()) < 21_500
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 15_000
+    assert sum(lines.values()) < 22_500
 
 
 def test_importing_onefold_does_nothing():

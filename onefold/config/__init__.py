@@ -6,6 +6,7 @@ from onefold.config.precision import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 from onefold.config.read import check_built, load_config
 from onefold.config.schema import Config
 from onefold.config.sections import Aio, OnefoldSection, OptimizerSection, SchedulerSection
+from onefold.config.topology import check_topology
 from onefold.config.zero import Device, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TorchAutocast",
     "ZeroOptimization",
     "check_built",
+    "check_topology",
     "load_config",
     "solve_batch",
 ]

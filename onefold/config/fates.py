@@ -81,6 +81,8 @@ def _notice(config: Config, found: Found, path: str, entry: Entry, value: Any) -
 
 def _expects_something(entry: Entry, value: Any) -> bool:
     # false and "none" ask for nothing in any stage; a number was written because somebody expects it to count.
+    if entry.key.asks is not None:
+        return entry.asks(value)
     return value is not False if isinstance(value, bool | int) else bool(value != entry.default)
 
 

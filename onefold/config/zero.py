@@ -10,7 +10,6 @@ from onefold.config.keys import key, section
 Device = Literal["none", "cpu", "nvme"]
 
 _LATER = "comes with a later release"
-_QUANTIZED = f"quantized communication {_LATER}"
 
 
 _NVME_PATH = (
@@ -246,14 +245,18 @@ class ZeroOptimization:
         notice="a unit is gathered by one collective already",
     )
     zero_hpz_partition_size: int = key(
-        1, "Ranks of a node that hold a second shard for backward (hpZ).", minimum=1, stage3=True
+        1,
+        "Ranks of a node that hold a second shard for backward (hpZ).",
+        minimum=1,
+        stage3=True,
+        asks=lambda value: value > 1,
     )
     zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", stage3=True)
     zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", stage3=True)
-    zero_quantized_gradients: bool = key(
-        False, "Reduce gradients as int8 inside a host and int4 across hosts (qgZ).", stage3=True
+    zero_quantized_gradients: bool = key(False, "Reduce gradients as int8 inside a host and int4 across hosts (qgZ).")
+    zeropp_loco_param: LoCo | None = key(
+        None, "Error feedback for quantized gradients.", switch="zero_quantized_gradients"
     )
-    zeropp_loco_param: LoCo | None = key(None, "Error feedback for quantized gradients.", stage3=True)
     mics_shard_size: int = key(
         -1,
         "Ranks in one sharding group (MiCS).",

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective
 from onefold.config import Batch, Config
-from onefold.engine.tiers import make_lower, settle_drafts, wires_of
+from onefold.engine.tiers import make_lower, settle_drafts
 from onefold.engine.weights import Weights
+from onefold.engine.wires import wires_of
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
 from onefold.optim.sharded import ShardedOptimizer

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from onefold.comm import Agreement, Feedback, Group, Ledger, Wires, num_ranks_on_host
-from onefold.comm.codec import Codec
+from onefold.comm import Agreement, Group, Ledger, num_ranks_on_host
 from onefold.config import Config
 from onefold.config.zero import OffloadOptimizer, OffloadParam
-from onefold.plan import Counting, Plan, Room, RunShape, Tier, Wire, count_bytes, settle_tiers
+from onefold.plan import Counting, Room, RunShape, Tier, count_bytes, settle_tiers
 from onefold.plan.memory import master_dtype, rests_whole
 from onefold.runtime.build import Draft
 from onefold.tier.bus import Bus
@@ -117,16 +116,3 @@ def needs_of(shapes: Sequence[RunShape], counting: Counting) -> Needs:
         if not rests_whole(counting.plan, shape, counting.world_size) and shape.rest.parameters is Tier.NVME:
             parameters.append((shape.layout.shard_size, shape.dtype))
     return Needs(count_bytes(shapes, counting, Tier.HOST).total, states, parameters)
-
-
-def wires_of(plan: Plan, config: Config) -> Wires:
-    """How what may be rounded travels."""
-    codes = {Wire.INT8: Codec(8), Wire.INT4: Codec(4)}
-    loco = config.zero_optimization.zeropp_loco_param
-    coded = plan.gradients.wire is not Wire.NATIVE
-    return Wires(
-        parameters=codes.get(plan.frozen_wire),
-        inside=Codec(8) if coded else None,
-        across=codes.get(plan.gradients.wire),
-        feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None and coded else None,
-    )
