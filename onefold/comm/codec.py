@@ -2,20 +2,24 @@
 
 A row of values becomes a row of bytes: first the integers, then one fp32 scale a block: one message carries both.
 
-    scale = amax / limit          limit: 127 for 8 bits, 7 for 4
-    q     = round(x * (limit / amax)), half to even, within [-limit, limit]
+    scale = amax * (1 / limit)    limit: 127 for 8 bits, 7 for 4; all in fp32
+    q     = round(x * (limit / amax)), half to even: never beyond the limit
     x'    = q * scale
 
 [Note: what the codec promises]
 * |x - x'| <= scale / 2, and a little for the rounding of the product: half a step of the block it is in.
 * A block of zeros is zeros. A block whose largest value is below TINY is taken for zeros.
 * A block with an infinity or a NaN is all NaN when it is decoded, so that an overflow is seen by whoever looks for it.
-* Encoding what was decoded gives the same bytes: q = limit at the largest value, so the scale is the same again.
+* Rows that are added are decoded one after the other and added in their order, in fp32.
+On a CUDA device Triton's kernels do the same to the bit, in one pass over memory (`comm/kernels.py`).
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -40,29 +44,62 @@ class Codec:
         assert numel % self.block == 0, "rows end with a block"
         return numel * self.bits // 8 + numel // self.block * 4
 
-    def encode(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(n, values) of any floating dtype to (n, bytes)."""
-        num_rows, numel = rows.shape
-        data = rows.new_empty(num_rows, self.row_bytes(numel), dtype=torch.uint8) if out is None else out
-        blocks = rows.float().view(num_rows, -1, self.block)
-        amax = blocks.abs().amax(-1, keepdim=True)
-        usable = (amax >= TINY) & amax.isfinite()
-        inverse = torch.where(usable, self.limit / amax, torch.zeros_like(amax))
-        scale = torch.where(amax >= TINY, amax / self.limit, torch.zeros_like(amax))
-        scale = torch.where(amax.isfinite(), scale, torch.full_like(amax, torch.nan))
-        integers = torch.where(usable, blocks * inverse, torch.zeros_like(blocks)).round_()
-        integers = integers.clamp_(-self.limit, self.limit).to(torch.int8).view(num_rows, numel)
-        size = numel * self.bits // 8
-        data[:, :size].copy_(self._pack(integers))
-        data[:, size:].copy_(scale.view(num_rows, -1).contiguous().view(torch.uint8))
-        return data
+    def values_in(self, row_bytes: int) -> int:
+        """The values of a row of so many bytes."""
+        return row_bytes // self.row_bytes(self.block) * self.block
 
-    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """(n, bytes) to (n, values) in fp32."""
+    def encode(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of any floating dtype to rows of bytes. A row may lie in several pieces: (rows, pieces, values)."""
+        num_rows, numel = rows.shape[0], rows.shape[1:].numel()
+        if out is None:
+            out = rows.new_empty(num_rows, self.row_bytes(numel), dtype=torch.uint8)
+        if rows.is_cuda and (kernels := _kernels()):
+            kernels.encode(rows, out, self.bits, self.block)
+            return out
+        blocks = rows.reshape(num_rows, -1, self.block).float()
+        amax = blocks.abs().amax(-1, keepdim=True)
+        usable, nothing = (amax >= TINY) & amax.isfinite(), torch.zeros_like(amax)
+        inverse = torch.where(usable, torch.full_like(amax, self.limit) / amax, nothing)
+        scale = torch.where(amax.isfinite(), torch.where(usable, amax * (1 / self.limit), nothing), torch.nan)
+        integers = torch.where(usable, blocks * inverse, nothing).round_()
         size = numel * self.bits // 8
-        scale = data[:, size:].contiguous().view(torch.float32)
-        integers = self._unpack(data[:, :size]).view(data.shape[0], -1, self.block)
-        return (integers.float() * scale.unsqueeze(-1)).view(data.shape[0], numel)
+        out[:, :size].copy_(self._pack(integers.to(torch.int8).view(num_rows, numel)))
+        out[:, size:].copy_(scale.view(num_rows, -1).contiguous().view(torch.uint8))
+        return out
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of bytes to rows of values: fp32, or whatever `out` is."""
+        numel = self.values_in(data.shape[1])
+        if out is None:
+            out = data.new_empty(data.shape[0], numel, dtype=torch.float32)
+        if data.is_cuda and (kernels := _kernels()):
+            kernels.decode(data, out, self.bits, self.block)
+            return out
+        size = numel * self.bits // 8
+        for row, target in zip(data, out, strict=True):  # one row at a time is wide in fp32
+            scale = row[size:].contiguous().view(torch.float32)
+            integers = self._unpack(row[:size]).view(-1, self.block)
+            target.copy_((integers.float() * scale.unsqueeze(-1)).view(numel))
+        return out
+
+    def add(self, data: torch.Tensor) -> torch.Tensor:
+        """The sum of rows of bytes, as values in fp32."""
+        if data.is_cuda and (kernels := _kernels()):
+            out = data.new_empty(self.values_in(data.shape[1]), dtype=torch.float32)
+            kernels.add(data, out, self.bits, self.block)
+            return out
+        total = self.decode(data[:1])
+        for row in data[1:].split(1):
+            total += self.decode(row)
+        return total[0]
+
+    def recode(self, data: torch.Tensor, other: Codec, num_rows: int) -> torch.Tensor:
+        """The sum of rows of bytes, as so many rows of another codec."""
+        if data.is_cuda and self.block == other.block and (kernels := _kernels()):
+            out = data.new_empty(num_rows, other.row_bytes(self.values_in(data.shape[1]) // num_rows))
+            kernels.recode(data, out, self.bits, other.bits, self.block)
+            return out
+        return other.encode(self.add(data).view(num_rows, -1))
 
     def _pack(self, integers: torch.Tensor) -> torch.Tensor:
         if self.bits == 8:
@@ -75,4 +112,21 @@ class Codec:
         if self.bits == 8:
             return integers
         # Shifted up and down again, a half keeps its sign.
-        return torch.stack([(integers << 4) >> 4, integers >> 4], -1).view(data.shape[0], -1)
+        return torch.stack([(integers << 4) >> 4, integers >> 4], -1).view(-1)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """Triton's kernels, once they have been seen to build and to run. Imported when the first CUDA tensor is coded."""
+    try:
+        from onefold.comm import kernels
+
+        kernels.try_out()
+    except Exception as error:  # whatever a compiler may raise
+        logging.getLogger("onefold").warning(
+            "quantized wires: Triton's kernels cannot be used (%s: %s); torch codes, in more passes over memory",
+            type(error).__name__,
+            error,
+        )
+        return None
+    return kernels

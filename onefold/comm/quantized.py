@@ -47,139 +47,130 @@ class Quantized:
         self.group: Group = plain.group
         self._plain, self._wires = plain, wires
         self._lane = Lane(device)
-        self._errors: dict[Hashable, tuple[torch.Tensor, int]] = {}
-
-    # -- gathers ------------------------------------------------------------------------------------------------
-
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
-        codec = self._wires.parameters
-        coded = [g for g in gatherings if g.lossy and codec is not None]
-        if not coded:
-            return self._plain.start_gather(gatherings)
-        assert codec is not None
-        rank, size = self.group.rank, self.group.size
-        lines = []
-        with self._lane.enter():
-            for gathering in coded:
-                own = gathering.place_own(rank, size).view(1, -1)
-                line = own.new_empty(size, codec.row_bytes(own.numel()), dtype=torch.uint8)
-                codec.encode(own, line[rank : rank + 1])
-                lines.append(line)
-            plain = [g for g in gatherings if g not in coded]
-            pending = self._plain.start_gather([*plain, *(Gathering(line.view(-1)) for line in lines)])
-
-        def complete() -> None:
-            pending.finish()
-            for gathering, line in zip(coded, lines, strict=True):
-                rows = gathering.line.view(size, -1)
-                for row, data in zip(rows, line, strict=True):  # one rank's slice at a time is wide
-                    row.copy_(codec.decode(data.unsqueeze(0), row.numel())[0])
-
-        return self._lane.pending(complete)
+        self._lost: dict[Hashable, _Lost] = {}
 
     def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
         return self._plain.start_swap(swaps, operation)
 
-    # -- reductions ---------------------------------------------------------------------------------------------
+    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+        codec = self._wires.parameters
+        coded = [gathering for gathering in gatherings if gathering.lossy]
+        if codec is None or not coded:
+            return self._plain.start_gather(gatherings)
+        plain = [gathering for gathering in gatherings if not gathering.lossy]
+        lines = []
+        with self._lane.enter():
+            for gathering in coded:
+                size = gathering.span or self.group.size
+                own = gathering.place_own(self.group.rank, size).view(1, -1)
+                line = own.new_empty(size, codec.row_bytes(own.numel()), dtype=torch.uint8)
+                codec.encode(own, line.narrow(0, self.group.rank % size, 1))
+                lines.append(line)
+                plain.append(Gathering(line.view(-1), span=gathering.span))
+            pending = self._plain.start_gather(plain)
+
+        def complete() -> None:
+            pending.finish()
+            for gathering, line in zip(coded, lines, strict=True):
+                codec.decode(line, gathering.line.view(line.shape[0], -1))
+
+        return self._lane.pending(complete)
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         if self._wires.inside is None or self.group.size == 1:
             return self._plain.start_reduce_scatter(reductions)
+        narrow = [reduction for reduction in reductions if reduction.source.dtype != torch.float64]
+        wide = [reduction for reduction in reductions if reduction.source.dtype == torch.float64]
         with self._lane.enter():
-            hops = [self._start_inside(reduction) for reduction in reductions]
+            beside = self._plain.start_reduce_scatter(wide) if wide else Pending(lambda: None)
+            hops = [self._start_inside(reduction) for reduction in narrow]
 
         def complete() -> None:
-            across = [self._start_across(hop.finish()) for hop in hops]
-            for reduction, hop in zip(reductions, across, strict=True):
-                total = hop.finish().view(-1)
+            hops_across = [self._start_across(r, hop) for r, hop in zip(narrow, hops, strict=True)]
+            for reduction, hop in zip(narrow, hops_across, strict=True):
+                total = hop.codec.add(hop.finish())
                 if reduction.add:
                     reduction.target.add_(total)
                 else:
                     reduction.target.copy_(total)
+            beside.finish()
 
         return self._lane.pending(complete)
 
-    def _start_inside(self, reduction: Reduction) -> _Hop:
+    def _start_inside(self, reduction: Reduction) -> _Hop | None:
+        """None: there is nobody else inside."""
         codec, group = self._wires.inside, self.group
         assert codec is not None
-        num_places, num_nodes = group.node_size, group.size // group.node_size
-        line = reduction.source.view(num_nodes, num_places, -1)
-        rows = line.transpose(0, 1).reshape(num_places, -1).float()
-        if num_places == 1:
-            return _Hop.nothing(rows.view(num_nodes, -1))
-        rows = self._with_errors(reduction.key, rows)
-        data = codec.encode(rows)
-        self._keep_errors(reduction.key, rows, data, codec)
-        first = group.rank - group.rank % num_places
-        peers = [first + place for place in range(num_places)]
-        return self._swap(codec, data, peers, (num_nodes, -1), "reduce inside")
+        if group.node_size == 1:
+            return None
+        by_node = reduction.source.view(-1, group.node_size, reduction.source.numel() // group.size)
+        first = group.rank - group.rank % group.node_size
+        data = self._encode((reduction.key, "inside"), by_node.transpose(0, 1), codec)
+        return self._send(data, codec, range(first, first + group.node_size), "reduce inside")
 
-    def _start_across(self, sums: torch.Tensor) -> _Hop:
-        codec, group = self._wires.across, self.group
+    def _start_across(self, reduction: Reduction, inside: _Hop | None) -> _Hop:
+        codec, group, key = self._wires.across, self.group, (reduction.key, "across")
         assert codec is not None
-        if sums.shape[0] == 1:
-            return _Hop.nothing(sums)
-        place = group.rank % group.node_size
-        peers = [node * group.node_size + place for node in range(sums.shape[0])]
-        return self._swap(codec, codec.encode(sums), peers, (1, -1), "reduce across")
-
-    def _swap(
-        self, codec: Codec, data: torch.Tensor, peers: Sequence[int], shape: tuple[int, int], operation: str
-    ) -> _Hop:
-        """Row k goes to peer k; what comes back is added in the order of the peers."""
-        inbox = torch.empty_like(data)
-        swaps = [Swap(peer, data[index], inbox[index]) for index, peer in enumerate(peers) if peer != self.group.rank]
-        mine = peers.index(self.group.rank)
-        inbox[mine].copy_(data[mine])
-        return _Hop(codec, self._plain.start_swap(swaps, operation), inbox, shape, data)
-
-    # -- error feedback -----------------------------------------------------------------------------------------
-
-    def _with_errors(self, key: Hashable, rows: torch.Tensor) -> torch.Tensor:
-        kept = self._errors.get(key) if self._wires.feedback is not None else None
-        return rows if kept is None else rows + kept[0]
-
-    def _keep_errors(self, key: Hashable, rows: torch.Tensor, data: torch.Tensor, codec: Codec) -> None:
-        feedback = self._wires.feedback
-        if feedback is None or key is None:
-            return
-        lost = rows - codec.decode(data, rows.shape[1])
-        lost = torch.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is no error to make up for
-        before, count = self._errors.get(key, (torch.zeros_like(lost), 0))
-        count += 1
-        if count % feedback.reset_every == 0:
-            self._errors[key] = torch.zeros_like(lost), count
+        num_nodes = group.size // group.node_size
+        if num_nodes == 1:
+            assert inside is not None
+            return inside
+        if inside is None:
+            data = self._encode(key, reduction.source.view(num_nodes, -1), codec)
+        elif self._wires.feedback is None:
+            data = inside.codec.recode(inside.finish(), codec, num_nodes)
         else:
-            self._errors[key] = before.mul(feedback.beta).add_(lost, alpha=1 - feedback.beta), count
+            data = self._encode(key, inside.codec.add(inside.finish()).view(num_nodes, -1), codec)
+        place = group.rank % group.node_size
+        return self._send(data, codec, range(place, group.size, group.node_size), "reduce across")
+
+    def _send(self, data: torch.Tensor, codec: Codec, peers: Sequence[int], operation: str) -> _Hop:
+        """Row k goes to peer k."""
+        inbox, mine = torch.empty_like(data), peers.index(self.group.rank)
+        swaps = [Swap(peer, data[index], inbox[index]) for index, peer in enumerate(peers) if index != mine]
+        inbox[mine].copy_(data[mine])
+        return _Hop(codec, self._plain.start_swap(swaps, operation), inbox, data)
+
+    def _encode(self, key: Hashable, rows: torch.Tensor, codec: Codec) -> torch.Tensor:
+        feedback = self._wires.feedback
+        if feedback is None:
+            return codec.encode(rows)
+        lost = self._lost.setdefault(key, _Lost())
+        return lost.encode(rows.reshape(rows.shape[0], -1).float(), codec, feedback)
 
 
 @dataclass(frozen=True)
 class _Hop:
-    """Rows on their way, and what to do with them: decode and add."""
+    """Rows on their way; what arrives is to be added in the order of the rows."""
 
-    codec: Codec | None
+    codec: Codec
     pending: Pending
     inbox: torch.Tensor
-    shape: tuple[int, int]
-    outgoing: torch.Tensor | None = None
+    outgoing: torch.Tensor
     """Held until it has been sent."""
-
-    @staticmethod
-    def nothing(sums: torch.Tensor) -> _Hop:
-        return _Hop(None, Pending(lambda: None), sums, (sums.shape[0], -1))
 
     def finish(self) -> torch.Tensor:
         self.pending.finish()
-        if self.codec is None:
-            return self.inbox
-        numel = values_in(self.codec, self.inbox.shape[1])
-        total = self.codec.decode(self.inbox[:1], numel)
-        for row in range(1, self.inbox.shape[0]):
-            total += self.codec.decode(self.inbox[row : row + 1], numel)
-        return total.view(self.shape)
+        return self.inbox
 
 
-def values_in(codec: Codec, row_bytes: int) -> int:
-    """The values of a row of so many bytes."""
-    block_bytes = codec.row_bytes(codec.block)
-    return row_bytes // block_bytes * codec.block
+@dataclass
+class _Lost:
+    """What one hop has lost of one run's gradient."""
+
+    error: torch.Tensor | None = None
+    count: int = 0
+
+    def encode(self, rows: torch.Tensor, codec: Codec, feedback: Feedback) -> torch.Tensor:
+        """The rows and what was lost before; what this loses is kept for the next."""
+        before = self.error if self.error is not None else torch.zeros_like(rows)
+        rows = rows + before
+        data = codec.encode(rows)
+        lost = rows - codec.decode(data)
+        lost = torch.nan_to_num_(lost, nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is no error to make up for
+        self.count += 1
+        if self.count % feedback.reset_every == 0:
+            self.error = None
+        else:
+            self.error = before.mul_(feedback.beta).add_(lost, alpha=1 - feedback.beta)
+        return data
