@@ -1,7 +1,7 @@
 """The codec of quantized wires beside a copy of the same memory: `python -m benchmarks.codec`, on a CUDA device.
 
-Times are medians of CUDA events around ten calls in a row, on buffers larger than any cache. A share of 1 reads and writes its
-bytes as fast as `copy_` reads and writes its own.
+Times are medians of CUDA events around ten calls in a row, on buffers larger than any cache. A share of 1 reads and
+writes its bytes as fast as `copy_` reads and writes its own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
 from onefold.comm import data_group, init_distributed, local_device
-from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
+from onefold.config import Config, ConfigError, check_built, check_topology, load_config, num_replicas, solve_batch
 from onefold.engine import Engine
 from onefold.optim.choose import check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler
@@ -53,7 +53,8 @@ def initialize(
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_topology(settings, dist.get_world_size())
-    group, device = data_group(settings.onefold.node_size), local_device()
+    group = data_group(settings.onefold.node_size, num_replicas(settings, dist.get_world_size()))
+    device = local_device()
     set_up_logging(settings.log_level, speaks=group.rank == 0)
     if group.rank == 0:
         for notice in settings.notices:

@@ -417,7 +417,6 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
 @pytest.mark.parametrize(
     ("given", "path"),
     [
-        (zero(mics_shard_size=4), "zero_optimization.mics_shard_size"),
         (zero(zenflow={"topk_ratio": 0.2}), "zero_optimization.zenflow"),
         (zero(legacy_stage1=True), "zero_optimization.legacy_stage1"),
         ({"fp16": {"fp16_master_weights_and_grads": True}, **zero(stage=2)}, "fp16.fp16_master_weights_and_grads"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from onefold.comm.agreement import Agreement
@@ -13,6 +15,7 @@ from onefold.comm.ledger import Ledger, Row
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_host
 from onefold.comm.native import Native
 from onefold.comm.quantized import Feedback, Quantized, Wires
+from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "Pending",
     "Quantized",
     "Reduction",
+    "Replicated",
     "Row",
     "Silent",
     "Source",
@@ -49,6 +53,9 @@ def make_collective(
     kind: str, group: Group, ledger: Ledger, device: torch.device, wires: Wires | None = None
 ) -> Collective:
     """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL, exchange elsewhere)."""
+    if group.replicas > 1:
+        part = make_collective(kind, replace(group, replicas=1), ledger, device, wires)
+        return Replicated(part, group, device)
     if wires is not None and wires != Wires() and group.size > 1:
         return Quantized(make_collective(kind, group, ledger, device), wires, device)
     staged = device.type == "cuda" and not group.uses_nccl

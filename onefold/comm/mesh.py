@@ -92,6 +92,8 @@ class Group:
 
     node_size: int = 1
     """Ranks of one host, neighbours in the order of ranks; the last hosts may not be smaller."""
+    replicas: int = 1
+    """How many parts of neighbouring ranks hold a whole model state each, sharded over the ranks of the part."""
 
     @cached_property
     def rank(self) -> int:
@@ -100,6 +102,15 @@ class Group:
     @cached_property
     def size(self) -> int:
         return dist.get_world_size(self.process_group)
+
+    @property
+    def num_shards(self) -> int:
+        return self.size // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Which shard this rank holds."""
+        return self.rank % self.num_shards
 
     @cached_property
     def uses_nccl(self) -> bool:
@@ -131,7 +142,7 @@ class Group:
 _mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup] | None = None
 
 
-def data_group(node_size: int | None = None) -> Group:
+def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
     """The group over which model state is sharded, out of a mesh that is made once per process group.
 
     `node_size`: ranks of a host, where the launcher's word is not to be taken.
@@ -147,4 +158,4 @@ def data_group(node_size: int | None = None) -> Group:
         _mesh = (world, mesh, host)
     size = dist.get_world_size()
     on_host = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host if size % on_host == 0 else size)
+    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host if size % on_host == 0 else size, replicas)

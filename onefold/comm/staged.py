@@ -78,7 +78,7 @@ class StagedExchange:
 
     def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
         down = self._down([swap.outgoing for swap in swaps])
-        inbox = [torch.empty_like(line) for line in down.lines]
+        inbox = [torch.empty(swap.incoming.shape, dtype=swap.incoming.dtype) for swap in swaps]
 
         def across() -> None:
             down.arrived.synchronize()

@@ -6,7 +6,7 @@ from onefold.config.precision import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 from onefold.config.read import check_built, load_config
 from onefold.config.schema import Config
 from onefold.config.sections import Aio, OnefoldSection, OptimizerSection, SchedulerSection
-from onefold.config.topology import check_topology
+from onefold.config.topology import check_topology, num_replicas
 from onefold.config.zero import Device, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "check_built",
     "check_topology",
     "load_config",
+    "num_replicas",
     "solve_batch",
 ]

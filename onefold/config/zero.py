@@ -9,8 +9,6 @@ from onefold.config.keys import key, section
 
 Device = Literal["none", "cpu", "nvme"]
 
-_LATER = "comes with a later release"
-
 
 _NVME_PATH = (
     "Folder on the NVMe drive, or a list of folders on several; required when `device` is nvme, read only then."
@@ -259,13 +257,13 @@ class ZeroOptimization:
     )
     mics_shard_size: int = key(
         -1,
-        "Ranks in one sharding group (MiCS).",
-        refused=f"sharding over a part of the ranks {_LATER}",
+        "Neighbouring ranks that hold one whole model state between them (MiCS); -1: all ranks.",
+        stage3=True,
         asks=lambda value: value > 0,
         asks_text="above 0",
     )
     mics_hierarchical_params_gather: bool = key(
-        False, "Two-hop gathers (MiCS).", refused=f"sharding over a part of the ranks {_LATER}"
+        False, "Two-hop gathers (MiCS).", notice="slices go straight to each rank that gathers them"
     )
     memory_efficient_linear: bool = key(
         True, "Replace `torch.nn.functional.linear`.", notice="torch's own linear saves no copy of a weight"

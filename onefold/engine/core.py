@@ -100,7 +100,7 @@ class Engine(Weights):
                 self._units,
                 plan,
                 self._schedule,
-                group.rank,
+                group.shard,
                 self._update.loss_scale,
                 weakref.WeakMethod(self.zero_grad),
                 self._lower,

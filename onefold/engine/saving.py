@@ -179,8 +179,9 @@ class Saving(Facts):
             self.optimizer.wait_for_host()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        slots = list(own_slots(self._units, self.optimizer, exclude_frozen=order.exclude_frozen))
         rank = self._group.rank
+        first = rank < self._group.num_shards  # others hold the same again
+        slots = list(own_slots(self._units, self.optimizer, exclude_frozen=order.exclude_frozen)) if first else []
         for name, tensor in outside_runs(self._model, exclude_frozen=order.exclude_frozen)[0].items():
             if rank == 0:
                 slots.append(Slot.whole(f"model/{name}", tensor))
@@ -188,7 +189,7 @@ class Saving(Facts):
                 slots.append(Slot.whole(buffer_name(rank, name), tensor))
         own = self._after_step[1] if joined else self._own_state()
         # Where every rank steps everything, one of them says it all.
-        loose = loose_states(self._units, self.optimizer) if self.plan.shards_states or rank == 0 else {}
+        loose = loose_states(self._units, self.optimizer) if rank == 0 or (self.plan.shards_states and first) else {}
         return slots, {**own, "loose": loose}
 
 

@@ -89,6 +89,8 @@ class Plan:
     first; 1: none.
     """
     frozen_wire: Wire = Wire.NATIVE
+    part_size: int | None = None
+    """Neighbouring ranks that hold one whole model state between them; None: all ranks."""
     overlap: bool = False
     delays_host: bool = False
     """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
@@ -123,7 +125,10 @@ class Plan:
     def words(self) -> list[str]:
         """The plan as three sentences, for people."""
         if self.shards_parameters:
-            parameters = "sharded: whole only while they are used"
+            over = f" over every {self.part_size} ranks" if self.part_size is not None else ""
+            parameters = f"sharded{over}: whole only while they are used"
+            if self.node_shard_size > 1:
+                parameters += f", a second shard among every {self.node_shard_size} ranks"
         else:
             parameters = "replicated: every rank holds all of them"
         if self.keeps_whole_gradient:
@@ -182,6 +187,7 @@ def make_plan(config: Config) -> Plan:
         gradients=gradients,
         states=replace(states, tier=optimizer_tier),
         node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
+        part_size=zero.mics_shard_size if sharded and zero.mics_shard_size > 0 else None,
         frozen_wire=Wire.INT8
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
         else Wire.NATIVE,

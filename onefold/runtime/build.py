@@ -46,7 +46,10 @@ def draft_units(
             found,
             [
                 RunShape(
-                    Layout.of([(name, shapes[name], of) for name, of in inside], group.size), dtype, trainable, persists
+                    Layout.of([(name, shapes[name], of) for name, of in inside], group.num_shards),
+                    dtype,
+                    trainable,
+                    persists,
                 )
                 for (dtype, trainable, persists), inside in _runs_of(
                     found, parameters, groups, precision, persistent
@@ -84,7 +87,7 @@ def build_units(
                     [parameters[name] for name in some],
                     plan=plan,
                     precision=precision,
-                    rank=group.rank,
+                    rank=group.shard,
                     accumulates=accumulates,
                     device=device,
                     lower=lower,

@@ -250,6 +250,11 @@ class Schedule:
     def alone(self) -> bool:
         return self.flights.collective.group.size == 1
 
+    @property
+    def num_shards(self) -> int:
+        """The first ranks, that hold every byte of model state once between them."""
+        return self.flights.collective.group.num_shards
+
     def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, once every rank is at its step."""
         self._rest_all("a step")
