@@ -37,6 +37,11 @@ class _Quantized:
         ours = Group("data", group, group, on_host if size % on_host == 0 else size)
         return Quantized(Exchange(ours, self.ledger, device), self._wires, device)
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far."""
+        return sum(row.bytes for row in self.ledger.rows())
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 

@@ -135,18 +135,17 @@ def _recode(
     )  # fmt: skip
 
 
-# Blocks and warps of a program.
-SHAPES = {_encode: (16, 4), _decode: (16, 4), _add: (16, 4), _recode: (8, 4)}
+# Blocks and warps of a program: small ones, of which a multiprocessor holds many.
+PER, NUM_WARPS = 4, 1
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **constants: Any) -> None:
     """`grid`: blocks of a piece, pieces of a row, rows."""
-    per, num_warps = SHAPES[kernel]
     if 0 in grid:
         return
     with torch.cuda.device(arguments[0].device):
-        kernel[triton.cdiv(grid[0], per), grid[1], grid[2]](
-            *arguments, **constants, PER=per, num_warps=num_warps, enable_fp_fusion=False
+        kernel[triton.cdiv(grid[0], PER), grid[1], grid[2]](
+            *arguments, **constants, PER=PER, num_warps=NUM_WARPS, enable_fp_fusion=False
         )
 
 
