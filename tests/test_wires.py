@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Net, batches, config, net, precision, start, train
+from models import Net, batches, config, net, precision, start, train, weights_of
 
+import onefold
 from onefold.comm.codec import Codec
 
 NOTHING_KEPT = {
@@ -103,6 +104,47 @@ def test_bytes_inside_and_across_nodes_equal_the_formulas(on_ranks, accumulation
             _, rows, totals = found[name]
             moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
             assert moved == traffic(name, totals, 4, 2, accumulation), name
+
+
+def look_and_write(name: str) -> tuple[bool, bool, str]:
+    """Whether weights read from outside are those of the masters, whether a look changes training, and an error."""
+    traces = []
+    for looks in (False, True):
+        settings = config(3, zero_optimization={**SETTINGS[name], **NOTHING_KEPT}, onefold={"node_size": 2})
+        engine = start(net(), {**settings, **precision("bf16")})
+        losses, exact = [], True
+        for x, y in batches(4):
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if looks:
+                whole = weights_of(engine.module)
+                for key, parameter in engine.module.named_parameters():
+                    exact &= torch.equal(whole[key], onefold.utils.safe_get_full_fp32_param(parameter).bfloat16())
+        traces.append(losses)
+    block, told = engine.module.blocks[0], ""
+
+    def write(*_: object) -> None:
+        with onefold.zero.GatheredParameters(list(block.parameters()), modifier_rank=0):
+            pass
+
+    handle = block.register_forward_hook(write)
+    try:
+        engine(*batches(1)[0])
+    except RuntimeError as error:
+        told = str(error)
+    handle.remove()
+    engine.destroy()
+    return exact, traces[0] == traces[1], told
+
+
+@pytest.mark.parametrize("name", ["hpZ", "qwZ", "all"])
+def test_weights_are_exact_from_outside(on_ranks, name):
+    for exact, same, told in on_ranks(4, look_and_write, name):
+        assert exact
+        assert same
+        assert ("would round all of them" in told) == (name != "hpZ")
 
 
 def fsdp2(quantized: bool) -> tuple[list[float], int]:

@@ -156,21 +156,22 @@ class _Hop:
 
 @dataclass
 class _Lost:
-    """What one hop has lost of one run's gradient."""
+    """What one hop has lost of one run's gradient: a byte a value, since an error needs no more digits than that."""
 
-    error: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
     count: int = 0
 
     def encode(self, rows: torch.Tensor, codec: Codec, feedback: Feedback) -> torch.Tensor:
         """The rows and what was lost before; what this loses is kept for the next."""
-        before = self.error if self.error is not None else torch.zeros_like(rows)
+        before = _ERRORS.decode(self.kept) if self.kept is not None else torch.zeros_like(rows)
         rows = rows + before
         data = codec.encode(rows)
         lost = rows - codec.decode(data)
         lost = torch.nan_to_num_(lost, nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is no error to make up for
+        error = before.mul_(feedback.beta).add_(lost, alpha=1 - feedback.beta)
         self.count += 1
-        if self.count % feedback.reset_every == 0:
-            self.error = None
-        else:
-            self.error = before.mul_(feedback.beta).add_(lost, alpha=1 - feedback.beta)
+        self.kept = _ERRORS.encode(error, self.kept) if self.count % feedback.reset_every else None
         return data
+
+
+_ERRORS = Codec(8)

@@ -88,7 +88,7 @@ class ZenFlow:
 
 @dataclass(frozen=True)
 class LoCo:
-    """Error feedback for quantized gradients."""
+    """Error feedback for quantized gradients (a byte a parameter)."""
 
     err_beta: float = key(0.8, "Decay of the error buffer.")
     reset_T: int = key(1024, "Steps between two resets of the error buffer.")
@@ -253,7 +253,7 @@ class ZeroOptimization:
     zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", stage3=True)
     zero_quantized_gradients: bool = key(False, "Reduce gradients as int8 inside a host and int4 across hosts (qgZ).")
     zeropp_loco_param: LoCo | None = key(
-        None, "Error feedback for quantized gradients.", switch="zero_quantized_gradients"
+        None, "Error feedback for quantized gradients (a byte a parameter).", switch="zero_quantized_gradients"
     )
     mics_shard_size: int = key(
         -1,

@@ -115,12 +115,15 @@ class Plan:
         return self.parameters.wire if trainable else self.frozen_wire
 
     def for_world(self, size: int) -> Plan:
-        """One rank's shard is the whole: nothing is gained by reducing a gradient to it before the boundary, unless it
-        goes to the host then.
+        """One rank's shard is the whole: nothing travels, and nothing is gained by reducing a gradient to it before the
+        boundary, unless it goes to the host then.
         """
-        if size > 1 or self.gradients.tier is not Tier.DEVICE:
+        if size > 1:
             return self
-        return replace(self, gradients=replace(self.gradients, placement=Placement.REPLICATED))
+        parameters, gradients = (replace(part, wire=Wire.NATIVE) for part in (self.parameters, self.gradients))
+        if gradients.tier is Tier.DEVICE:
+            gradients = replace(gradients, placement=Placement.REPLICATED)
+        return replace(self, parameters=parameters, gradients=gradients, frozen_wire=Wire.NATIVE)
 
     def words(self) -> list[str]:
         """The plan as three sentences, for people."""

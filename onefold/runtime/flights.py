@@ -91,12 +91,12 @@ class Flights:
 
     # -- gathers of sharded parameters --------------------------------------------------------------------------
 
-    def start_gather(self, unit: Unit) -> None:
+    def start_gather(self, unit: Unit, *, exact: bool = False) -> None:
         """Whatever the unit's state here: another rank may need this rank's slice."""
         for run in unit.sharded:
             run.finish_update()
         try:
-            pending = self.collective.start_gather(unit.start_gather())
+            pending = self.collective.start_gather(unit.start_gather(exact=exact))
         except BaseException:
             unit.undo_gather()
             raise

@@ -131,7 +131,7 @@ class Home:
             elif self.lent == 1:
                 sharded = [run for run in self.runs if not run.rests_whole]
                 with torch.no_grad():
-                    self.collective.start_gather([run.refill() for run in sharded]).finish()
+                    self.collective.start_gather([run.refill(exact=True) for run in sharded]).finish()
                     for run in sharded:
                         run.show()
 

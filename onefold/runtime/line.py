@@ -58,6 +58,8 @@ class Line:
         # A slice of the line among neighbouring ranks, as it was when it was last gathered from all.
         self.second: torch.Tensor | None = None
         self._second_is_current = False
+        # What the line holds came in a form that rounds it.
+        self._rounded = False
         self._rank = rank
         self.take_parameters()
 
@@ -111,6 +113,12 @@ class Line:
         if not self.rests_whole:
             if self.shard is None:
                 self.shard = self._new_shard()
+            if self._rounded:
+                names = ", ".join(member.name for member in self.layout.members[:3])
+                raise RuntimeError(
+                    f"parameters beside {names} were gathered as integers for a forward or backward: writing them back "
+                    "would round all of them. Write outside forward and backward, or without zero_quantized_weights"
+                )
             self.forget_fetched()
             self.change()
             write(self.shard, self.own_slice)
@@ -132,25 +140,32 @@ class Line:
             return self.lower.host(size, self.dtype)
         return self.lower.disk_for_parameters(size, self.dtype)
 
-    def refill(self) -> Gathering:
-        """Memory for the whole line, and what the collective has to fill it with."""
+    def refill(self, *, exact: bool = False) -> Gathering:
+        """Memory for the whole line, and what the collective has to fill it with. What is computed with may be rounded
+        on its way; what is looked at or written from outside, `exact`, is not.
+        """
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.itemsize)
-        if self._second_is_current:
+        self._rounded = self._rounds and not exact
+        if self._second_is_current and self._rounded == self._rounds:
             return Gathering(self.full, self.second, span=self.plan.node_shard_size)
-        lossy = self.plan.wire_of(trainable=self.trainable) is not Wire.NATIVE
-        return Gathering(self.full, self._source, lossy=lossy)
+        return Gathering(self.full, self._source, lossy=self._rounded)
 
     def keep_second(self) -> None:
         """The line has been gathered from all ranks: until it changes, neighbours have it between them."""
         span = self.plan.node_shard_size
-        if span > 1 and not self._second_is_current:
+        if span > 1 and not self._second_is_current and self._rounded == self._rounds:
             length = self.layout.total // span
             if self.second is None:
                 self.second = torch.empty(length, dtype=self.dtype, device=self.device)
             self.second.copy_(self.full.narrow(0, self._rank % span * length, length))
             self._second_is_current = True
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether the form in which parameters travel rounds them."""
+        return self.plan.wire_of(trainable=self.trainable) is not Wire.NATIVE
 
     def change(self) -> None:
         """The parameters are about to have other values."""

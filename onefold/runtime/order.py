@@ -154,7 +154,7 @@ class Order:
         rows = self._negotiate(Wish.LEND, unit.index)
         if len({row[1] for row in rows}) > 1:
             raise Disagreement(self._differ(rows))
-        self._flights.start_gather(unit)
+        self._flights.start_gather(unit, exact=True)
         self._flights.finish_gathers()
 
     def note_use(self, unit: Unit) -> None:
