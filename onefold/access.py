@@ -141,12 +141,16 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if run.rests_whole:
         run.full[member.start : member.stop].copy_(value.detach().flatten())
     else:
+        run.change()
         place.piece.tell().wait()
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master. Only where parameters rest as shards: elsewhere ranks would differ."""
+    """Set this rank's part of the master. Only where parameters rest as shards: elsewhere ranks would differ.
+
+    With second shards (hpZ) a write between two micro-steps is seen after the step.
+    """
     place = _trained(param)
     if place.piece.run.rests_whole:
         raise ValueError(f"{place.member.name} rests whole on every rank: use safe_set_full_fp32_param")

@@ -8,7 +8,7 @@ import torch
 
 from onefold.comm.agreement import Agreement
 from onefold.comm.board import Board, Silent
-from onefold.comm.collective import Collective, Gathering, Pending, Reduction, Source, broadcast_from
+from onefold.comm.collective import Collective, Gathering, Lost, Pending, Reduction, Source, broadcast_from
 from onefold.comm.exchange import Exchange
 from onefold.comm.guard import Disagreement, Guard
 from onefold.comm.ledger import Ledger, Row
@@ -29,6 +29,7 @@ __all__ = [
     "Group",
     "Guard",
     "Ledger",
+    "Lost",
     "Native",
     "Pending",
     "Quantized",

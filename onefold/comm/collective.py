@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,6 +13,14 @@ import torch.distributed as dist
 
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+
+
+@dataclass
+class Lost:
+    """What wires have lost of one run's gradient, by hop, and how often it was kept."""
+
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,8 @@ class Reduction:
     target: torch.Tensor
     wire: torch.dtype
     add: bool
-    key: Hashable = None
-    """Whose gradient this is, for wires that remember what they have lost of it."""
+    lost: Lost | None = None
+    """For wires that make up for what they lost of this gradient before."""
 
 
 class Source(Protocol):
@@ -95,7 +104,11 @@ class Collective(Protocol):
         """Fill each line in place: every rank contributes its own slice."""
         ...
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+    def take_turn(self) -> int:
+        """A place in the order of exchanges for a swap that starts later: all ranks take theirs in one order."""
+        ...
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
         """Exchange with some peers, who do the same. `operation` is the ledger's name for it."""
         ...
 
@@ -112,6 +125,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker: ThreadPoolExecutor | None = None
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -131,6 +145,17 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self.stream)
         return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
+
+    def beside(self, complete: Callable[[], None]) -> Pending:
+        """For what talks to other ranks on its way: on a CPU a thread completes it, in the order of the starts. Ranks
+        may be at other places of a pass by then, and none may have to come to its finish for another to get through.
+        """
+        if self.stream is not None:
+            return self.pending(complete)
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "onefold-wires")
+        done = self._worker.submit(torch.no_grad()(complete))
+        return Pending(done.result)
 
 
 def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger) -> None:

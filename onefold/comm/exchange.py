@@ -91,11 +91,14 @@ class Exchange:
 
         return self._lane.pending(complete)
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+    def take_turn(self) -> int:
+        return self._tag()
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
         operations: list[dist.P2POp] = []
         sent: dict[str, int] = {}
         with self._lane.enter(), self._ledger.timed(operation, self.group.axis):
-            tag = self._tag()
+            tag = self._tag() if turn is None else turn
             for swap in swaps:
                 operations += self._swap(swap.outgoing, swap.incoming, swap.peer, tag)
                 self._note(sent, [swap.peer], swap.outgoing.nbytes)

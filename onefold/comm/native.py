@@ -71,5 +71,8 @@ class Native:
 
         return self._lane.pending(complete)
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
-        return self._exchange.start_swap(swaps, operation)
+    def take_turn(self) -> int:
+        return self._exchange.take_turn()
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
+        return self._exchange.start_swap(swaps, operation, turn)

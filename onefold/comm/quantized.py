@@ -12,13 +12,13 @@ again and sent across to the rank it belongs to. Across nodes travels 1 / (ranks
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from onefold.comm.codec import Codec
-from onefold.comm.collective import Collective, Gathering, Lane, Pending, Reduction, Swap
+from onefold.comm.collective import Collective, Gathering, Lane, Lost, Pending, Reduction, Swap
 from onefold.comm.mesh import Group
 
 
@@ -47,17 +47,19 @@ class Quantized:
         self.group: Group = plain.group
         self._plain, self._wires = plain, wires
         self._lane = Lane(device)
-        self._lost: dict[Hashable, _Lost] = {}
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
-        return self._plain.start_swap(swaps, operation)
+    def take_turn(self) -> int:
+        return self._plain.take_turn()
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
+        return self._plain.start_swap(swaps, operation, turn)
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         codec = self._wires.parameters
-        coded = [gathering for gathering in gatherings if gathering.lossy]
+        coded = [gathering for gathering in gatherings if gathering.lossy and _can_be_coded(gathering.line)]
         if codec is None or not coded:
             return self._plain.start_gather(gatherings)
-        plain = [gathering for gathering in gatherings if not gathering.lossy]
+        plain = [gathering for gathering in gatherings if not (gathering.lossy and _can_be_coded(gathering.line))]
         lines = []
         with self._lane.enter():
             for gathering in coded:
@@ -79,15 +81,15 @@ class Quantized:
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         if self._wires.inside is None or self.group.size == 1:
             return self._plain.start_reduce_scatter(reductions)
-        narrow = [reduction for reduction in reductions if reduction.source.dtype != torch.float64]
-        wide = [reduction for reduction in reductions if reduction.source.dtype == torch.float64]
+        coded = [reduction for reduction in reductions if _can_be_coded(reduction.source)]
+        plain = [reduction for reduction in reductions if not _can_be_coded(reduction.source)]
         with self._lane.enter():
-            beside = self._plain.start_reduce_scatter(wide) if wide else Pending(lambda: None)
-            hops = [self._start_inside(reduction) for reduction in narrow]
+            beside = self._plain.start_reduce_scatter(plain) if plain else Pending(lambda: None)
+            hops = [(reduction, self._start_inside(reduction), self.take_turn()) for reduction in coded]
 
         def complete() -> None:
-            hops_across = [self._start_across(r, hop) for r, hop in zip(narrow, hops, strict=True)]
-            for reduction, hop in zip(narrow, hops_across, strict=True):
+            across = [(reduction, self._start_across(reduction, hop, turn)) for reduction, hop, turn in hops]
+            for reduction, hop in across:
                 total = hop.codec.add(hop.finish())
                 if reduction.add:
                     reduction.target.add_(total)
@@ -95,7 +97,7 @@ class Quantized:
                     reduction.target.copy_(total)
             beside.finish()
 
-        return self._lane.pending(complete)
+        return self._lane.beside(complete)
 
     def _start_inside(self, reduction: Reduction) -> _Hop | None:
         """None: there is nobody else inside."""
@@ -105,38 +107,36 @@ class Quantized:
             return None
         by_node = reduction.source.view(-1, group.node_size, reduction.source.numel() // group.size)
         first = group.rank - group.rank % group.node_size
-        data = self._encode((reduction.key, "inside"), by_node.transpose(0, 1), codec)
-        return self._send(data, codec, range(first, first + group.node_size), "reduce inside")
+        data = self._encode("inside", reduction.lost, by_node.transpose(0, 1), codec)
+        return self._send(data, codec, range(first, first + group.node_size), "reduce inside", self.take_turn())
 
-    def _start_across(self, reduction: Reduction, inside: _Hop | None) -> _Hop:
-        codec, group, key = self._wires.across, self.group, (reduction.key, "across")
+    def _start_across(self, reduction: Reduction, inside: _Hop | None, turn: int) -> _Hop:
+        codec, group, lost = self._wires.across, self.group, reduction.lost
         assert codec is not None
         num_nodes = group.size // group.node_size
         if num_nodes == 1:
             assert inside is not None
             return inside
         if inside is None:
-            data = self._encode(key, reduction.source.view(num_nodes, -1), codec)
-        elif self._wires.feedback is None:
+            data = self._encode("across", lost, reduction.source.view(num_nodes, -1), codec)
+        elif lost is None:
             data = inside.codec.recode(inside.finish(), codec, num_nodes)
         else:
-            data = self._encode(key, inside.codec.add(inside.finish()).view(num_nodes, -1), codec)
+            data = self._encode("across", lost, inside.codec.add(inside.finish()).view(num_nodes, -1), codec)
         place = group.rank % group.node_size
-        return self._send(data, codec, range(place, group.size, group.node_size), "reduce across")
+        return self._send(data, codec, range(place, group.size, group.node_size), "reduce across", turn)
 
-    def _send(self, data: torch.Tensor, codec: Codec, peers: Sequence[int], operation: str) -> _Hop:
+    def _send(self, data: torch.Tensor, codec: Codec, peers: Sequence[int], operation: str, turn: int) -> _Hop:
         """Row k goes to peer k."""
         inbox, mine = torch.empty_like(data), peers.index(self.group.rank)
         swaps = [Swap(peer, data[index], inbox[index]) for index, peer in enumerate(peers) if index != mine]
         inbox[mine].copy_(data[mine])
-        return _Hop(codec, self._plain.start_swap(swaps, operation), inbox, data)
+        return _Hop(codec, self._plain.start_swap(swaps, operation, turn), inbox, data)
 
-    def _encode(self, key: Hashable, rows: torch.Tensor, codec: Codec) -> torch.Tensor:
-        feedback = self._wires.feedback
-        if feedback is None:
+    def _encode(self, hop: str, lost: Lost | None, rows: torch.Tensor, codec: Codec) -> torch.Tensor:
+        if lost is None or self._wires.feedback is None:
             return codec.encode(rows)
-        lost = self._lost.setdefault(key, _Lost())
-        return lost.encode(rows.reshape(rows.shape[0], -1).float(), codec, feedback)
+        return _with_feedback(hop, lost, rows.reshape(rows.shape[0], -1).float(), codec, self._wires.feedback)
 
 
 @dataclass(frozen=True)
@@ -154,24 +154,26 @@ class _Hop:
         return self.inbox
 
 
-@dataclass
-class _Lost:
-    """What one hop has lost of one run's gradient: a byte a value, since an error needs no more digits than that."""
-
-    kept: torch.Tensor | None = None
-    count: int = 0
-
-    def encode(self, rows: torch.Tensor, codec: Codec, feedback: Feedback) -> torch.Tensor:
-        """The rows and what was lost before; what this loses is kept for the next."""
-        before = _ERRORS.decode(self.kept) if self.kept is not None else torch.zeros_like(rows)
-        rows = rows + before
-        data = codec.encode(rows)
-        lost = rows - codec.decode(data)
-        lost = torch.nan_to_num_(lost, nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is no error to make up for
-        error = before.mul_(feedback.beta).add_(lost, alpha=1 - feedback.beta)
-        self.count += 1
-        self.kept = _ERRORS.encode(error, self.kept) if self.count % feedback.reset_every else None
-        return data
+def _can_be_coded(line: torch.Tensor) -> bool:
+    """Who asks for fp64 does not want eight bits."""
+    return line.numel() > 0 and line.dtype != torch.float64
 
 
+# An error needs no more digits than that: a byte a value.
 _ERRORS = Codec(8)
+
+
+def _with_feedback(hop: str, lost: Lost, rows: torch.Tensor, codec: Codec, feedback: Feedback) -> torch.Tensor:
+    """The rows and what was lost before, encoded; what this loses is kept for the next."""
+    kept = lost.kept.pop(hop, None)
+    before = _ERRORS.decode(kept) if kept is not None else torch.zeros_like(rows)
+    rows = rows + before
+    data = codec.encode(rows)
+    gone = torch.nan_to_num_(
+        rows - codec.decode(data), nan=0.0, posinf=0.0, neginf=0.0
+    )  # an overflow is not made up for
+    error = before.mul_(feedback.beta).add_(gone, alpha=1 - feedback.beta)
+    lost.counts[hop] = lost.counts.get(hop, 0) + 1
+    if lost.counts[hop] % feedback.reset_every:
+        lost.kept[hop] = _ERRORS.encode(error, kept)
+    return data

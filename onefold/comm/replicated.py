@@ -25,31 +25,37 @@ class Replicated:
         self._plain = plain
         self._lane = Lane(device)
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
-        return self._plain.start_swap(swaps, operation)
+    def take_turn(self) -> int:
+        return self._plain.take_turn()
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
+        return self._plain.start_swap(swaps, operation, turn)
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         return self._plain.start_gather([replace(each, span=each.span or self.group.num_shards) for each in gatherings])
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         with self._lane.enter():
-            inside = [self._start_inside(reduction) for reduction in reductions]
+            inside = [(*self._start_inside(reduction), self.take_turn(), self.take_turn()) for reduction in reductions]
 
         def complete() -> None:
             totals = []
-            for pending, _, rows in inside:
+            for pending, _, rows, turn, _ in inside:
                 pending.finish()
-                totals.append(_sum(list(rows), rows.dtype))
-            for total, (pending, pieces) in [(total, self._start_across(total)) for total in totals]:
+                total = _sum(list(rows), rows.dtype)
+                totals.append((total, *self._start_across(total, turn)))
+            rounds = []
+            for (total, pending, pieces), (*_, turn) in zip(totals, inside, strict=True):
                 pending.finish()
-                self._spread(total, _sum(pieces, total.dtype))
-            for reduction, total in zip(reductions, totals, strict=True):
+                rounds.append(self._start_round(total, _sum(pieces, total.dtype), turn))
+            for reduction, (total, *_), pending in zip(reductions, totals, rounds, strict=True):
+                pending.finish()
                 if reduction.add:
                     reduction.target.add_(total)
                 else:
                     reduction.target.copy_(total)
 
-        return self._lane.pending(complete)
+        return self._lane.beside(complete)
 
     def _start_inside(self, reduction: Reduction) -> tuple[Pending, torch.Tensor, torch.Tensor]:
         """What is sent, and this rank's slice as it comes: a row for each rank of the part."""
@@ -62,27 +68,27 @@ class Replicated:
         swaps = [Swap(first + place, source[place], rows[place]) for place in others]
         return self._plain.start_swap(swaps, "reduce inside"), source, rows
 
-    def _start_across(self, total: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
+    def _start_across(self, total: torch.Tensor, turn: int) -> tuple[Pending, list[torch.Tensor]]:
         """This part's piece of the sum, as each part has it."""
         outgoing = total.tensor_split(self.group.replicas)
         mine = self._part
         pieces = [outgoing[mine] if part == mine else torch.empty_like(outgoing[mine]) for part in range(len(outgoing))]
-        return self._swap_with_parts(list(outgoing), pieces), pieces
+        return self._swap_with_parts(list(outgoing), pieces, turn), pieces
 
-    def _spread(self, total: torch.Tensor, piece: torch.Tensor) -> None:
+    def _start_round(self, total: torch.Tensor, piece: torch.Tensor, turn: int) -> Pending:
         """All pieces of the sum to all parts."""
         pieces = list(total.tensor_split(self.group.replicas))
         pieces[self._part].copy_(piece)
-        self._swap_with_parts([pieces[self._part]] * len(pieces), pieces).finish()
+        return self._swap_with_parts([pieces[self._part]] * len(pieces), pieces, turn)
 
-    def _swap_with_parts(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> Pending:
+    def _swap_with_parts(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor], turn: int) -> Pending:
         group = self.group
         swaps = [
             Swap(part * group.num_shards + group.shard, outgoing[part], incoming[part])
             for part in range(group.replicas)
             if part != self._part
         ]
-        return self._plain.start_swap(swaps, "reduce across")
+        return self._plain.start_swap(swaps, "reduce across", turn)
 
     @property
     def _part(self) -> int:

@@ -76,7 +76,10 @@ class StagedExchange:
 
         return self._pending(self._worker.submit(across), up)
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str) -> Pending:
+    def take_turn(self) -> int:
+        return 0  # the worker starts everything, in one order
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
         down = self._down([swap.outgoing for swap in swaps])
         inbox = [torch.empty(swap.incoming.shape, dtype=swap.incoming.dtype) for swap in swaps]
 

@@ -90,8 +90,8 @@ class ZenFlow:
 class LoCo:
     """Error feedback for quantized gradients (a byte a parameter)."""
 
-    err_beta: float = key(0.8, "Decay of the error buffer.")
-    reset_T: int = key(1024, "Steps between two resets of the error buffer.")
+    err_beta: float = key(0.8, "Decay of the error buffer.", minimum=0, maximum=1)
+    reset_T: int = key(1024, "Steps between two resets of the error buffer.", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class Engine(Weights):
         self._collective_name = type(collective).__name__.lower()
         self._pool = Pool(device)
         num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
-        self._counting = Counting(plan, self._precision, group.size, 2 if self._window.accumulates else 1, num_states)
+        micro_steps = 2 if self._window.accumulates else 1
+        self._counting = Counting(plan, self._precision, group.size, micro_steps, num_states, group.node_size)
         agreement = Agreement(group, self.ledger)
         groups = chosen.group_of_each() if chosen else {}
         drafts = draft_units(model, config=config, groups=groups, precision=self._precision, group=group)

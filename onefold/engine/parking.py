@@ -67,7 +67,11 @@ class Parking(Loading):
             piece = self.optimizer.piece_of(run) if self.optimizer is not None and run.trainable else None
             shard = run.shard if piece is None else piece.out
             held: dict[OffloadStateTypeEnum, list[Any]] = {
-                OffloadStateTypeEnum.lp_params: [run.full, shard if run.rest.parameters is Tier.DEVICE else None],
+                OffloadStateTypeEnum.lp_params: [
+                    run.full,
+                    shard if run.rest.parameters is Tier.DEVICE else None,
+                    run.second,
+                ],
                 OffloadStateTypeEnum.lp_grads: [*run.gradient_tensors()],
             }
             if piece is not None and not run.rest.offloads_states:

@@ -17,5 +17,5 @@ def wires_of(plan: Plan, config: Config) -> Wires:
         parameters=codes.get(plan.frozen_wire),
         inside=Codec(8) if coded else None,
         across=codes.get(plan.gradients.wire),
-        feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None and coded else None,
+        feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None and plan.makes_up else None,
     )

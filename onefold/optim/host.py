@@ -148,6 +148,7 @@ class _Out:
         self._stores: list[Transfer] = []
         self._goes_up = piece.run.rest.parameters is Tier.DEVICE
         self._gradient = gradient
+        self._gaps = [(low - piece.start, high - piece.start) for low, high in piece.run.layout.gaps]
         # A shard beside its master on the host takes the device's cast of it when it is next gathered.
         on_host = isinstance(target, torch.Tensor) and not target.is_cuda and isinstance(piece.master, torch.Tensor)
         self.casts_on_device = on_host and self._bus.crosses
@@ -169,6 +170,9 @@ class _Out:
         master = window.master[start - window.start : stop - window.start]
         if isinstance(self._target, DiskTensor):
             memory = self.memory(start, stop)
+            if memory is not None:
+                for low, high in self._gaps:  # what is left of a gradient there would be gathered as padding
+                    memory[max(low - start, 0) : max(high - start, 0)].zero_()
             self._stores.append(self._target[start:stop].start_store(master if memory is None else memory))
         elif self._target.is_cuda:
             self._arrival = self._bus.up(master, self._target[start:stop], self._used)

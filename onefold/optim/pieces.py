@@ -66,7 +66,6 @@ class Piece:
         """What is used becomes what the master is, as the caller's stream sees it; the host's memory is read until the
         arrival.
         """
-        self.run.change()
         self.run.forget_fetched()  # also where the master itself is what was read ahead
         if self.out is None:
             return HERE

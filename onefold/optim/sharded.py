@@ -86,8 +86,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._host.collect()
         groups = [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
         step = Step(self.num_steps, coefficient, groups)
-        for run in self._pieces:
-            run.change()
         if self._host is not None:
             self._host.start([self._pieces[run] for run in self._schedule.hosted_runs()], step)
         for batch, gradients in self._schedule.gradients_to_step():
@@ -107,6 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._host is not None and self._host.is_late:
             self._schedule.settle_all()
             self._host.collect()
+            for run in self._pieces:
+                run.change()
             self._schedule.start_all_refreshes()
             self._schedule.settle_all()
 

@@ -70,6 +70,12 @@ class Layout:
         """Elements that are parameters, padding left out."""
         return sum(member.stop - member.start for member in self.members)
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where padding lies."""
+        ends, starts = [0, *(member.stop for member in self.members)], [*(m.start for m in self.members), self.total]
+        return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_size, (rank + 1) * self.shard_size
 

@@ -72,6 +72,7 @@ class Counting:
     world_size: int
     num_micro_steps: int
     num_states: int
+    node_size: int = 1
 
 
 def count_bytes(runs: Iterable[RunShape], counting: Counting, tier: Tier = Tier.DEVICE) -> ModelBytes:
@@ -92,6 +93,8 @@ def count_bytes(runs: Iterable[RunShape], counting: Counting, tier: Tier = Tier.
         in_place = reduces_in_place(plan, run, precision, counting.world_size, num_micro_steps)
         if tier is Tier.DEVICE and not in_place:
             largest_slot = max(largest_slot, run.layout.total * run.dtype.itemsize)
+        if tier is Tier.DEVICE and plan.makes_up:
+            gradients += lost_bytes(run.layout.total, counting.world_size, counting.node_size)
         if tier is gradient_tier(run.rest):
             if in_place:
                 gradients += run.layout.total * precision.of_gradient(run.dtype, num_micro_steps).itemsize
@@ -106,6 +109,12 @@ def count_bytes(runs: Iterable[RunShape], counting: Counting, tier: Tier = Tier.
             masters += 0 if is_line else stepped * master.itemsize
             states += stepped * master.itemsize * counting.num_states
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
+
+
+def lost_bytes(numel: int, world_size: int, node_size: int) -> int:
+    """Of what each hop of a quantized reduction has lost: a byte a value, and a scale a block of 256."""
+    values = (numel if node_size > 1 else 0) + (numel // node_size if world_size > node_size else 0)
+    return values + values // 64
 
 
 def gradient_tier(rest: Rest) -> Tier:
@@ -164,9 +173,10 @@ def count_crossing(
     for run in runs:
         shard, master = run.layout.shard_size, master_dtype(run.dtype).itemsize
         whole = rests_whole(counting.plan, run, counting.world_size)
-        gathered = (
-            0 if whole or run.rest.parameters is Tier.DEVICE else 2 * num_micro_steps * shard * run.dtype.itemsize
-        )
+        # With second shards only the first gather of a step starts below the device; those of frozen runs stay.
+        gathers = (1 if run.trainable else 0) if counting.plan.node_shard_size > 1 else 2 * num_micro_steps
+        below = not whole and run.rest.parameters is not Tier.DEVICE
+        gathered = gathers * shard * run.dtype.itemsize if below else 0
         up += gathered
         read += gathered if run.rest.parameters is Tier.NVME else 0
         if not run.trainable or not run.rest.offloads_states:

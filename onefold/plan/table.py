@@ -91,6 +91,8 @@ class Plan:
     frozen_wire: Wire = Wire.NATIVE
     part_size: int | None = None
     """Neighbouring ranks that hold one whole model state between them; None: all ranks."""
+    makes_up: bool = False
+    """What quantized gradients lose is kept and added to the next ones."""
     overlap: bool = False
     delays_host: bool = False
     """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
@@ -123,7 +125,7 @@ class Plan:
         parameters, gradients = (replace(part, wire=Wire.NATIVE) for part in (self.parameters, self.gradients))
         if gradients.tier is Tier.DEVICE:
             gradients = replace(gradients, placement=Placement.REPLICATED)
-        return replace(self, parameters=parameters, gradients=gradients, frozen_wire=Wire.NATIVE)
+        return replace(self, parameters=parameters, gradients=gradients, frozen_wire=Wire.NATIVE, makes_up=False)
 
     def words(self) -> list[str]:
         """The plan as three sentences, for people."""
@@ -144,8 +146,9 @@ class Plan:
             states = "replicated: every rank steps everything"
         if self.delays_host:
             states += ", stepped beside the next forward and backward (INEXACT: delayed_host_step)"
+        frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
         return [
-            f"parameters        {parameters}, {_rest(self.parameters)}",
+            f"parameters        {parameters}, {_rest(self.parameters)}{frozen}",
             f"gradients         {gradients}, {_rest(self.gradients)}",
             f"optimizer states  {states}, {_rest(self.states)}",
         ]
@@ -173,13 +176,16 @@ def make_plan(config: Config) -> Plan:
     """A row of the table, with the columns that offload and quantized wires change."""
     zero = config.zero_optimization
     parameters, gradients, states = (Part(placement) for placement in TABLE[zero.stage])
-    if zero.zero_quantized_weights:
+    sharded = parameters.placement is Placement.SHARDED
+    frozen_wire = Wire.NATIVE
+    if sharded and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
+        frozen_wire = Wire.INT8
+    if sharded and zero.zero_quantized_weights:
         parameters = replace(parameters, wire=Wire.INT8)
     if zero.zero_quantized_gradients:
         gradients = replace(gradients, wire=Wire.INT4)
     optimizer_tier = TIERS[zero.offload_optimizer.device]
     # Whole parameters are on the device all the time.
-    sharded = parameters.placement is Placement.SHARDED
     parameter_tier = TIERS[zero.offload_param.device] if sharded else Tier.DEVICE
     if optimizer_tier is not Tier.DEVICE:
         # The host adds micro-steps up, so that no accumulator fills the device: what is reduced leaves it at once.
@@ -191,9 +197,8 @@ def make_plan(config: Config) -> Plan:
         states=replace(states, tier=optimizer_tier),
         node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
         part_size=zero.mics_shard_size if sharded and zero.mics_shard_size > 0 else None,
-        frozen_wire=Wire.INT8
-        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-        else Wire.NATIVE,
+        frozen_wire=frozen_wire,
+        makes_up=zero.zero_quantized_gradients and zero.zeropp_loco_param is not None,
         overlap=overlap,
         delays_host=config.onefold.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,

@@ -91,12 +91,14 @@ class Flights:
 
     # -- gathers of sharded parameters --------------------------------------------------------------------------
 
-    def start_gather(self, unit: Unit, *, exact: bool = False) -> None:
+    def start_gather(self, unit: Unit, *, exact: bool = False, near: bool = False) -> None:
         """Whatever the unit's state here: another rank may need this rank's slice."""
+        if self._plan.node_shard_size > 1:
+            self.finish_gathers_until(unit)  # which may be filling the second shard
         for run in unit.sharded:
             run.finish_update()
         try:
-            pending = self.collective.start_gather(unit.start_gather(exact=exact))
+            pending = self.collective.start_gather(unit.start_gather(exact=exact, near=near))
         except BaseException:
             unit.undo_gather()
             raise

@@ -107,6 +107,7 @@ class Home:
         runs, self._schedule, self._unit, self._owner = self.runs, None, None, None
         for run in runs:
             run.forget_gradients()
+            run.drop_second()
         if all(run.rests_whole for run in runs):
             leave_home(parameter for run in runs for parameter in run.parameters)
         else:
@@ -202,7 +203,9 @@ class Home:
         self.tell_written()
 
     def tell_written(self) -> None:
-        """Parameters have new values: whoever keeps masters of them must know."""
+        """Parameters have new values, on every rank: whoever keeps masters of them must know."""
+        for run in self.runs:
+            run.change()
         owner, unit = self.owner, self.unit
         if owner is not None and unit is not None:
             owner.parameters_loaded([unit])

@@ -25,7 +25,13 @@ class Line:
     keeps `shard`, this rank's slice (the fp32 master where it is trained); its `full` has an empty storage at rest,
     and its parameters are placeholders without elements: autograd may hold views of `full`, so the same storage is
     refilled on every gather, and nothing else ever takes its place. `shard` rests where `rest.parameters` says.
-    Where the plan has a second shard, neighbouring ranks hold `full` between them from its first gather of a step on.
+
+    [Note: second shards]
+    Where the plan has them, neighbouring ranks hold `full` between them from its first gather of a step on, and later
+    gathers start from there. Which kind a gather is must be the same on every rank: it is decided when it is launched,
+    by what all ranks have launched before, and only within a program that all follow. A gather that ranks negotiate
+    (evaluation, a pass that is being learned) starts from the shards themselves. Frozen lines never change, so theirs
+    serve every gather.
     """
 
     def __init__(
@@ -56,8 +62,11 @@ class Line:
         self.fresh: torch.Tensor | None = None
         self._saving: Arrival = HERE
         # A slice of the line among neighbouring ranks, as it was when it was last gathered from all.
-        self.second: torch.Tensor | None = None
-        self._second_is_current = False
+        span = plan.node_shard_size
+        has_second = span > 1 and not self.rests_whole
+        self.second = torch.empty(self.layout.total // span, dtype=self.dtype, device=device) if has_second else None
+        self._second_serves = False
+        self._fills_second = False
         # What the line holds came in a form that rounds it.
         self._rounded = False
         self._rank = rank
@@ -140,36 +149,40 @@ class Line:
             return self.lower.host(size, self.dtype)
         return self.lower.disk_for_parameters(size, self.dtype)
 
-    def refill(self, *, exact: bool = False) -> Gathering:
+    def refill(self, *, exact: bool = False, near: bool = False) -> Gathering:
         """Memory for the whole line, and what the collective has to fill it with. What is computed with may be rounded
-        on its way; what is looked at or written from outside, `exact`, is not.
+        on its way; what is looked at or written from outside, `exact`, is not. `near`: second shards may serve.
         """
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.itemsize)
         self._rounded = self._rounds and not exact
-        if self._second_is_current and self._rounded == self._rounds:
-            return Gathering(self.full, self.second, span=self.plan.node_shard_size)
+        if self.second is not None and not exact and (near or not self.trainable):
+            if self._second_serves:
+                return Gathering(self.full, self.second, span=self.plan.node_shard_size)
+            self._second_serves = self._fills_second = True
         return Gathering(self.full, self._source, lossy=self._rounded)
 
     def keep_second(self) -> None:
-        """The line has been gathered from all ranks: until it changes, neighbours have it between them."""
-        span = self.plan.node_shard_size
-        if span > 1 and not self._second_is_current and self._rounded == self._rounds:
-            length = self.layout.total // span
-            if self.second is None:
-                self.second = torch.empty(length, dtype=self.dtype, device=self.device)
-            self.second.copy_(self.full.narrow(0, self._rank % span * length, length))
-            self._second_is_current = True
+        """The line has been gathered: where that was from all ranks, neighbours have it between them from now on."""
+        if self._fills_second:
+            assert self.second is not None
+            length = self.second.numel()
+            self.second.copy_(self.full.narrow(0, self._rank % self.plan.node_shard_size * length, length))
+            self._fills_second = False
+
+    def change(self) -> None:
+        """The parameters are about to have other values, on every rank."""
+        self._second_serves = self._fills_second = False
+
+    def drop_second(self) -> None:
+        self.change()
+        self.second = None
 
     @property
     def _rounds(self) -> bool:
         """Whether the form in which parameters travel rounds them."""
         return self.plan.wire_of(trainable=self.trainable) is not Wire.NATIVE
-
-    def change(self) -> None:
-        """The parameters are about to have other values."""
-        self._second_is_current = False
 
     @property
     def _source(self) -> torch.Tensor | Source | None:
@@ -198,7 +211,7 @@ class Line:
         """A gather comes soon: what is on disk is read ahead. False where there is no room for it, or it is not there
         yet.
         """
-        if self.lower is None or not isinstance(self.shard, DiskTensor):
+        if self.lower is None or not isinstance(self.shard, DiskTensor) or self._second_serves:
             return True
         return (self.update is None or self.update.done()) and self.lower.source(self.shard).fetch()
 

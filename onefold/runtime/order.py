@@ -222,7 +222,7 @@ class Order:
         self._launched += 1
         self._guard.progress = self._launched
         if launch.gathers:
-            self._flights.start_gather(self.units[launch.units[0]])
+            self._flights.start_gather(self.units[launch.units[0]], near=True)
             assert self.program is not None
             ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
             self._flights.fetch(self.units[other.units[0]] for other in ahead)

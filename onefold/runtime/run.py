@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from onefold.comm import Reduction
-from onefold.plan import Plan, Precision, RunShape, Tier
+from onefold.comm import Lost, Reduction
+from onefold.plan import Plan, Precision, RunShape, Tier, Wire
 from onefold.plan.memory import reduces_in_place
 from onefold.runtime.line import Line
 from onefold.tier.bus import HERE, Arrival
@@ -52,6 +52,8 @@ class Run(Line):
         self.descending: Arrival | Future[None] = HERE
         self.square: torch.Tensor | None = None
         self.passing: torch.Tensor | None = None
+        # What quantized wires have lost of the gradient, where they make up for it.
+        self.lost = Lost() if self.plan.makes_up and self.trainable else None
         self.last_landing = [0] * len(self.parameters)
         self._filled = bytearray(len(self.parameters))
         self._precision = precision
@@ -150,11 +152,14 @@ class Run(Line):
         for member, filled in zip(self.layout.members, self._filled, strict=True):
             if not filled:
                 self.grad[member.start : member.stop].zero_()
+        if self.plan.gradients.wire is not Wire.NATIVE:
+            for start, stop in self.layout.gaps:  # a block that overflowed is all NaN, padding too
+                self.grad[start:stop].zero_()
         if prescale != 1.0:
             self.grad.mul_(prescale)
         if self.rest.offloads_states:
             self.passing = self._passing(pool)
-            return Reduction(self.grad, self.passing, self.wire, add=False, key=self)
+            return Reduction(self.grad, self.passing, self.wire, add=False, lost=self.lost)
         add = self.reduced is not None
         if self.reduced is None and self.in_place:
             start, stop = self.layout.shard_range(self._rank)
@@ -162,7 +167,7 @@ class Run(Line):
         elif self.reduced is None:
             self.reduced = self._shard
         assert self.reduced is not None
-        return Reduction(self.grad, self.reduced, self.wire, add, key=self)
+        return Reduction(self.grad, self.reduced, self.wire, add, lost=self.lost)
 
     def _passing(self, pool: Pool) -> torch.Tensor:
         """Where one micro-step's sum lies on the device until it is on the host."""
@@ -211,6 +216,12 @@ class Run(Line):
         self._give_back_sum_slot(pool)
         self.reduced = self.square = None
 
+    def start_over(self) -> None:
+        """Other values, of another run maybe, are about to come, on every rank."""
+        self.change()
+        if self.lost is not None:
+            self.lost = Lost()
+
     def forget_gradients(self) -> None:
         """No more training: hold nothing but parameters, and none on a disk that is about to be cleaned."""
         self.freshen()
@@ -219,7 +230,7 @@ class Run(Line):
             self.rest = replace(self.rest, parameters=Tier.HOST)
         elif self.shard is not None and self.rest.parameters is Tier.HOST:
             self.shard = self.shard.clone()  # it would hold the memory of all that rested beside it
-        self.grad = self.reduced = self._sum_slot = self._shard = self._other_shard = None
+        self.grad = self.reduced = self._sum_slot = self._shard = self._other_shard = self.lost = None
 
     def _give_back_sum_slot(self, pool: Pool) -> None:
         if self._sum_slot is not None:
@@ -229,7 +240,8 @@ class Run(Line):
     def gradient_tensors(self) -> list[torch.Tensor]:
         """What holds gradients on the device now."""
         shard = None if self.rest.offloads_states else self._shard
-        held = (shard, self._sum_slot if self._sum_slot is not None else self.grad)
+        lost = self.lost.kept.values() if self.lost is not None else ()
+        held = (shard, self._sum_slot if self._sum_slot is not None else self.grad, *lost)
         return [tensor for tensor in held if tensor is not None]
 
     def gradient_bytes(self, tier: Tier) -> int:

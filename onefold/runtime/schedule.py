@@ -258,12 +258,16 @@ class Schedule:
     def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, once every rank is at its step."""
         self._rest_all("a step")
+        for run in (run for unit in self.trained for run in unit.trained):
+            run.change()
         return self.order.meet(Wish.STEP, numbers)
 
     def meet_for_load(self, number: int = 0) -> list[int]:
         """Every rank's number, once nothing is in flight anywhere and nobody uses what is about to be written."""
         self._rest_all("load_checkpoint")
         self.settle_all()
+        for run in (run for unit in self.units for run in unit.runs):
+            run.start_over()
         return [row[0] for row in self.order.meet(Wish.LOAD, [number])]
 
     def _rest_all(self, what: str) -> None:

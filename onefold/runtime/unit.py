@@ -57,11 +57,11 @@ class Unit:
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
-    def start_gather(self, *, exact: bool = False) -> list[Gathering]:
+    def start_gather(self, *, exact: bool = False, near: bool = False) -> list[Gathering]:
         self.flying += 1
         if self.parameter is ParameterState.RESTING:
             self.parameter = ParameterState.GATHERING
-        return [run.refill(exact=exact) for run in self.sharded]
+        return [run.refill(exact=exact, near=near) for run in self.sharded]
 
     def undo_gather(self) -> None:
         """It could not be started."""
