@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ class Net(nn.Module):
 def more(*values: Any) -> Any:
     """One more of the same cases, for `make test-slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def one_in(every: int, values: Iterable[Any]) -> list[Any]:
+    """Some of many like cases; the others are for `make test-slow`."""
+    return [value if number % every == 0 else more(value) for number, value in enumerate(values)]
 
 
 def flip(file: Path, offset: int) -> None:

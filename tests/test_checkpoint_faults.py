@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from models import config, more, rank, start
+from models import config, more, one_in, rank, start
 from torch import nn
 
 import onefold
@@ -597,7 +597,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("which", TENSORS)
+@pytest.mark.parametrize("which", one_in(4, TENSORS))
 def test_a_flipped_bit_in_a_tensor_is_named_and_the_older_checkpoint_taken(
     on_ranks: OnRanks, copy: Path, which: str, steps: int
 ) -> None:

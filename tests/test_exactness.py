@@ -34,7 +34,7 @@ def test_stages_are_bit_equal_without_accumulation(on_ranks, world, dtype, clipp
         assert traces[0].same(traces[2])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [more(1), 2, more(3), 4])
 @pytest.mark.parametrize("dtype", [more("fp32"), "bf16", more("fp16")])
 def test_stages_that_keep_whole_gradients_are_bit_equal_with_accumulation(on_ranks, world, dtype):
     results = on_ranks(world, run_stages, dtype, 3, 0.3)
@@ -64,7 +64,7 @@ def run_variants(stage: int, variants: list[dict[str, Any]]) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [more(0), more(1), 2, 3])
 def test_buckets_and_overlap_never_move_a_bit(on_ranks, stage):
     variants: list[dict[str, Any]] = [{}]
     variants += [{"zero_optimization": {"overlap_comm": overlap}} for overlap in (False, True)]

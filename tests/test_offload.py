@@ -82,8 +82,10 @@ def check_tiers(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("world", "dtype"),
     [
-        *((world, dtype) for world in (1, 2) for dtype in ("fp32", "bf16")),
+        (1, "fp32"),
+        (2, "bf16"),
         (4, "bf16"),
+        *(more(world, dtype) for world, dtype in ((1, "bf16"), (2, "fp32"))),
         *(more(world, dtype) for world, dtype in ((3, "fp32"), (4, "fp32"), (3, "bf16"))),
         *(more(world, "fp16") for world in (1, 2, 3, 4)),
     ],
@@ -92,7 +94,7 @@ def test_every_tier_is_bit_equal(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 1, True, None))
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3), more(4)])
+@pytest.mark.parametrize("world", [more(1), 2, more(3), more(4)])
 @pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
 def test_every_tier_is_bit_equal_with_accumulation(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 3, True, None))

@@ -172,7 +172,7 @@ def traffic(dtype: str, accumulation: int, zero: dict[str, Any], stage: int = 3,
         (2, "fp32", 1),
         more(2, "fp32", 3),
         (2, "bf16", 1),
-        (2, "bf16", 3),
+        more(2, "bf16", 3),
         (3, "fp32", 3),
         more(3, "bf16", 1),
         (4, "fp32", 1),
@@ -684,7 +684,7 @@ def after_trouble(label: str, when: str, bare: bool, first: int) -> tuple[list[s
 
 
 @pytest.mark.parametrize("bare", [more(False), True])
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", [more("forward"), "backward"])
 def test_training_goes_on_after_an_exception_and_memory_returns_to_rest(on_ranks, when, bare):
     for label, first in (("none", 2), ("ahead", 0), ("ahead", 2), ("kept", 2)):
         for _, later, wrong in on_ranks(2, after_trouble, label, when, bare, first):
@@ -824,7 +824,7 @@ def evaluated_inside(how: str, label: str) -> list[str]:
     return differing(*(weights_of(engine.module) for engine in engines))
 
 
-@pytest.mark.parametrize("how", ["bare no_grad", "bare inference_mode", "one block"])
+@pytest.mark.parametrize("how", ["bare no_grad", more("bare inference_mode"), more("one block")])
 def test_evaluation_inside_a_pass_changes_nothing(on_ranks, how):
     for label in LIMITS:
         for wrong in on_ranks(2, evaluated_inside, how, label):
@@ -1336,9 +1336,9 @@ WITH_THREE = {
 
 
 def cases() -> Iterator[Any]:
-    for case in CASES:
+    for number, case in enumerate(CASES):
         for world in (2, 3) if case in WITH_THREE else (2,):
-            yield pytest.param(case, world, marks=pytest.mark.slow if world == 3 else ())
+            yield more(case, world) if world == 3 or number % 2 else (case, world)
 
 
 @pytest.mark.parametrize(("case", "world"), list(cases()))

@@ -218,6 +218,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_killed_rank_and_goes_on_elsewhere(tmp_path: Path) -> None:
     straight = start("--steps", "10", "--sample-length", "0", "--out", str(tmp_path / "straight"))
     flags = ("--sample-length", "0", "--save-every", "1")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, batches, config, net, precision, rank, start, train, weights_of
+from models import Net, batches, config, more, net, precision, rank, start, train, weights_of
 from torch import nn
 
 import onefold
@@ -430,9 +430,9 @@ def weight_size(weight: nn.Parameter) -> int:
     return whole_shape(weight).numel()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [more(1), 2])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [more("fp32"), "bf16", more("fp16")])
 def test_masters_gradients_and_states_are_read_and_set_in_every_stage(on_ranks, world, stage, dtype):
     results = on_ranks(world, accessed, stage, dtype)
     for found in results:
