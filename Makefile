@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-slow test-gpu lint format docs bench clean
+.PHONY: train test test-slow test-gpu lint format docs bench bench-network clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses
 
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
 	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+bench-network: $(STAMP)  ## ZeRO++ between two hosts, as network namespaces with a slow link (needs root)
+	$(BIN)/python -m benchmarks.network $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -449,9 +449,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], list[dict[str, An
 def between_layouts(folder: str, stage: int) -> list[str]:
     """The plain layout to every other and back, and each to the next: names of what differs."""
     unlike, expected, engines = [], {}, {}
-    for name, (more, groups) in LAYOUTS.items():
+    for name, (extra, groups) in LAYOUTS.items():
         model = odd()
-        engine = start(model, config(stage, **{**precision("bf16"), **more}), model_parameters=groups(model))
+        engine = start(model, config(stage, **{**precision("bf16"), **extra}), model_parameters=groups(model))
         learn(engine, engine.gradient_accumulation_steps(), seed=len(engines))
         engine.save_checkpoint(folder, name)
         expected[name], engines[name] = trained_values(folder, name), engine
