@@ -72,6 +72,8 @@ class Codec:
         numel = self.values_in(data.shape[1])
         if out is None:
             out = data.new_empty(data.shape[0], numel, dtype=torch.float32)
+        if numel == 0:
+            return out
         if data.is_cuda and (kernels := _kernels()):
             kernels.decode(data, out, self.bits, self.block)
             return out
@@ -89,8 +91,8 @@ class Codec:
             kernels.add(data, out, self.bits, self.block)
             return out
         total = self.decode(data[:1])
-        for row in data[1:].split(1):
-            total += self.decode(row)
+        for row in range(1, data.shape[0]):
+            total += self.decode(data[row : row + 1])
         return total[0]
 
     def recode(self, data: torch.Tensor, other: Codec, num_rows: int) -> torch.Tensor:
