@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -125,7 +126,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._worker: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -147,14 +148,26 @@ class Lane:
         return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
 
     def beside(self, complete: Callable[[], None]) -> Pending:
-        """For what talks to other ranks on its way: on a CPU a thread completes it, in the order of the starts. Ranks
+        """For what talks to other ranks on its way: on a CPU threads complete it, in the order of the starts. Ranks
         may be at other places of a pass by then, and none may have to come to its finish for another to get through.
         """
         if self.stream is not None:
             return self.pending(complete)
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "onefold-wires")
-        done = self._worker.submit(torch.no_grad()(complete))
+        before, done = self._last, Future[None]()
+        self._last = done
+
+        def run() -> None:
+            try:
+                if before is not None:
+                    before.exception()
+                with torch.no_grad():
+                    complete()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        # A process that fails must be able to end while others keep it waiting.
+        Thread(target=run, name="onefold-wires", daemon=True).start()
         return Pending(done.result)
 
 

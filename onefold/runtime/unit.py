@@ -65,6 +65,8 @@ class Unit:
 
     def undo_gather(self) -> None:
         """It could not be started."""
+        for run in self.sharded:
+            run.change()
         self.flying -= 1
         if self.parameter is ParameterState.GATHERING and not self.flying:
             self.parameter = ParameterState.RESTING
