@@ -8,6 +8,8 @@ import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
 
+import onefold
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -49,6 +51,9 @@ def run(node_size: int, accumulation: int) -> dict[str, Any]:
             engine.step()
             losses.append(loss.item())
         weights = {key: weight.cpu() for key, weight in weights_of(engine.module).items()}
+        for key, parameter in engine.module.named_parameters():
+            master = onefold.utils.safe_get_full_fp32_param(parameter)
+            assert torch.equal(weights[key], master.bfloat16().cpu()), (name, key)
         found[name] = losses, weights, engine.get_global_grad_norm()
         engine.destroy()
     return found

@@ -198,6 +198,8 @@ class Line:
         assert self.lower is not None
         assert isinstance(self.shard, torch.Tensor)
         self._saving, self.fresh = self.lower.bus.down(values, self.shard), None
+        if self._rounded:
+            self._saving.order()  # what is decoded next takes the place of these values
 
     def freshen(self) -> None:
         """The shard is what the master says, whether or not anybody has gathered it."""
