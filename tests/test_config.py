@@ -506,6 +506,12 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         (zero(stage=3, sub_group_size=5), "zero_optimization.sub_group_size"),
         (zero(stage=True), "zero_optimization.stage = true"),
         (zero(stage=2, cpu_offload=True), "zero_optimization.cpu_offload"),
+        (
+            {"communication_data_type": "fp32", **zero(stage=3, zero_quantized_gradients=True)},
+            "communication_data_type: with zero_optimization.zero_quantized_gradients",
+        ),
+        (zero(zero_quantized_weights=True, stage=2), "zero_optimization.zero_quantized_weights = true: only stage 3"),
+        (zero(zeropp_loco_param={"err_beta": 0.5}), "zero_optimization.zeropp_loco_param: nothing reads it without"),
         (zero(stage=2, stage3_max_live_parameters=1e9), "zero_optimization.stage3_max_live_parameters"),
         (zero(stage=2, stage3_gather_16bit_weights_on_model_save=True), "zero_optimization.stage3_gather"),
         (zero(stage=2, leaf_module={"classes": ["Expert"]}), "zero_optimization.leaf_module.classes"),

@@ -279,8 +279,8 @@ def most_live(engine: Any) -> Iterator[list[int]]:
     """The most elements that had memory at one time, seen at every gather."""
     most, starts = [0], Unit.start_gather
 
-    def counting(unit: Unit) -> Any:
-        gatherings = starts(unit)
+    def counting(unit: Unit, **how: bool) -> Any:
+        gatherings = starts(unit, **how)
         runs = [run for unit in engine._units for run in unit.sharded]
         most[0] = max(most[0], sum(run.full.untyped_storage().size() // run.dtype.itemsize for run in runs))
         return gatherings
@@ -1432,8 +1432,8 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
     flying: dict[Unit, int] = {}
     starts, finishes, releases = Flights.start_gather, Flights.finish_gather, Unit.release
 
-    def start_gather(flights: Flights, unit: Unit) -> None:
-        starts(flights, unit)
+    def start_gather(flights: Flights, unit: Unit, **how: bool) -> None:
+        starts(flights, unit, **how)
         flying[unit] = flying.get(unit, 0) + 1
 
     def finish_gather(flights: Flights) -> None:

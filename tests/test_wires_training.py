@@ -90,6 +90,7 @@ def test_the_job_learns(trained):
     assert end(losses) < 2
 
 
+@pytest.mark.slow
 def test_a_second_shard_is_bit_equal_at_every_step(trained):
     assert trained("hpZ") == trained("stage 3")
 

@@ -56,6 +56,8 @@ def find_notices(config: Config, found: Found) -> list[str]:
             lines.append(f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it')
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
         lines.append("onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer")
+    if zero.zero_quantized_gradients and config.communication_data_type is not None:
+        lines.append("communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers")
     return lines
 
 
