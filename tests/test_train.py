@@ -204,7 +204,6 @@ def test_mistakes_are_one_message_before_any_rank_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_an_error_that_only_ranks_can_see_is_one_message_too(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text('{"train_batch_size": 7}')
