@@ -540,7 +540,7 @@ def main() -> None:
     arguments = parse_arguments()
     # An end by signal takes the same way out as an interrupt: through every `finally`.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
     workload = Workload(
         preset=arguments.preset,
         dtype="bf16",
