@@ -695,7 +695,7 @@ def beside_plain_wires(case: str, label: str) -> dict[str, Weights]:
 
 
 EVERY_CASE: dict[str, Any] = {**{f"{name}, again": (*case, {}) for name, case in OTHER_CASES.items()}, **CASES}
-FIRST = ["drops layers", "two heads on one rank, later"]
+FIRST = ["two heads on one rank, later"]
 # Ranks part from their program in the middle of a pass: gradients come late, and sums may round in another order.
 PARTING = {
     "tower that no rank used at first",
@@ -833,7 +833,7 @@ def in_tier(
 @pytest.mark.parametrize(
     ("tier", "extra"),
     [
-        ("both", {}),
+        more("both", {}),
         ("disk", {}),
         more("optimizer", {}),
         more("parameters", {}),
