@@ -48,10 +48,10 @@ def run(system: str, workload: Workload, num_ranks: int, timeout: float) -> Outc
         results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
         logs = [Path(folder, f"{rank}.log") for rank in range(num_ranks)]
         ranks = _start(system, workload, results, logs)
-        problem = _wait(ranks, timeout)
+        problem = wait(ranks, timeout)
         if problem is not None:
             rank, what = problem
-            return Outcome(system, error=f"rank {rank} {what}: {_last_words(logs[rank])}")
+            return Outcome(system, error=f"rank {rank} {what}: {last_words(logs[rank])}")
         measured = [json.loads(result.read_text()) for result in results]
     return Outcome(
         system,
@@ -92,7 +92,7 @@ def _start(system: str, workload: Workload, results: list[Path], logs: list[Path
     return ranks
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:
+def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:
     """Waits for all ranks; gives the first that failed and how. The others would wait for it for ever: they end too."""
     deadline = time.monotonic() + timeout
     try:
@@ -113,7 +113,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, st
             process.wait()
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
     """The last error line of a rank; later lines are often only noise of the shutdown."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and not line.startswith("File ")]

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.launch import ROOT, Outcome, _last_words, _wait, run_all
+from benchmarks.launch import ROOT, Outcome, last_words, run_all, wait
 from benchmarks.model import GPT, PRESETS, ModelShape, make_batch
 from benchmarks.systems import NOTHING_KEPT, Workload, zero_config
 from benchmarks.table import describe_run, failure_notes, format_table
@@ -198,14 +198,14 @@ def run(
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             _start(ranks, hosts, order, results, logs)
-            problem = _wait(ranks, timeout)
+            problem = wait(ranks, timeout)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
         if problem is not None:
             rank, what = problem
-            error = f"rank {rank} {what}: {_last_words(logs[rank])}"
+            error = f"rank {rank} {what}: {last_words(logs[rank])}"
             return [Crossing(setting, error=error) for setting in settings]
         measured = [json.loads(result.read_text()) for result in results]
     return [_crossing(setting, [rank[setting] for rank in measured], workload.num_steps) for setting in settings]

@@ -5,7 +5,6 @@ They satisfy FSDP2's interfaces and need nothing else of onefold: no engine, no 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from onefold.comm.codec import Codec
+from onefold.comm.codec import BLOCK, Codec
 from onefold.comm.collective import Gathering, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
-from onefold.comm.mesh import Group
+from onefold.comm.mesh import DATA_AXIS, Group, node_size_of
 from onefold.comm.quantized import Quantized, Wires
 from onefold.plan.layout import round_up
 
@@ -32,9 +31,7 @@ class _Quantized:
         self._collective = cache(self._make)
 
     def _make(self, group: dist.ProcessGroup, device: torch.device) -> Quantized:
-        size = dist.get_world_size(group)
-        on_host = self._node_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        ours = Group("data", group, group, on_host if size % on_host == 0 else size)
+        ours = Group(DATA_AXIS, group, group, node_size_of(dist.get_world_size(group), self._node_size))
         return Quantized(Exchange(ours, self.ledger, device), self._wires, device)
 
     @property
@@ -64,7 +61,7 @@ class QuantizedAllGather(_Quantized, AllGather):
         if not input_tensor.is_floating_point():  # parameters of several dtypes come as bytes
             collective.start_gather([Gathering(output_tensor.view(-1), input_tensor.view(-1))]).finish()
             return None
-        line = output_tensor.new_zeros(size, round_up(numel, Codec(8).block))
+        line = output_tensor.new_zeros(size, round_up(numel, BLOCK))
         line[collective.group.rank, :numel].copy_(input_tensor.view(-1))
         collective.start_gather([Gathering(line.view(-1), lossy=True)]).finish()
         output_tensor.view(size, numel).copy_(line[:, :numel])
@@ -91,7 +88,7 @@ class QuantizedReduceScatter(_Quantized, ReduceScatter):
             )
         collective = self._collective(group, output_tensor.device)
         size, numel = collective.group.size, output_tensor.numel()
-        line = input_tensor.new_zeros(size, round_up(numel, Codec(8).block))
+        line = input_tensor.new_zeros(size, round_up(numel, BLOCK))
         line[:, :numel].copy_(input_tensor.view(size, numel))
         total = torch.empty(line.shape[1], dtype=torch.float32, device=line.device)
         collective.start_reduce_scatter([Reduction(line.view(-1), total, line.dtype, add=False)]).finish()

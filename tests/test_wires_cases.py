@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from models import VOCABULARY, Net, batches, config, more, net, precision, rank, start, train, weights_of
 from test_cases import CASES as OTHER_CASES
+from test_memory import storages_alive
 from test_stage3 import CASES, LIMITS, differing, fit
 from torch import nn
 
@@ -1040,9 +1041,7 @@ def only_new_objects() -> Iterator[None]:
 def live_bytes() -> int:
     """Bytes of all storages that new tensors of this process hold."""
     gc.collect()
-    alive = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
-    storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in alive}
-    return sum(storages.values())
+    return sum(storages_alive().values())
 
 
 @only_new_objects()

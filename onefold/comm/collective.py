@@ -38,6 +38,13 @@ class Reduction:
     lost: Lost | None = None
     """For wires that make up for what they lost of this gradient before."""
 
+    def store(self, total: torch.Tensor) -> None:
+        """The sum is known."""
+        if self.add:
+            self.target.add_(total)
+        elif total.data_ptr() != self.target.data_ptr():
+            self.target.copy_(total)
+
 
 class Source(Protocol):
     """A slice that rests outside the device."""
@@ -112,6 +119,21 @@ class Collective(Protocol):
     def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
         """Exchange with some peers, who do the same. `operation` is the ledger's name for it."""
         ...
+
+
+class Around:
+    """A collective around another one: what it does not do itself, that one does."""
+
+    def __init__(self, plain: Collective, group: Group, device: torch.device) -> None:
+        self.group = group
+        self._plain = plain
+        self._lane = Lane(device)
+
+    def take_turn(self) -> int:
+        return self._plain.take_turn()
+
+    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
+        return self._plain.start_swap(swaps, operation, turn)
 
 
 class Lane:

@@ -40,7 +40,7 @@ class Exchange:
         group, ledger = self.group, self._ledger
         if group.size == 1:
             for reduction in reductions:
-                _store(reduction.source, reduction)
+                reduction.store(reduction.source)
             return Pending(lambda: None)
 
         operations: list[dist.P2POp] = []
@@ -151,14 +151,14 @@ class Exchange:
             for piece in ordered[1:-1]:
                 total = torch.add(total, piece, out=spare)
             if reduction.add or reduction.target.dtype != reduction.wire:
-                _store(torch.add(total, ordered[-1], out=spare), reduction)
+                reduction.store(torch.add(total, ordered[-1], out=spare))
             else:
                 torch.add(total, ordered[-1], out=reduction.target)
         else:
             total = self._pool.take(size, torch.float32).copy_(ordered[0])
             for piece in ordered[1:]:
                 total.add_(piece)
-            _store(total, reduction)
+            reduction.store(total)
             self._pool.give_back(total)
         self._pool.give_back(inbox)
         if source is not reduction.source:
@@ -168,10 +168,3 @@ class Exchange:
 def _launch(operations: list[dist.P2POp]) -> list[dist.Work]:
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
-
-
-def _store(value: torch.Tensor, reduction: Reduction) -> None:
-    if reduction.add:
-        reduction.target.add_(value)
-    elif value.data_ptr() != reduction.target.data_ptr():
-        reduction.target.copy_(value)

@@ -74,6 +74,12 @@ def num_ranks_on_host(group: Group) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
 
 
+def node_size_of(world_size: int, asked: int | None = None) -> int:
+    """Ranks of a host, as asked or by the launcher. Hosts of different sizes are held to be one."""
+    size = asked or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return size if world_size % size == 0 else world_size
+
+
 def local_device() -> torch.device:
     """The device of this rank. Ranks beyond the GPUs of a host share them, which only a host-staged wire can serve."""
     if torch.cuda.is_available():
@@ -156,6 +162,5 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
         group = mesh.get_group(DATA_AXIS)
         host = dist.new_group(backend="gloo") if kind == "cuda" else group
         _mesh = (world, mesh, host)
-    size = dist.get_world_size()
-    on_host = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host if size % on_host == 0 else size, replicas)
+    on_host = node_size_of(dist.get_world_size(), node_size)
+    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host, replicas)

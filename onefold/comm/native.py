@@ -44,10 +44,7 @@ class Native:
             with ledger.timed("reduce-scatter", group.axis):
                 for reduction, _, total, work in jobs:
                     work.wait()
-                    if reduction.add:
-                        reduction.target.add_(total)
-                    elif total is not reduction.target:
-                        reduction.target.copy_(total)
+                    reduction.store(total)
 
         return self._lane.pending(complete)
 

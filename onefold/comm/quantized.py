@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from onefold.comm.codec import Codec
-from onefold.comm.collective import Collective, Gathering, Lane, Lost, Pending, Reduction, Swap
-from onefold.comm.mesh import Group
+from onefold.comm.collective import Around, Collective, Gathering, Lost, Pending, Reduction, Swap
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,12 @@ class Wires:
     feedback: Feedback | None = None
 
 
-class Quantized:
+class Quantized(Around):
     """A collective that quantizes what may be, and leaves the rest to another one."""
 
     def __init__(self, plain: Collective, wires: Wires, device: torch.device) -> None:
-        self.group: Group = plain.group
-        self._plain, self._wires = plain, wires
-        self._lane = Lane(device)
-
-    def take_turn(self) -> int:
-        return self._plain.take_turn()
-
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
-        return self._plain.start_swap(swaps, operation, turn)
+        super().__init__(plain, plain.group, device)
+        self._wires = wires
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         codec = self._wires.parameters
@@ -90,11 +82,7 @@ class Quantized:
         def complete() -> None:
             across = [(reduction, self._start_across(reduction, hop, turn)) for reduction, hop, turn in hops]
             for reduction, hop in across:
-                total = hop.codec.add(hop.finish())
-                if reduction.add:
-                    reduction.target.add_(total)
-                else:
-                    reduction.target.copy_(total)
+                reduction.store(hop.codec.add(hop.finish()))
             beside.finish()
 
         return self._lane.beside(complete)

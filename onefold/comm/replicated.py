@@ -13,23 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from onefold.comm.collective import Collective, Gathering, Lane, Pending, Reduction, Swap
-from onefold.comm.mesh import Group
+from onefold.comm.collective import Around, Gathering, Pending, Reduction, Swap
 
 
-class Replicated:
+class Replicated(Around):
     """A collective whose slices lie over the ranks of a part."""
-
-    def __init__(self, plain: Collective, group: Group, device: torch.device) -> None:
-        self.group = group
-        self._plain = plain
-        self._lane = Lane(device)
-
-    def take_turn(self) -> int:
-        return self._plain.take_turn()
-
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
-        return self._plain.start_swap(swaps, operation, turn)
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         return self._plain.start_gather([replace(each, span=each.span or self.group.num_shards) for each in gatherings])
@@ -50,10 +38,7 @@ class Replicated:
                 rounds.append(self._start_round(total, _sum(pieces, total.dtype), turn))
             for reduction, (total, *_), pending in zip(reductions, totals, rounds, strict=True):
                 pending.finish()
-                if reduction.add:
-                    reduction.target.add_(total)
-                else:
-                    reduction.target.copy_(total)
+                reduction.store(total)
 
         return self._lane.beside(complete)
 
