@@ -64,7 +64,7 @@ def test_floors_import_downwards_only(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_rooms(path):
-    assert len(path.read_text().splitlines()) <= 450
+    assert len(path.read_text().splitlines()) <= 600
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -87,8 +87,8 @@ AROUND = {"checkpoint", "cli", "train", "compat", "env_report"}
 
 def test_the_package_stays_small():
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 15_000
-    assert sum(lines.values()) < 22_500
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 17_500
+    assert sum(lines.values()) < 26_500
 
 
 def test_importing_onefold_does_nothing():
