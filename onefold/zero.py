@@ -32,6 +32,7 @@ from onefold.engine.parking import OffloadStateTypeEnum
 from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
 from onefold.plan.table import make_precision
 from onefold.runtime import Home, Run, home_of, whole_shape
+from onefold.runtime.held import plain_class, reads_no_values
 from onefold.runtime.order import Wish
 
 __all__ = [
@@ -156,7 +157,8 @@ class Init:
         """One home for the parameters that a module holds itself and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module._parameters.items():
-            fit = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+            fit = isinstance(parameter, nn.Parameter) and plain_class(parameter) is nn.Parameter and not parameter.is_meta
+            fit = fit and parameter.is_floating_point()
             if fit and parameter is not None and home_of(parameter) is None:
                 found.setdefault(parameter.dtype, []).append((name, parameter))
         if not found:
@@ -226,7 +228,7 @@ class _Touch(TorchFunctionMode):
             answer = _SHAPES.get(func)
             if answer is not None:
                 return answer(whole_shape(resting[0][0]), *args[1:], **kwargs)
-            if _reads_no_values(func):
+            if reads_no_values(func):
                 return func(*args, **kwargs)
             for _, home in resting:
                 self._init.open(home)
@@ -242,14 +244,6 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.nelement: lambda shape: shape.numel(),
     torch.Tensor.__len__: lambda shape: shape[0],
 }
-
-
-def _reads_no_values(func: Callable[..., Any]) -> bool:
-    """Getters and setters of anything but the values: dtype, device, requires_grad, grad and their kin."""
-    if func in (torch.Tensor.requires_grad_, torch.Tensor.is_floating_point, torch.Tensor.__hash__):
-        return True
-    name = getattr(getattr(func, "__self__", None), "__name__", "")
-    return func.__name__ in ("__get__", "__set__", "__delete__") and name not in ("data", "T", "mT", "H", "mH", "real")
 
 
 def _parameters_in(value: Any) -> Iterator[nn.Parameter]:

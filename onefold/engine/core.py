@@ -183,6 +183,7 @@ class Engine(Weights):
             self._remember_step()
 
     def _take_step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        self._hooks.check_model()
         if not self._window.managed and self.plan.keeps_whole_gradient:
             # Every step is a boundary, and only now do we know that this is one.
             self._schedule.begin_backward(boundary=True)
@@ -230,6 +231,11 @@ class Engine(Weights):
         """`load_state_dict` has written parameters of these units: masters take them over."""
         if self.optimizer is not None:
             self.optimizer.refresh_masters(units)
+
+    def gradient_dropped(self) -> None:
+        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is over."""
+        if not any(run.has_gradient for unit in self._units for run in unit.trained):
+            self.zero_grad()
 
     def about_to_write(self) -> None:
         """Parameters are about to be written from outside: what the last step still does is done first."""

@@ -11,8 +11,9 @@ from torch import nn
 
 from onefold.optim.instance import InstanceRule, hollow
 from onefold.optim.rules import Hyper, Rule, Tile
+from onefold.optim.written import WriteCheck, fingerprint
 from onefold.plan import Tier
-from onefold.plan.layout import Segment
+from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
 from onefold.tier.bus import HERE, Arrival
@@ -38,6 +39,8 @@ class Piece:
     states: dict[str, Flat] = field(default_factory=dict)
     sent: Arrival = HERE
     """The last copy up that reads the master."""
+    fingerprint: torch.Tensor | None = None
+    """Of what computes, as the last step left it, where that cannot be compared with the master."""
 
     @staticmethod
     def of(run: Run, start: int, stop: int) -> Piece:
@@ -77,6 +80,7 @@ class Piece:
         assert isinstance(self.out, torch.Tensor)
         arrival = self.run.lower.bus.up(read(self.master), self.out)
         arrival.order()
+        self.take_fingerprint()
         return arrival
 
     def learn(self) -> None:
@@ -84,12 +88,50 @@ class Piece:
         if self.out is not None:
             self.run.freshen()
             write(self.master, read(self.out).to(self.master.dtype))
+            self.take_fingerprint()
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a write to the parameters from outside has to be taken over into the master."""
+        return self.run.plan.honours_writes and self.run.rests_whole and isinstance(self.out, torch.Tensor)
+
+    @property
+    def comparable(self) -> torch.Tensor | None:
+        """What computes, where it can be compared with the master on one device."""
+        if not self.may_be_written or (self.run.rest.offloads_states and self.run.device.type != "cpu"):
+            return None
+        return self.computes
+
+    @property
+    def computes(self) -> torch.Tensor:
+        """The unsharded parameters beside the master."""
+        assert isinstance(self.out, torch.Tensor)
+        return self.out
+
+    def take_fingerprint(self) -> None:
+        """What computes has just become what the master says."""
+        if self.may_be_written and self.comparable is None:
+            self.fingerprint = fingerprint(self.computes)
 
     def segments(self, first: int = 0, last: int | None = None) -> list[Segment]:
         """Stretches of one optimizer group each, in [first, last), counted from the start of this piece."""
         stop = self.stop if last is None else self.start + last
         found = self.run.layout.segments(self.start + first, stop)
         return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
+
+    def stepped(self, first: int, last: int) -> list[Segment]:
+        """The same without what the user has frozen."""
+        segments = self.segments(first, last)
+        for index in sorted(self.run.frozen):
+            member = self.run.layout.members[index]
+            low, high = member.start - self.start, round_up(member.stop, PARAMETER_ALIGNMENT) - self.start
+            segments = [
+                Segment(segment.group, start, stop)
+                for segment in segments
+                for start, stop in ((segment.start, min(segment.stop, low)), (max(segment.start, high), segment.stop))
+                if start < stop
+            ]
+        return segments
 
 
 @dataclass(frozen=True)
@@ -126,6 +168,7 @@ class Tiler:
         self._rule = rule
         self._size = size
         self._scratch: torch.Tensor | None = None
+        self._writes = WriteCheck()
 
     def step(
         self,
@@ -141,11 +184,14 @@ class Tiler:
         the stretch's own gradient.
         """
         size = self._size or TILE[window.master.device.type]
-        for segment in piece.segments(start, stop):
+        used = piece.comparable
+        for segment in piece.stepped(start, stop):
             for low in range(segment.start, segment.stop, size):
                 high = min(low + size, segment.stop)
                 inside = slice(low - window.start, high - window.start)
                 master = window.master[inside]
+                if used is not None:
+                    self._writes.take_over(master, used[low:high])
                 scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
                 states = {name: state[inside] for name, state in window.states.items()}
                 self._rule.apply(Tile(master, scaled, states, segment.group), step.groups[segment.group], step.number)
@@ -260,6 +306,7 @@ class WholeStepper:
 
     def __init__(self, instance: torch.optim.Optimizer, pieces: Sequence[Piece], *, shaped: bool) -> None:
         self._outer = instance
+        self._writes = WriteCheck()
         self._targets: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
         inner_groups: list[dict[str, Any]] = [{**group, "params": []} for group in instance.param_groups]
         for piece in pieces:
@@ -276,6 +323,9 @@ class WholeStepper:
     def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None:
         if piece.run.rest.offloads_states:
             piece.run.wait_for_reduced()
+        if piece.comparable is not None:
+            assert isinstance(piece.master, torch.Tensor)
+            self._writes.take_over(piece.master, piece.comparable)
         scaled = gradient.to(piece.master.dtype).mul(step.coefficient)
         for target, start, stop in self._targets[id(piece)]:
             target.grad = scaled[start:stop].view(target.shape)

@@ -13,6 +13,7 @@ from onefold.optim.choose import Chosen
 from onefold.optim.host import HostStep
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper
+from onefold.optim.written import fingerprint
 from onefold.plan import Plan, Tier
 from onefold.runtime import Run, Schedule, Unit
 from onefold.tier.lower import Flat, LowerTiers
@@ -62,6 +63,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for run in unit.trained
         }
         pieces = list(self._pieces.values())
+        for run, piece in self._pieces.items():
+            piece.take_fingerprint()
+            run.arrived = weakref.WeakMethod(piece.take_fingerprint)
         self._stepper: Stepper
         if chosen.rule is not None:
             self._stepper = TiledStepper(chosen.rule, self.param_groups, pieces)
@@ -84,6 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._schedule.settle_all()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
+            self._take_over_writes()
         groups = [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
         step = Step(self.num_steps, coefficient, groups)
         if self._host is not None:
@@ -99,6 +104,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._schedule.start_all_refreshes()
         self._opt_called = True  # torch's schedulers warn unless they see this
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _take_over_writes(self) -> None:
+        """Where masters are on the host and parameters on a device: what was written since the last step goes down."""
+        watched = [piece for piece in self._pieces.values() if piece.fingerprint is not None]
+        if watched:
+            changed = torch.stack([fingerprint(piece.computes) != piece.fingerprint for piece in watched])
+            for piece, is_changed in zip(watched, changed.tolist(), strict=True):
+                if is_changed:
+                    piece.learn()
 
     def flush(self) -> None:
         """With a delayed host step: have the last one's weights in use. All ranks call this together."""
