@@ -156,10 +156,9 @@ class Init:
     def _shard_own(self, module: nn.Module) -> None:
         """One home for the parameters that a module holds itself and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in module._parameters.items():
-            fit = isinstance(parameter, nn.Parameter) and plain_class(parameter) is nn.Parameter and not parameter.is_meta
-            fit = fit and parameter.is_floating_point()
-            if fit and parameter is not None and home_of(parameter) is None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            fit = plain_class(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+            if fit and home_of(parameter) is None:
                 found.setdefault(parameter.dtype, []).append((name, parameter))
         if not found:
             return
@@ -202,6 +201,17 @@ class Init:
             self._open.append(home)
             self._close(_OPEN_HOMES)
 
+    def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Refuse to let a parameter lie in the memory of another one: each is sharded by itself, and they would
+        part.
+        """
+        for home in self._open:
+            if home is not home_of(parameter) and any(run.is_seen_by([value]) for run in home.runs):
+                raise ValueError(
+                    "inside zero.Init a parameter was given the memory of another one (b.weight.data = "
+                    "a.weight.data): tie the Parameter itself, b.weight = a.weight, or clone its values"
+                )
+
     def _close(self, keep: int) -> None:
         while len(self._open) > keep:
             home = self._open.pop(0)
@@ -232,9 +242,12 @@ class _Touch(TorchFunctionMode):
                 return func(*args, **kwargs)
             for _, home in resting:
                 self._init.open(home)
+        if func == _SET_DATA:
+            self._init.check_apart(*args)
         return func(*args, **kwargs)
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__: len,  # type: ignore[attr-defined]

@@ -233,7 +233,9 @@ class Engine(Weights):
             self.optimizer.refresh_masters(units)
 
     def gradient_dropped(self) -> None:
-        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is over."""
+        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is
+        over.
+        """
         if not any(run.has_gradient for unit in self._units for run in unit.trained):
             self.zero_grad()
 

@@ -109,8 +109,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Where masters are on the host and parameters on a device: what was written since the last step goes down."""
         watched = [piece for piece in self._pieces.values() if piece.fingerprint is not None]
         if watched:
-            changed = torch.stack([fingerprint(piece.computes) != piece.fingerprint for piece in watched])
-            for piece, is_changed in zip(watched, changed.tolist(), strict=True):
+            before = torch.stack([piece.fingerprint for piece in watched if piece.fingerprint is not None])
+            now = torch.stack([fingerprint(piece.computes) for piece in watched])
+            for piece, is_changed in zip(watched, now.ne(before).tolist(), strict=True):
                 if is_changed:
                     piece.learn()
 

@@ -70,8 +70,8 @@ def _kernels() -> ModuleType | None:
         write_kernels.try_out()
     except Exception as error:  # whatever a compiler may raise
         logging.getLogger("onefold").warning(
-            "the check for written parameters: Triton's kernel cannot be used (%s: %s); torch compares, in more passes over "
-            "memory (onefold.honour_writes false turns the check off)",
+            "the check for written parameters: Triton's kernel cannot be used (%s: %s); torch compares, in more "
+            "passes over memory (onefold.honour_writes false turns the check off)",
             type(error).__name__,
             error,
         )

@@ -37,6 +37,7 @@ def draft_units(
     """
     zero = config.zero_optimization
     parameters = dict(model.named_parameters())
+    _check_modules(model)
     check_apart(parameters)
     shapes = {name: tuple(whole_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
@@ -176,16 +177,31 @@ def _check_trainable(name: str, parameter: nn.Parameter) -> None:
     own_format = kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
     if own_format or getattr(kind, "__torch_function__", disabled) is not disabled:
         raise ValueError(
-            f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which gives torch functions a meaning of its own: "
-            "it cannot be trained as plain numbers. Freeze it, leave it out of the optimizer, or make it an nn.Parameter"
+            f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which gives torch functions a meaning of "
+            "its own: it cannot be trained as plain numbers. Freeze it, leave it out of the optimizer, or make it an "
+            "nn.Parameter"
         )
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name or '(root)'} is a torch.jit ScriptModule, which takes no hooks: its parameters cannot "
+                "be unsharded or reduced. Pass the Python module, and compile it with torch.compile or engine.compile()"
+            )
 
 
 def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that lie in the same memory: each would get memory of its own, and they would part."""
     ranges = []
     for name, parameter in parameters.items():
-        if home_of(parameter) is None and parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta:
+        if (
+            home_of(parameter) is None
+            and parameter.layout is torch.strided
+            and parameter.numel()
+            and not parameter.is_meta
+        ):
             span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             start = parameter.data_ptr()
             ranges.append((str(parameter.device), start, start + (span + 1) * parameter.itemsize, name))
@@ -194,8 +210,9 @@ def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
         trained = parameters[name].requires_grad or parameters[other].requires_grad
         if device == other_device and start < end and trained:
             raise ValueError(
-                f"parameters {name} and {other} share memory but are two Parameter objects, and each would be trained by "
-                "itself. Tie the Parameter: assign one module's parameter to the other (b.weight = a.weight), or clone it"
+                f"parameters {name} and {other} share memory but are two Parameter objects, and each would be "
+                "trained by itself. Tie the Parameter: assign one module's parameter to the other (b.weight = "
+                "a.weight), or clone it"
             )
 
 

@@ -14,8 +14,8 @@ _R = TypeVar("_R")
 def outside_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have a compiled model call this function as it is, with everything it calls.
 
-    `torch.compiler.disable` does the same, but imports the compiler: 1.5 s a rank at start-up. The mark keeps the function
-    from being inlined into a graph, the strategy keeps its frames from being compiled.
+    `torch.compiler.disable` does the same, but imports the compiler: 1.5 s a rank at start-up. The mark keeps the
+    function from being inlined into a graph, the strategy keeps its frames from being compiled.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = eval_frame._FrameAction.SKIP

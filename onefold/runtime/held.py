@@ -1,15 +1,16 @@
 """How a Parameter behaves while its values are held by an engine, or by `zero.Init`.
 
 [Note: classes of held parameters]
-A Parameter object is one for life. While its values lie in a flat line of ours its class is a cached subclass of its own
-class, as torch does with `UninitializedParameter`: `isinstance`, optimizers, hooks and the compiler see a Parameter.
+A Parameter object is one for life. While its values lie in a flat line of ours its class is a cached subclass of its
+own class, as torch does with `UninitializedParameter`: `isinstance`, optimizers, hooks and the compiler see a
+Parameter.
 
-* Unsharded. Torch functions run as on any Parameter. Three attributes are watched. `data = tensor` writes the values into
-  the line; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out of the step. `grad`
-  is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what stands for it, and
-  setting it to None drops it.
-* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation on
-  values is seen by `__torch_function__`: inside a pass it unshards (`operations.py`), elsewhere it raises.
+* Unsharded. Torch functions run as on any Parameter. Three attributes are watched. `data = tensor` writes the values
+  into the line; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out of the
+  step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what stands
+  for it, and setting it to None drops it.
+* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An
+  operation on values is seen by `__torch_function__`: inside a pass it unshards (`operations.py`), elsewhere it raises.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
 def _set_resting_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Casting or moving a module ends here. What changes nothing is let through."""
     if value.numel() or (value.dtype, value.device) != (parameter.dtype, parameter.device):
-        raise _at_rest([parameter], f"data of {value.dtype} on {value.device}, shape {tuple(value.shape)}, for a parameter")
+        raise _at_rest(
+            [parameter], f"data of {value.dtype} on {value.device}, shape {tuple(value.shape)}, for a parameter"
+        )
 
 
 def _get_grad(self: nn.Parameter) -> torch.Tensor | None:
@@ -287,10 +290,10 @@ class HeldGradient(torch.Tensor):
                 gradient._onefold_parameter.grad = None
             return args[0]
         raise RuntimeError(
-            f"{_words(func)}'s gradient: the gradient of {held[0]._onefold_name} is reduced and sharded over the ranks, and "
-            "not here. Clip with the config's gradient_clipping; read the norm with engine.get_global_grad_norm() after the "
-            "step; read or set one gradient with onefold.utils.safe_get_full_grad / safe_set_full_grad between backward "
-            "and step, on all ranks"
+            f"{_words(func)}'s gradient: the gradient of {held[0]._onefold_name} is reduced and sharded over the "
+            "ranks, and not here. Clip with the config's gradient_clipping; read the norm with "
+            "engine.get_global_grad_norm() after the step; read or set one gradient with "
+            "onefold.utils.safe_get_full_grad / safe_set_full_grad between backward and step, on all ranks"
         )
 
     @classmethod
@@ -312,8 +315,8 @@ def at_rest(names: list[str], what: str) -> RuntimeError:
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return RuntimeError(
         f"{what}: the values of {shown} are sharded over the ranks and not here. Read or write them inside "
-        "onefold.zero.GatheredParameters(parameters) (to write: modifier_rank=0), which all ranks enter together; in a loss, "
-        "use parameters after the engine's forward has begun"
+        "onefold.zero.GatheredParameters(parameters) (to write: modifier_rank=0), which all ranks enter together; in "
+        "a loss, use parameters after the engine's forward has begun"
     )
 
 
@@ -346,19 +349,18 @@ def reads_no_values(func: Callable[..., Any]) -> bool:
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
 _METADATA: set[Any] = {
     getattr(torch.Tensor, name)
-    for name in (
-        "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "__len__",
-        "data_ptr", "untyped_storage", "storage", "element_size", "get_device", "is_floating_point", "is_complex",
-        "is_signed", "is_shared", "is_pinned", "is_inference", "is_set_to", "_is_view", "requires_grad_", "retain_grad",
-        "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__repr__", "__format__", "__dir__",
-        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "dim_order",
-    )
+    for name in """
+        size dim ndimension numel nelement stride storage_offset is_contiguous dim_order __len__ data_ptr
+        untyped_storage storage element_size get_device is_floating_point is_complex is_signed is_shared is_pinned
+        is_inference is_set_to _is_view requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
+        __hash__ __repr__ __format__ __dir__ new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+    """.split()
     if hasattr(torch.Tensor, name)
-} | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}  # fmt: skip
+} | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
 # Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail
 # before anybody reads a value.
 _WITHOUT_VALUES: set[Any] = {
     getattr(torch.Tensor, name)
     for name in ("detach", "to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type", "type_as")
     if hasattr(torch.Tensor, name)
-} | {_data.__get__, torch.detach}  # fmt: skip
+} | {_data.__get__, torch.detach}

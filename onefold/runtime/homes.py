@@ -188,9 +188,10 @@ class Home:
         same = (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device)
         if not same:
             raise RuntimeError(
-                f"parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on {parameter.device}) "
-                f"was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the engine's model cannot be "
-                "cast, moved or resized. Do it before initialize; dtypes and devices come from the config"
+                f"parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
+                f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the "
+                "engine's model cannot be cast, moved or resized. Do it before initialize; dtypes and devices come "
+                "from the config"
             )
         with torch.no_grad():
             parameter.copy_(value)
@@ -210,8 +211,8 @@ class Home:
         run, index = self.run_of(parameter)
         if value is not None and run.trainable and self.owner is not None:
             raise RuntimeError(
-                f"the gradient of {self.name_of(parameter)} is reduced and held by the engine: set it between backward and "
-                "step with onefold.utils.safe_set_full_grad(parameter, value)"
+                f"the gradient of {self.name_of(parameter)} is reduced and held by the engine: set it between "
+                "backward and step with onefold.utils.safe_set_full_grad(parameter, value)"
             )
         set_raw_grad(parameter, value)
         if value is None and run.trainable:

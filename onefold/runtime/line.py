@@ -29,9 +29,10 @@ class Line:
 
     [Note: memory that somebody else sees]
     Inside a pass autograd may hold views of `full`, so its storage is emptied on reshard and the same one refilled on
-    every unshard. Outside a pass nothing has to see the next values, but a user may have kept what he was given (a view,
-    an array, a queue's handle): there `full` is dropped, and whoever has a view keeps that memory alive. The same inside
-    a pass where the storage cannot be emptied (`numpy()`, `share_memory_()`), or a view of it was handed out on purpose.
+    every unshard. Outside a pass nothing has to see the next values, but a user may have kept what he was given (a
+    view, an array, a queue's handle): there `full` is dropped, and whoever has a view keeps that memory alive. The
+    same inside a pass where the storage cannot be emptied (`numpy()`, `share_memory_()`), or a view of it was handed
+    out on purpose.
 
     [Note: second shards]
     Where the plan has them, neighbouring ranks hold `full` between them from its first gather of a step on, and later
@@ -92,7 +93,7 @@ class Line:
                     # view of the line: it would share its version with it, and every gather writes to the line.
                     torch.utils.swap_tensors(parameter, _as_parameter(view.new_empty(0), parameter))
                     set_data(parameter, view)
-                elif parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+                elif not _is_same_memory(parameter, view):
                     view.copy_(parameter)
                     set_data(parameter, view)
 
@@ -263,7 +264,7 @@ class Line:
         storage = self.full.untyped_storage()
         for parameter in self.parameters:
             # One that has moved to another run since is not ours to empty.
-            if parameter.untyped_storage().data_ptr() == storage.data_ptr():
+            if parameter.untyped_storage()._cdata == storage._cdata:
                 set_data(parameter, placeholder)
                 hold(parameter, resting=True)
         if drop or self._handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
@@ -274,10 +275,8 @@ class Line:
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors lies in the line."""
-        here = self.full.untyped_storage().data_ptr()
-        return here != 0 and any(
-            tensor.untyped_storage().data_ptr() == here for tensor in tensors if _has_memory(tensor)
-        )
+        here = self.full.untyped_storage()._cdata
+        return any(tensor.untyped_storage()._cdata == here for tensor in tensors if _has_memory(tensor))
 
     def hand_out(self) -> None:
         """Somebody got a view of the line, and may keep it."""
@@ -317,6 +316,12 @@ class Line:
     @property
     def shape(self) -> RunShape:
         return RunShape(self.layout, self.dtype, self.trainable, self.persistent, self.rest)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Addresses would not do: all tensors without elements lie at 0."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset() and one.shape == other.shape
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Notices what happens to a model's modules and parameters after `initialize` has laid them out.
 
-torch tells, by its registration hooks, of every parameter and every module that a module takes: that leaves a mark, and the
-next forward or step looks at the model once. What no hook tells of (a container's `insert`, a parameter that `to("meta")`
-replaces) is seen by the number of a container's children and by one parameter a unit.
+torch tells, by its registration hooks, of every parameter and every module that a module takes: that leaves a mark,
+and the next forward or step looks at the model once. What no hook tells of (a container's `insert`, a parameter that
+`to("meta")` replaces) is seen by the number of a container's children and by one parameter a unit.
 """
 
 from __future__ import annotations
@@ -67,13 +67,15 @@ class ModelWatch:
         model = self._model()
         if model is None or not (self._changed or self._looks_changed()):
             return
-        problems = [problem for name, parameter in _own_parameters(model) if (problem := self._problem(name, parameter))]
+        problems = [
+            problem for name, parameter in _own_parameters(model) if (problem := self._problem(name, parameter))
+        ]
         if problems:
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
             raise RuntimeError(
-                f"the model was changed after initialize: {'; '.join(problems[:2])}{more}. The engine's shards and optimizer "
-                "states do not have them: change the model before initialize, or call initialize again; a parameter that is "
-                "not to be trained may be added with requires_grad False"
+                f"the model was changed after initialize: {'; '.join(problems[:2])}{more}. The engine's shards and "
+                "optimizer states do not have them: change the model before initialize, or call initialize again; a "
+                "parameter that is not to be trained may be added with requires_grad False"
             )
         self._remember(model)
         self._changed = False
@@ -94,10 +96,11 @@ class ModelWatch:
             container = reference()
             if container is not None and len(container._modules) != length:
                 return True
-        for reference, name, parameter in self._samples:
-            module = reference()
+        for owner, name, parameter in self._samples:
+            module = owner()
             if module is not None and id(module._parameters.get(name)) != parameter:
-                return isinstance(module._parameters.get(name), nn.Parameter)  # not while `functional_call` lends tensors
+                # `functional_call` lends tensors, which are no parameters.
+                return isinstance(module._parameters.get(name), nn.Parameter)
         return False
 
     def remove(self) -> None:
