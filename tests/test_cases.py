@@ -1163,6 +1163,38 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on_ranks, stage, bad_rank
         assert equal(found[2][0], results[0][2][0])
 
 
+class Weighed(nn.Module):
+    """Its gradient is what it is called with. Two shards of 2,048 elements on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def overflow_in_one_shard(stage: int, element: int) -> tuple[list[bool], bool]:
+    """In the second step one element of every rank's gradient is infinite, so that one rank's shard overflows."""
+    engine = start(Weighed(), config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
+    assert engine._units[0].trained[0].layout.shard_size == 2048
+    applied = []
+    for step in range(3):
+        gradient = torch.full((64, 64), 0.5).half()
+        if step == 1:
+            gradient.view(-1)[element] = torch.inf
+        engine.backward(engine(gradient))
+        engine.step()
+        applied.append(engine.was_step_applied())
+    return applied, bool(torch.isfinite(weights_of(engine.module)["weight"]).all())
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
+@pytest.mark.parametrize("element", [0, 4095])
+def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(on_ranks, stage, element):
+    assert on_ranks(2, overflow_in_one_shard, stage, element) == [([True, False, True], True)] * 2
+
+
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
     """Biases and norms do not decay; one block learns faster."""
     fast = list(model.blocks[1].parameters())

@@ -16,7 +16,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Net, Trace, batches, config, more, net, precision, rank, start, train, weights_of
+from models import (
+    Net,
+    Trace,
+    batches,
+    config,
+    first_difference,
+    more,
+    net,
+    precision,
+    rank,
+    start,
+    train,
+    weights_of,
+)
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -273,24 +286,26 @@ def test_every_way_to_ask_for_a_step_is_bit_equal(on_ranks, stage, accumulation)
     assert on_ranks(2, protocols, stage, accumulation) == [[], []]
 
 
-def explicit_count(stage: int) -> tuple[bool, int, int]:
+def explicit_count(stage: int) -> str | None:
     """A window longer than the config's count, as Hugging Face drives it: the caller divides."""
     expected = protocol(stage, "counted", 3)
     engine = start(net(), config(stage, gradient_clipping=0.3))
-    norms = []
+    steps, norms = [], []
     for index, (x, y) in enumerate(batches(9)):
         last = index % 3 == 2
         engine.set_gradient_accumulation_boundary(last)
         engine.backward(engine(x, y) / 3, scale_wrt_gas=False)
         if last:
             engine.step()
+            steps.append(float(engine.global_steps))
             norms.append(engine.get_global_grad_norm())
-    return equal(weights_of(engine.module), expected.weights), engine.global_steps, len(norms)
+    assert steps == [1.0, 2.0, 3.0]
+    return first_difference(Trace(steps, norms, weights_of(engine.module)), expected)
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 def test_an_explicit_boundary_needs_no_count_in_the_config(on_ranks, stage):
-    assert on_ranks(2, explicit_count, stage) == [(True, 3, 3)] * 2
+    assert on_ranks(2, explicit_count, stage) == [None, None]
 
 
 def under_no_sync(stage: int, bare: bool, overlap: bool) -> bool:
@@ -534,6 +549,29 @@ def test_clipping_is_by_the_global_norm(on_ranks, stage):
     for moved, norm in on_ranks(2, clipped, stage):
         assert moved == pytest.approx(0.5, rel=1e-5)
         assert norm == pytest.approx(12)
+
+
+def moving_scale(stage: int) -> tuple[list[float], list[float | None], list[float | None]]:
+    """Scales after each step, and norms beside those with a scale that never moves."""
+    traces = []
+    for fp16 in ({"initial_scale_power": 6, "loss_scale_window": 1}, {"loss_scale": 64}):
+        engine = start(net(), config(stage, fp16={"enabled": True, **fp16}, gradient_clipping=0.3))
+        norms, scales = [], []
+        for x, y in batches(4):
+            engine.backward(engine(x, y))
+            engine.step()
+            scales.append(engine.loss_scale())
+            norms.append(engine.get_global_grad_norm())
+        traces.append((scales, norms))
+    return traces[0][0], traces[0][1], traces[1][1]
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
+def test_the_norm_stays_what_it_was_when_the_loss_scale_moves(on_ranks, stage):
+    """It is divided by the scale that its gradient was computed with, not by the one that the step leaves."""
+    for scales, norms, expected in on_ranks(2, moving_scale, stage):
+        assert scales == [64.0, 128.0, 256.0, 512.0]
+        assert norms == pytest.approx(expected, rel=1e-2)
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
