@@ -145,6 +145,8 @@ def first_difference(got: Any, expected: Any, where: str = "") -> str | None:
         )
     if isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor):
         return _first_element(got, expected, where)
+    if isinstance(got, torch.Tensor) or isinstance(expected, torch.Tensor):
+        return f"{where}: {type(got).__name__}, expected {type(expected).__name__}"
     if isinstance(got, dict) and isinstance(expected, dict):
         if missing := [name for name in (*expected, *got) if (name in got) != (name in expected)]:
             return f"{where}{missing[0]}: is only in {'what was got' if missing[0] in got else 'what was expected'}"

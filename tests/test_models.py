@@ -43,3 +43,4 @@ def test_what_is_not_a_number_is_a_difference():
 def test_nested_results_are_gone_through():
     assert first_difference([{"x": (1, "y")}], [{"x": (1, "z")}]) == "[0]x[1]: 'y', expected 'z'"
     assert first_difference([1, 2], [1]) == ": 2 of them, 1 were expected"
+    assert first_difference({"x": None}, {"x": torch.ones(1)}) == "x: NoneType, expected Tensor"
