@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-slow test-gpu lint format docs bench bench-network clean
+.PHONY: train test test-of test-slow test-gpu mutants lint format docs bench bench-network clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,11 +17,17 @@ train: $(STAMP)  ## the main job: a small GPT learns the standard library's sour
 test: $(STAMP)  ## the suite, in real gloo processes
 	$(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS)
 
+test-of: $(STAMP)  ## the tests of one module: make test-of MODULE=onefold/comm/exchange.py
+	files=$$($(BIN)/python tests/which.py $(MODULE)) && $(BIN)/python -m pytest -q -m 'not gpu and not slow' $$files $(ARGS)
+
 test-slow: $(STAMP)  ## more of the same cases: other world sizes, more models
 	$(BIN)/python -m pytest -q -m 'slow and not gpu' $(ARGS)
 
 test-gpu:  ## tests that need a CUDA device, with the Python that has it
 	$(PYTHON) -m pytest -q -m gpu $(ARGS)
+
+mutants: $(STAMP)  ## bugs put into a copy of the tree, one at a time: which of them do the tests miss?
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 lint: $(STAMP)  ## format check, lint, strict types
 	$(BIN)/ruff format --check .

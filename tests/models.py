@@ -127,12 +127,60 @@ class Trace:
     weights: dict[str, torch.Tensor]
 
     def same(self, other: Trace) -> bool:
+        return first_difference(self, other) is None
+
+
+def first_difference(got: Any, expected: Any, where: str = "") -> str | None:
+    """Where two runs part, in words: the first step, name or element that is not the same to the bit, with both values.
+    None where they are the same. Takes traces, and dicts and lists of tensors and plain values.
+
+    A case returns this from its ranks, and its test asserts that it is None: a failure then names what differs.
+    """
+    if isinstance(got, Trace) and isinstance(expected, Trace):
         return (
-            self.losses == other.losses
-            and self.norms == other.norms
-            and self.weights.keys() == other.weights.keys()
-            and all(torch.equal(self.weights[name], other.weights[name]) for name in self.weights)
+            first_difference(_by_step(got), _by_step(expected), where)
+            or first_difference(got.losses, expected.losses, f"{where}losses")
+            or first_difference(got.norms, expected.norms, f"{where}norms")
+            or first_difference(got.weights, expected.weights, f"{where}weights ")
         )
+    if isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return _first_element(got, expected, where)
+    if isinstance(got, torch.Tensor) or isinstance(expected, torch.Tensor):
+        return f"{where}: {type(got).__name__}, expected {type(expected).__name__}"
+    if isinstance(got, dict) and isinstance(expected, dict):
+        if missing := [name for name in (*expected, *got) if (name in got) != (name in expected)]:
+            return f"{where}{missing[0]}: is only in {'what was got' if missing[0] in got else 'what was expected'}"
+        return _first_of(first_difference(got[name], expected[name], f"{where}{name}") for name in expected)
+    if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
+        if len(got) != len(expected):
+            return f"{where}: {len(got)} of them, {len(expected)} were expected"
+        pairs = enumerate(zip(got, expected, strict=True))
+        return _first_of(first_difference(one, other, f"{where}[{index}]") for index, (one, other) in pairs)
+    return None if got == expected else f"{where}: {got!r}, expected {expected!r}"
+
+
+def _by_step(trace: Trace) -> dict[str, Any]:
+    """In the order in which a run meets them: what differs first is nearest to the cause."""
+    found: dict[str, Any] = {}
+    for step, (loss, norm) in enumerate(zip(trace.losses, trace.norms, strict=False)):
+        found |= {f"step {step}: loss": loss, f"step {step}: norm": norm}
+    return found
+
+
+def _first_element(got: torch.Tensor, expected: torch.Tensor, where: str) -> str | None:
+    kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in (got, expected)]
+    if kinds[0] != kinds[1]:
+        return f"{where}: {kinds[0][0]} {kinds[0][1]}, expected {kinds[1][0]} {kinds[1][1]}"
+    if torch.equal(got, expected):
+        return None
+    unlike = (got != expected).flatten().nonzero().flatten()
+    first = int(unlike[0])
+    values = got.flatten()[first].item(), expected.flatten()[first].item()
+    return f"{where}[{first}]: {values[0]!r}, expected {values[1]!r}; {len(unlike)} of {got.numel()} elements differ"
+
+
+def _first_of(found: Iterable[str | None]) -> str | None:
+    return next((each for each in found if each is not None), None)
 
 
 def train(engine: onefold.Engine, num_micro_steps: int = 4, seed: int = 0) -> Trace:

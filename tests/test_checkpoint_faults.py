@@ -189,7 +189,7 @@ def save_for_ever(pipe: Any, folder: str, diary: str, job: int, mode: str) -> No
     page = os.open(f"{diary}/{rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(**words: Any) -> None:
-        os.write(page, json.dumps(words).encode() + b"\n")
+        os.write(page, json.dumps({**words, "clock": time.monotonic()}).encode() + b"\n")
 
     path, found = engine.load_checkpoint(folder)
     note(job=job, loaded=found, digest=digest(engine) if path else None)
@@ -236,8 +236,11 @@ def check_diary(diary: Path, world: int, *, background: bool) -> None:
                 assert order.index(at) >= sure, f"{at} was loaded, {order[sure]} had been saved"
 
 
-# Somewhat more than a save takes.
-LONGEST = 0.08
+def length_of_a_save(diary: Path, job: int) -> float:
+    """How long the first save of a job took here, from its call until it was published."""
+    of_job = [line for line in read_diary(diary, 0) if job in (line.get("saving") or line.get("published") or [])[:1]]
+    published = next(line["clock"] for line in of_job if "published" in line)
+    return published - next(line["clock"] for line in of_job if "saving" in line)
 
 
 def wait_for_save(diary: Path, job: int, number: int) -> None:
@@ -249,21 +252,28 @@ def wait_for_save(diary: Path, job: int, number: int) -> None:
 
 
 def kill_at_random(folder: Path, mode: str, num_kills: int, seed: int) -> None:
+    """So many kills, and more until some of them have interrupted a save, however long one takes on this disk."""
     instants = random.Random(seed)
     saved, diary = folder / "saved", folder / "diary"
     diary.mkdir()
-    for number in range(num_kills):
+    number, num_interrupted, known = 0, 0, set[str]()
+    while number < num_kills or num_interrupted < 2:
+        assert number < 4 * num_kills, "no save was ever interrupted"
         with Job(2, save_for_ever, str(saved), str(diary), number, mode) as job:
             assert job.tell(0) == []
             wait_for_save(diary, number, instants.randrange(1, 4))
-            time.sleep(instants.random() * LONGEST)
+            time.sleep(instants.random() * 1.2 * length_of_a_save(diary, number))
             # One of them goes first, or all at once; what remains is ended as a launcher would.
             first = instants.choice([[0], [1], [0, 1]])
             job.kill(first)
             if len(first) == 1:
                 time.sleep(instants.random() * 0.1)
         check_diary(diary, 2, background="background" in mode)
-    with Job(2, save_for_ever, str(saved), str(diary), num_kills, mode) as job:
+        left = set(data_folders(saved)) - set(named_folders(saved))
+        num_interrupted += bool(left - known)
+        known |= left
+        number += 1
+    with Job(2, save_for_ever, str(saved), str(diary), number, mode) as job:
         assert job.tell(0) == []
     check_diary(diary, 2, background="background" in mode)
 

@@ -1267,6 +1267,13 @@ def test_one_save_is_under_way_at_a_time(on_ranks: OnRanks, tmp_path: Path) -> N
         assert found[3] == ["0", "1", "2"]
 
 
+def until(happened: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = monotonic() + seconds
+    while not happened() and monotonic() < deadline:
+        sleep(0.01)
+    return happened()
+
+
 def failing(folder: str, how: str, whose: int) -> Any:
     """One rank cannot write; every rank is told, at once or at the next step, and the next save works."""
     engine = small_engine()
@@ -1284,7 +1291,8 @@ def failing(folder: str, how: str, whose: int) -> Any:
                 elif how == "when waited for":
                     engine.wait_for_checkpoint()
                 else:
-                    sleep(0.3)
+                    # The step after the failure, and none that was too early to hear of it.
+                    assert until(lambda: bool(errors) or engine._saver.failed)
                     learn(engine, 1)
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))

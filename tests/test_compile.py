@@ -37,19 +37,22 @@ def test_compiled_blocks_train_as_the_eager_ones_do(on_ranks, stage, dtype):
             torch.testing.assert_close(mine.weights[name], theirs.weights[name], rtol=1e-2, atol=2e-3)
 
 
-def refuses() -> list[str]:
+def refuses(given: dict[str, Any]) -> tuple[str, bool, list[str]]:
     engine = start(net(), config(1))
-    found = []
-    for given in ({"schedule": []}, {"compiled_autograd_enabled": True}):
-        try:
-            engine.compile(**given)
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    with pytest.raises(ValueError, match=r"engine\.compile: ") as caught:
+        engine.compile(**given)
+    replaced = [name for name, module in engine.module.named_modules() if "forward" in module.__dict__]
+    return str(caught.value), engine.is_compiled, replaced
 
 
-def test_what_belongs_to_deepcompile_is_refused(on_ranks):
-    assert [len(found) for found in on_ranks(1, refuses)] == [2]
+@pytest.mark.parametrize("given", [{"schedule": []}, {"compiled_autograd_enabled": True}])
+def test_what_belongs_to_deepcompile_is_refused(on_ranks, given):
+    (key,) = given
+    for told, is_compiled, replaced in on_ranks(1, refuses, given):
+        assert key in told
+        assert "DeepCompile" in told
+        assert not is_compiled
+        assert replaced == []
 
 
 def after_destroy() -> bool:

@@ -16,7 +16,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Net, Trace, batches, config, more, net, precision, rank, start, train, weights_of
+from models import (
+    Net,
+    Trace,
+    batches,
+    config,
+    first_difference,
+    more,
+    net,
+    precision,
+    rank,
+    start,
+    train,
+    weights_of,
+)
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -260,40 +273,45 @@ def protocol(stage: int, kind: str, accumulation: int, overlap: bool = False) ->
     return Trace(losses, norms, weights_of(engine.module))
 
 
-def protocols(stage: int, accumulation: int) -> list[str]:
+def protocols(stage: int, accumulation: int) -> dict[str, str | None]:
     expected = protocol(stage, "counted", accumulation)
     kinds = ["bare", "explicit", "explicit, stepping always", "divided by the caller"]
-    found = [kind for kind in kinds if not protocol(stage, kind, accumulation).same(expected)]
-    return found + ["overlapped" for kind in kinds[:2] if not protocol(stage, kind, accumulation, True).same(expected)]
+    found = {kind: first_difference(protocol(stage, kind, accumulation), expected) for kind in kinds}
+    for kind in kinds[:2]:
+        found[f"{kind}, overlapped"] = first_difference(protocol(stage, kind, accumulation, True), expected)
+    return found
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_way_to_ask_for_a_step_is_bit_equal(on_ranks, stage, accumulation):
-    assert on_ranks(2, protocols, stage, accumulation) == [[], []]
+    for found in on_ranks(2, protocols, stage, accumulation):
+        assert found == dict.fromkeys(found)
 
 
-def explicit_count(stage: int) -> tuple[bool, int, int]:
+def explicit_count(stage: int) -> str | None:
     """A window longer than the config's count, as Hugging Face drives it: the caller divides."""
     expected = protocol(stage, "counted", 3)
     engine = start(net(), config(stage, gradient_clipping=0.3))
-    norms = []
+    steps, norms = [], []
     for index, (x, y) in enumerate(batches(9)):
         last = index % 3 == 2
         engine.set_gradient_accumulation_boundary(last)
         engine.backward(engine(x, y) / 3, scale_wrt_gas=False)
         if last:
             engine.step()
+            steps.append(float(engine.global_steps))
             norms.append(engine.get_global_grad_norm())
-    return equal(weights_of(engine.module), expected.weights), engine.global_steps, len(norms)
+    assert steps == [1.0, 2.0, 3.0]
+    return first_difference(Trace(steps, norms, weights_of(engine.module)), expected)
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 def test_an_explicit_boundary_needs_no_count_in_the_config(on_ranks, stage):
-    assert on_ranks(2, explicit_count, stage) == [(True, 3, 3)] * 2
+    assert on_ranks(2, explicit_count, stage) == [None, None]
 
 
-def under_no_sync(stage: int, bare: bool, overlap: bool) -> bool:
+def under_no_sync(stage: int, bare: bool, overlap: bool) -> str | None:
     """Micro-steps but the last of a window inside no_sync, with a count of 1, beside a config that accumulates."""
     more = {"zero_optimization": {"overlap_comm": overlap}}
     counted = start(net(), config(stage, gradient_accumulation_steps=3, **more))
@@ -318,17 +336,17 @@ def under_no_sync(stage: int, bare: bool, overlap: bool) -> bool:
             backward()
             engine.step()
     assert engine.global_steps == 2
-    return equal(weights_of(engine.module), weights_of(counted.module))
+    return first_difference(weights_of(engine.module), weights_of(counted.module))
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("overlap", [more(False), True])
 def test_no_sync_accumulates(on_ranks, stage, bare, overlap):
-    assert on_ranks(2, under_no_sync, stage, bare, overlap) == [True, True]
+    assert on_ranks(2, under_no_sync, stage, bare, overlap) == [None, None]
 
 
-def unmanaged(stage: int) -> tuple[bool, int]:
+def unmanaged(stage: int) -> tuple[str | None, int]:
     """managed_gradient_accumulation false: each step() is a boundary, whatever was backwarded before it."""
     settings = config(stage, gradient_accumulation_steps=3, managed_gradient_accumulation=False)
     engine = start(net(), settings)
@@ -340,12 +358,12 @@ def unmanaged(stage: int) -> tuple[bool, int]:
             engine.step()
         counted.backward(counted(x, y))
         counted.step()
-    return equal(weights_of(engine.module), weights_of(counted.module)), engine.global_steps
+    return first_difference(weights_of(engine.module), weights_of(counted.module)), engine.global_steps
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 def test_unmanaged_accumulation(on_ranks, stage):
-    assert on_ranks(2, unmanaged, stage) == [(True, 2)] * 2
+    assert on_ranks(2, unmanaged, stage) == [(None, 2)] * 2
 
 
 def mixed_kinds(stage: int) -> None:
@@ -373,7 +391,7 @@ def test_both_kinds_of_backward_in_one_window_raise(on_ranks, stage):
     on_ranks(2, mixed_kinds, stage)
 
 
-def zeroed(stage: int, who: str) -> tuple[bool, bool]:
+def zeroed(stage: int, who: str) -> tuple[str | None, bool]:
     """Gradients that were thrown away leave no trace."""
     engine, other = start(net(), config(stage)), start(net(), config(stage))
     for index, (x, y) in enumerate(batches(4)):
@@ -385,13 +403,13 @@ def zeroed(stage: int, who: str) -> tuple[bool, bool]:
         else:
             (engine if who == "engine" else engine.optimizer).zero_grad()
     nothing = all(p.grad is None for p in engine.module.parameters())
-    return equal(weights_of(engine.module), weights_of(other.module)), nothing
+    return first_difference(weights_of(engine.module), weights_of(other.module)), nothing
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("who", ["engine", "optimizer"])
 def test_zero_grad_forgets(on_ranks, stage, who):
-    assert on_ranks(2, zeroed, stage, who) == [(True, True)] * 2
+    assert on_ranks(2, zeroed, stage, who) == [(None, True)] * 2
 
 
 def half_bare(stage: int, accumulation: int) -> bool:
@@ -534,6 +552,29 @@ def test_clipping_is_by_the_global_norm(on_ranks, stage):
     for moved, norm in on_ranks(2, clipped, stage):
         assert moved == pytest.approx(0.5, rel=1e-5)
         assert norm == pytest.approx(12)
+
+
+def moving_scale(stage: int) -> tuple[list[float], list[float | None], list[float | None]]:
+    """Scales after each step, and norms beside those with a scale that never moves."""
+    traces = []
+    for fp16 in ({"initial_scale_power": 6, "loss_scale_window": 1}, {"loss_scale": 64}):
+        engine = start(net(), config(stage, fp16={"enabled": True, **fp16}, gradient_clipping=0.3))
+        norms, scales = [], []
+        for x, y in batches(4):
+            engine.backward(engine(x, y))
+            engine.step()
+            scales.append(engine.loss_scale())
+            norms.append(engine.get_global_grad_norm())
+        traces.append((scales, norms))
+    return traces[0][0], traces[0][1], traces[1][1]
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
+def test_the_norm_stays_what_it_was_when_the_loss_scale_moves(on_ranks, stage):
+    """It is divided by the scale that its gradient was computed with, not by the one that the step leaves."""
+    for scales, norms, expected in on_ranks(2, moving_scale, stage):
+        assert scales == [64.0, 128.0, 256.0, 512.0]
+        assert norms == pytest.approx(expected, rel=1e-2)
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
@@ -809,7 +850,7 @@ def copy_that_loads(stage: int, loads: bool) -> Weights:
 def test_a_copy_that_loads_weights_leaves_the_engine_alone(on_ranks, stage):
     with_loads, without = (on_ranks(2, copy_that_loads, stage, loads) for loads in (True, False))
     for mine, expected in zip(with_loads, without, strict=True):
-        assert equal(mine, expected)
+        assert first_difference(mine, expected) is None
 
 
 def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
@@ -822,9 +863,9 @@ def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
     weights = weights_of(model)
     calls = sum(row.calls for row in engine.ledger.rows())
     engine.destroy()
-    assert equal(weights, weights_of(model))
+    assert first_difference(weights_of(model), weights) is None
     onefold.zero.gather_distributed_parameters(model)
-    assert equal(weights, {name: value.clone() for name, value in model.state_dict().items()})
+    assert first_difference({name: value.clone() for name, value in model.state_dict().items()}, weights) is None
     assert not any(home_of(parameter) for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x, y).backward()
@@ -834,7 +875,7 @@ def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
     assert sum(row.calls for row in engine.ledger.rows()) == calls or stage == 3
     assert all(type(module._parameters) is dict for module in model.modules())
     again = pickle.loads(pickle.dumps(model))
-    assert equal(weights_of(again), weights_of(model))
+    assert first_difference(weights_of(again), weights_of(model)) is None
     buffer = io.BytesIO()
     torch.save(model, buffer)
     engine.destroy()

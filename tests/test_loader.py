@@ -165,6 +165,21 @@ def test_a_pass_that_begins_draws_as_torch_does():
         assert torch.rand(1).item() == drawn
 
 
+def test_a_pass_that_has_drawn_its_seed_draws_no_other():
+    """A position that is loaded after `iter` and before the first batch starts the pass anew."""
+    loader = make(Numbers(6))
+    state = loader.state_dict()
+    assert state["samples"] == 0
+    torch.manual_seed(3)
+    batches = iter(loader)
+    loader.load_state_dict(state)
+    assert len(list(batches)) == 2
+    drawn = torch.rand(1).item()
+    torch.manual_seed(3)
+    list(DataLoader(Numbers(6), batch_size=3))
+    assert torch.rand(1).item() == drawn
+
+
 def test_workers_keep_the_order():
     expected = list(make(Numbers(20)))
     loader = make(Numbers(20))

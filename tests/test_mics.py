@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, batches, config, more, net, precision, start, train
+from models import Net, Trace, batches, config, first_difference, more, net, precision, start, train
 
 import onefold
 from onefold.comm import Gathering, Ledger, Reduction, data_group, make_collective
@@ -46,15 +46,29 @@ def run(part: int | None, dtype: str, accumulation: int) -> Any:
     return trace, held, rows, totals
 
 
+def mean_losses(found: list[Any]) -> list[float]:
+    """Over ranks, by step."""
+    return [sum(losses) / len(found) for losses in zip(*(trace.losses for trace, *_ in found), strict=True)]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
 @pytest.mark.parametrize("accumulation", [1, more(2)])
 def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, accumulation):
     found = on_ranks(4, run, 2, dtype, accumulation)
-    exact = on_ranks(4, run, None, dtype, accumulation)[0]
+    exact = on_ranks(4, run, None, dtype, accumulation)
     for trace, held, rows, totals in found:
-        assert trace.norms == found[0][0].norms
-        assert all(torch.equal(trace.weights[name], found[0][0].weights[name]) for name in trace.weights)
-        assert [norm for norm in trace.norms if norm] == pytest.approx([n for n in exact[0].norms if n], rel=1e-2)
+        assert (
+            first_difference(Trace([], trace.norms, trace.weights), Trace([], found[0][0].norms, found[0][0].weights))
+            is None
+        )
+        # Sums of parts are added in another order than those of ranks, in fp32 either way.
+        assert mean_losses(found) == pytest.approx(mean_losses(exact), rel=1e-5)
+        assert [norm for norm in trace.norms if norm] == pytest.approx([n for n in exact[0][0].norms if n], rel=1e-5)
+        rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype == "fp32" else {"rtol": 2**-7, "atol": 1e-5}
+        for name, weight in exact[0][0].weights.items():
+            torch.testing.assert_close(
+                trace.weights[name], weight, **rounding, msg=lambda told, name=name: f"{name}: {told}"
+            )
         # Parameters travel inside a host only; gradients inside, and their sums once round across.
         moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
         shards = sum(totals) // 2
@@ -68,7 +82,7 @@ def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, acc
 
 def test_one_part_is_stage_3(on_ranks):
     for one, exact in zip(on_ranks(2, run, 2, "bf16", 1), on_ranks(2, run, None, "bf16", 1), strict=True):
-        assert one[0].same(exact[0])
+        assert first_difference(one[0], exact[0]) is None
 
 
 def reduce_and_gather(replicas: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -204,15 +204,22 @@ def test_the_kernel_may_stop_half_way(swap_on, tmp_path, monkeypatch):
     swap = swap_on(tmp_path, aio=Aio(block_size=65536))
     disk = swap.reserve(100_000, torch.float32)
     swap.open()
+    inside = []
 
     def half(real, number, fd, buffers, offset):
-        return real(fd, [buffers[0][: max(4096, len(buffers[0]) // 2 & -4096)]], offset)
+        """Half of it, and a part of the next page: of that nothing may be relied on."""
+        moved = real(fd, [buffers[0][: max(4096, len(buffers[0]) // 2 & -4096)]], offset)
+        if len(buffers[0]) > moved + 4096:
+            inside.append(moved)
+            return moved + 1000
+        return moved
 
     Calls(monkeypatch, "pwritev", act=half)
     Calls(monkeypatch, "preadv", act=half)
     given = values(disk.numel())
     disk.store(given)
     assert same(disk.load(), given)
+    assert inside
 
 
 def test_tensors_take_turns_on_the_drives(swap_on, tmp_path):

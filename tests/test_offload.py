@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batches, config, more, net, precision, start, train, weights_of
+from models import batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
 
@@ -64,7 +64,7 @@ def run_tiers(dtype: str, accumulation: int, overlap: bool | None, names: list[s
             model = engine.module
             engine.destroy()
             # What rested below the device is still the model's.
-            assert all(torch.equal(trace.weights[key], weight) for key, weight in weights_of(model).items()), name
+            assert first_difference(weights_of(model), trace.weights) is None, name
         left = [str(path) for path in Path(folder).rglob("*") if path.is_file()]
         return {"found": found, "left": left}
 
@@ -74,8 +74,8 @@ def check_tiers(results: list[dict[str, Any]]) -> None:
         reference, states, _ = result["found"].pop("reference")
         for name, (trace, other, skipped) in result["found"].items():
             assert skipped == 0, name
-            assert reference.same(trace), name
-            assert all(torch.equal(a, b) for a, b in zip(states, other, strict=True)), name
+            assert first_difference(trace, reference) is None, name
+            assert first_difference(other, states) is None, name
         assert result["left"] == []
 
 

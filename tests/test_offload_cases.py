@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Net, batches, config, more, net, precision, rank, start, train, weights_of
+from models import Net, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
 from test_offload import CPU, nvme, variants
 from torch import nn
 
@@ -47,13 +47,7 @@ ADAM = ("exp_avg", "exp_avg_sq")
 
 def same(left: Any, right: Any) -> bool:
     """Bit for bit, through containers."""
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
-    return bool(left == right)
+    return first_difference(left, right) is None
 
 
 class Maker:
@@ -99,7 +93,7 @@ def equal_in_every_tier(
     results = on_ranks(world, over_tiers, case, str(folder), names, args)
     for result in results:
         for name in names:
-            assert same(result["device"], result[name]), name
+            assert first_difference(result[name], result["device"]) is None, name
     return results
 
 
@@ -305,7 +299,7 @@ def overflowing(make: Maker) -> Any:
         written, after = engine.ledger.since(traffic).bytes("write"), weights_of(engine.module)
         if skipped[-1]:
             assert written == 0
-            assert same(before, below(engine))
+            assert first_difference(below(engine), before) is None
         assert same(weights, after) is skipped[-1]
     assert any(skipped)
     assert not all(skipped)
@@ -838,7 +832,7 @@ def test_ratio_is_the_share_of_parameters_whose_states_leave_the_device(on_ranks
     for reference, *found in on_ranks(world, placed, str(tmp_path), asked):
         assert {states for states, _ in reference[0]} == {"device"}
         for ratio, (where, sizes, _, _, trace) in zip(ratios, found, strict=True):
-            assert same(trace, reference[4]), ratio
+            assert first_difference(trace, reference[4]) is None, ratio
             num_kept = [states for states, _ in where].count("device")
             # The first ones stay, as many as the rest of the ratio covers.
             assert [states for states, _ in where] == ["device"] * num_kept + ["host"] * (len(where) - num_kept)
@@ -863,7 +857,7 @@ def test_auto_fills_the_device_first_as_far_as_its_budget_goes(on_ranks, tmp_pat
         assert {states for states, _ in some[0]} == {"device", "host"}
         assert some[2]["device"].total <= needed * 0.8
         for got in (nothing, some, all_):
-            assert same(got[4], reference[4])
+            assert first_difference(got[4], reference[4]) is None
 
 
 @pytest.mark.parametrize("world", [more(1), 2])
@@ -888,7 +882,7 @@ def test_auto_spills_to_disk_what_the_host_has_no_room_for(on_ranks, tmp_path, w
         assert not all_[3]
         assert not above[3]
         for got in (nothing, some, all_, above):
-            assert same(got[4], reference[4])
+            assert first_difference(got[4], reference[4]) is None
 
 
 @pytest.mark.parametrize("world", [1, more(2)])
@@ -906,7 +900,7 @@ def test_max_in_cpu_keeps_the_first_on_the_host(on_ranks, tmp_path, world):
         assert planned["nvme"].parameters == 2 * shard * (len(where) - 3)
         assert any("states" in path for path in files)
         assert any("parameters" in path for path in files)
-        assert same(trace, reference[4])
+        assert first_difference(trace, reference[4]) is None
 
 
 @pytest.mark.parametrize("world", [1, more(2)])
@@ -917,7 +911,7 @@ def test_several_paths_share_the_tensors(on_ranks, tmp_path, world):
         for drive in ("a", "b", "c"):
             assert sum(f"/{drive}/onefold-swap/" in path and path.endswith("/data") for path in files) == 1
         assert planned["nvme"].masters
-        assert same(trace, reference[4])
+        assert first_difference(trace, reference[4]) is None
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -962,10 +956,10 @@ def resume_everywhere(folder: str, sources: list[str], targets: list[str], dtype
         saved, after = save_in(folder, source, dtype)
         for target in targets:
             loaded, resumed = load_in(folder, source, target, dtype, before)
-            if not same(saved, loaded):
-                wrong.append(f"{source} -> {target}: other weights or states")
-            if not same(after, resumed):
-                wrong.append(f"{source} -> {target}: goes on differently")
+            if (difference := first_difference(loaded, saved)) is not None:
+                wrong.append(f"{source} -> {target}: other weights or states: {difference}")
+            if (difference := first_difference(resumed, after)) is not None:
+                wrong.append(f"{source} -> {target}: goes on differently: {difference}")
     return wrong
 
 
@@ -1009,7 +1003,8 @@ def save_while_the_host_steps(folder: str, tier: str, background: bool) -> Any:
     one_step(reference, *batches(1, seed=7)[0])
     expected = everything_of(reference)
     reference.destroy()
-    return same(expected, loaded), same((trace.losses, trace.norms, trace.weights), resumed)
+    after = (trace.losses, trace.norms, trace.weights)
+    return first_difference(loaded, expected), first_difference(resumed, after)
 
 
 @pytest.mark.parametrize("world", [more(1), 2])
@@ -1019,8 +1014,8 @@ def test_a_save_right_after_step_holds_that_step(on_ranks, tmp_path, world, tier
     if world > 1 and not tier.startswith("3"):
         pytest.skip("over several ranks step() waits for the host, where whole parameters are to be sent to all")
     for holds, resumes in on_ranks(world, save_while_the_host_steps, str(tmp_path), tier, background):
-        assert holds
-        assert resumes
+        assert holds is None
+        assert resumes is None
 
 
 @contextmanager
@@ -1066,7 +1061,8 @@ def go_on_while_saving(folder: str, tier: str, meanwhile: str) -> Any:
     train(reference, 2)
     trace = train(reference, 2, seed=8)
     reference.destroy()
-    return same(expected, loaded), same((trace.losses, trace.norms, trace.weights), resumed)
+    after = (trace.losses, trace.norms, trace.weights)
+    return first_difference(loaded, expected), first_difference(resumed, after)
 
 
 @pytest.mark.parametrize("world", [1, more(2)])
@@ -1076,5 +1072,5 @@ def go_on_while_saving(folder: str, tier: str, meanwhile: str) -> Any:
 )
 def test_a_save_in_the_background_holds_the_state_at_the_save(on_ranks, tmp_path, world, tier, meanwhile):
     for holds, resumes in on_ranks(world, go_on_while_saving, str(tmp_path), tier, meanwhile):
-        assert holds
-        assert resumes
+        assert holds is None
+        assert resumes is None

@@ -10,6 +10,8 @@ import torch
 from models import Net, batches, config, more, net, start, train_beside, weights_of
 from torch.nn.parallel import DistributedDataParallel
 
+from onefold.runtime import gathered
+
 STEPS = 5
 
 
@@ -141,19 +143,39 @@ def test_bf16_equals_masters_by_hand(on_ranks):
         assert mine == pytest.approx(theirs, rel=1e-4)
 
 
-def with_autocast() -> tuple[set[torch.dtype], float, float]:
-    engine = start(net(), config(2, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
-    first = train_loss = 0.0
-    for x, _ in batches(8):
+def beside_autocast(stage: int) -> tuple[set[torch.dtype], set[torch.dtype], list[float], list[float], list[float]]:
+    """Dtypes of parameters and of what a layer computes; losses, those of torch's own autocast, and of plain fp32."""
+    engine = start(net(), config(stage, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    computed: set[torch.dtype] = set()
+    engine.module.blocks[0].up.register_forward_hook(lambda _module, _args, output: computed.add(output.dtype))
+    plain, exact = Net(), Net()
+    weights = weights_of(engine.module)
+    losses: list[list[float]] = [[], [], []]
+    data = [torch.randint(0, 31, (4, 7), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
+    for x in data:
         loss = engine(x, x)
         engine.backward(loss)
         engine.step()
-        first = first or loss.item()
-        train_loss = loss.item()
-    return {parameter.dtype for parameter in engine.module.parameters()}, first, train_loss
+        losses[0].append(loss.item())
+    for number, (model, enabled) in enumerate(((plain, True), (exact, False)), 1):
+        model.load_state_dict(weights)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for x in data:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = model(x, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[number].append(loss.item())
+    with gathered(engine.module.parameters()):
+        dtypes = {parameter.dtype for parameter in engine.module.parameters()}
+    return dtypes, computed, *losses
 
 
-def test_torch_autocast_keeps_fp32_parameters_and_learns(on_ranks):
-    for dtypes, first, last in on_ranks(2, with_autocast):
+@pytest.mark.parametrize("stage", [more(0), 2, 3])
+def test_torch_autocast_trains_as_torchs_own(on_ranks, stage):
+    for dtypes, computed, mine, theirs, exact in on_ranks(2, beside_autocast, stage):
         assert dtypes == {torch.float32}
-        assert last < first
+        assert computed == {torch.bfloat16}
+        assert mine == pytest.approx(theirs, rel=1e-4)
+        assert mine != pytest.approx(exact, rel=1e-4)  # what a run without autocast would have

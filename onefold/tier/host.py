@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+# Bytes: O_DIRECT wants offset, length and memory on a multiple of the drive's block, which is never larger.
 PAGE = 4096
 
 

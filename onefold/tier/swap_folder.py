@@ -26,8 +26,6 @@ from contextlib import suppress
 from onefold.config import ConfigError
 from onefold.tier.host import PAGE
 
-"""Bytes: O_DIRECT wants offset, length and memory on a multiple of the drive's block, which is never larger."""
-
 _SHELF, _LOCK, _DATA = "onefold-swap", "lock", "data"
 _OURS = re.compile(r"[0-9a-f]{16}-rank\d+")
 _NUM_ATTEMPTS = 1000

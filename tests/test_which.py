@@ -1,0 +1,46 @@
+"""The map from modules to tests is whole: every module has its line, and every test file is somebody's."""
+
+from __future__ import annotations
+
+import pytest
+import which
+
+PACKAGE = which.ROOT / "onefold"
+
+
+def has_code(text: str) -> bool:
+    return len(text.splitlines()) > 1  # more than the docstring of a folder
+
+
+MODULES = sorted(
+    str(path.relative_to(PACKAGE))
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py" or has_code(path.read_text())
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_line(module):
+    assert which.tests_of(f"onefold/{module}"), f"give {module} a line in tests/which.py: the tests that see it broken"
+
+
+def test_every_line_is_of_a_module():
+    gone = [name for name in which.TESTS if not (PACKAGE / name).exists()]
+    assert gone == []
+
+
+def test_every_test_file_is_named_and_exists():
+    named = {name for line in (*which.TESTS.values(), which.OTHERS) for name in line.split()}
+    there = {path.stem.removeprefix("test_") for path in (which.ROOT / "tests").glob("test_*.py")}
+    assert named - there == set()
+    assert there - named == set(), "name them beside the modules that they test, in tests/which.py"
+
+
+def test_the_command_prints_files_once_and_in_order(capsys):
+    assert which.main(["onefold/window.py", "./onefold/loader.py"]) == 0
+    assert capsys.readouterr().out.split() == ["tests/test_window.py", "tests/test_engine.py", "tests/test_loader.py"]
+    assert which.main(["onefold/config/values.py"]) == 0
+    assert capsys.readouterr().out.split() == ["tests/test_config.py"]
+    assert which.main(["onefold/nowhere.py"]) == 1
+    assert "is not in the table" in capsys.readouterr().err
+    assert which.main([]) == 2

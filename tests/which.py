@@ -1,0 +1,173 @@
+"""Which tests to run for a module: `python tests/which.py onefold/comm/exchange.py`, or `make test-of MODULE=...`.
+
+The table names, for each module of the package, the files that see it broken, the nearest and quickest first. What is
+used everywhere is named with the few that test it most closely: before a merge all of them run anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Modules without their folder `onefold/`, tests without `test_` and `.py`. A folder stands for all modules in it that
+# have no line of their own. Tests that need a GPU are named too, and are run where there is one.
+TESTS = {
+    "__init__.py": "floors engine",
+    "access.py": "zero offload_cases checkpoints",
+    "checkpoint/audit.py": "ckpt_command",
+    "checkpoint/convert.py": "deepspeed_import",
+    "checkpoint/deepspeed.py": "deepspeed_import",
+    "checkpoint/export.py": "export",
+    "checkpoint/folder.py": "checkpoint_ranges ckpt_command checkpoints checkpoint_faults",
+    "checkpoint/header.py": "safetensors tagged checkpoints",
+    "checkpoint/hints.py": "checkpoints",
+    "checkpoint/load.py": "checkpoints offload_cases",
+    "checkpoint/manifest.py": "ckpt_command checkpoint_ranges checkpoints export",
+    "checkpoint/orders.py": "checkpoints checkpoint_faults",
+    "checkpoint/part.py": "checkpoints offload_cases checkpoint_faults",
+    "checkpoint/pickles.py": "deepspeed_import",
+    "checkpoint/reader.py": "checkpoint_ranges checkpoints export checkpoint_faults",
+    "checkpoint/rng.py": "loader tagged checkpoints",
+    "checkpoint/safetensors.py": "safetensors export zero",
+    "checkpoint/save.py": "checkpoint_ranges checkpoints checkpoint_faults offload_cases",
+    "checkpoint/shards.py": "checkpoint_ranges ckpt_command checkpoints",
+    "checkpoint/slots.py": "checkpoints offload_cases",
+    "checkpoint/staging.py": "checkpoints offload_cases",
+    "checkpoint/tagged.py": "tagged checkpoints",
+    "checkpoint/weights.py": "safetensors zero huggingface",
+    "checkpoint/zero_to_fp32.py": "export",
+    "checkpointing.py": "checkpointing stage3",
+    "cli/bench.py": "bench_tiers",
+    "cli/checkpoints.py": "ckpt_command",
+    "cli/ckpt.py": "ckpt_command",
+    "cli/env.py": "env_report",
+    "cli/export.py": "export",
+    "cli/hosts.py": "launch nodes",
+    "cli/import_deepspeed.py": "deepspeed_import",
+    "cli/launch.py": "launch nodes",
+    "cli/main.py": "launch export ckpt_command",
+    "cli/rank.py": "launch",
+    "cli/ranks.py": "launch nodes",
+    "cli/train.py": "train",
+    "comm/__init__.py": "traffic wires mics",
+    "comm/agreement.py": "traffic stage3 cases",
+    "comm/board.py": "checkpoints checkpoint_faults",
+    "comm/codec.py": "codec wires gpu_codec",
+    "comm/collective.py": "exactness wires traffic mics",
+    "comm/exchange.py": "exactness traffic wires",
+    "comm/guard.py": "stage3 checkpoints offload_faults",
+    "comm/kernels.py": "gpu_codec",
+    "comm/ledger.py": "wires traffic stage3",
+    "comm/mesh.py": "mics wires nodes launch",
+    "comm/native.py": "traffic wires_cases gpu",
+    "comm/quantized.py": "wires wires_cases wires_training gpu_wires",
+    "comm/replicated.py": "mics gpu_wires",
+    "comm/staged.py": "gpu gpu_wires",
+    "compat/parameters.py": "zero huggingface",
+    "config/": "config",
+    "config/batch.py": "config engine",
+    "config/document.py": "config",
+    "config/topology.py": "config wires_cases mics",
+    "config/zero.py": "config plan",
+    "engine/__init__.py": "engine",
+    "engine/core.py": "engine exactness cases compile regressions",
+    "engine/facts.py": "engine",
+    "engine/loading.py": "checkpoints loader offload_cases",
+    "engine/parking.py": "parking wires_cases",
+    "engine/saving.py": "checkpoints checkpoint_faults",
+    "engine/tiers.py": "offload_cases offload_faults",
+    "engine/weights.py": "zero safetensors huggingface",
+    "engine/wires.py": "wires wires_cases",
+    "env_report.py": "env_report",
+    "fsdp.py": "wires",
+    "loader.py": "loader engine",
+    "optim/choose.py": "reference engine cases",
+    "optim/host.py": "offload_waits offload offload_cases gpu_offload",
+    "optim/instance.py": "engine reference cases",
+    "optim/loss_scale.py": "loss_scale engine cases",
+    "optim/norm.py": "exactness cases mics wires_cases",
+    "optim/pieces.py": "reference offload checkpoints gpu",
+    "optim/rules.py": "reference offload_cases",
+    "optim/schedules.py": "schedules engine",
+    "optim/sharded.py": "reference engine checkpoints",
+    "optim/stream.py": "offload_waits offload offload_cases",
+    "optim/update.py": "exactness engine cases",
+    "plan/__init__.py": "plan",
+    "plan/cut.py": "plan stage3",
+    "plan/layout.py": "plan exactness",
+    "plan/memory.py": "memory offload_cases wires_cases stage3",
+    "plan/program.py": "program stage3",
+    "plan/table.py": "plan engine",
+    "plan/tiers.py": "offload_cases bench_tiers",
+    "report/describe.py": "engine memory wires_cases offload_cases",
+    "report/log.py": "engine",
+    "report/memory.py": "memory engine wires_cases",
+    "report/tiers.py": "bench_tiers",
+    "report/timeline.py": "engine regressions",
+    "runtime/__init__.py": "stage3",
+    "runtime/build.py": "exactness cases zero",
+    "runtime/descent.py": "offload_waits offload offload_cases gpu_offload",
+    "runtime/flights.py": "exactness stage3 cases regressions",
+    "runtime/homes.py": "zero stage3 regressions",
+    "runtime/hooks.py": "stage3 cases huggingface",
+    "runtime/line.py": "stage3 wires zero offload",
+    "runtime/order.py": "stage3 wires_cases",
+    "runtime/run.py": "exactness stage3 offload regressions",
+    "runtime/schedule.py": "exactness stage3 cases regressions",
+    "runtime/squares.py": "exactness offload",
+    "runtime/trees.py": "stage3 cases",
+    "runtime/unit.py": "exactness stage3",
+    "start.py": "engine zero",
+    "tier/bus.py": "offload_waits offload gpu_offload checkpointing",
+    "tier/device.py": "memory exactness stage3",
+    "tier/host.py": "nvme offload_faults offload",
+    "tier/lower.py": "offload offload_cases offload_faults",
+    "tier/nvme.py": "nvme offload_waits offload offload_faults",
+    "tier/parking.py": "parking",
+    "tier/resting.py": "checkpointing",
+    "tier/sources.py": "offload offload_cases offload_faults",
+    "tier/swap_folder.py": "nvme offload_faults",
+    "train/__main__.py": "train",
+    "train/data.py": "train",
+    "train/gpt.py": "train wires_training",
+    "train/loop.py": "train",
+    "train/options.py": "train",
+    "train/progress.py": "train",
+    "train/report.py": "train",
+    "utils/__init__.py": "zero offload_cases checkpoints engine",
+    "utils/zero_to_fp32.py": "export",
+    "window.py": "window engine",
+    "zero.py": "zero huggingface parking",
+}
+
+# Of no module: of the house, of the papers, of `benchmarks/`, and of the tests themselves.
+OTHERS = "floors readme network models mutants which"
+
+
+def tests_of(module: str) -> list[str]:
+    """The files of `tests/` for a module, by its path; none where the table does not know it."""
+    name = module.removeprefix("./").removeprefix("onefold/")
+    found = TESTS.get(name) or TESTS.get(f"{name.rpartition('/')[0]}/") or ""
+    return [f"tests/test_{test}.py" for test in found.split()]
+
+
+def main(modules: Sequence[str]) -> int:
+    if not modules:
+        print(__doc__, file=sys.stderr)
+        return 2
+    found: dict[str, None] = {}
+    for module in modules:
+        files = tests_of(module)
+        if not files:
+            print(f"{module} is not in the table of tests/which.py: give it a line there", file=sys.stderr)
+            return 1
+        found.update(dict.fromkeys(files))
+    print(" ".join(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
