@@ -296,13 +296,21 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
-        for home in self._homes:
-            if self._modifier_rank is not None and home.owner is not None:
-                home.owner.about_to_write()
-            home.borrow()
-            self._borrowed.append(home)
-        if self._modifier_rank is None:
-            self._before = [[_fingerprint(run) for run in home.runs] for home in self._borrowed]
+        try:
+            for home in self._homes:
+                if self._modifier_rank is not None and home.owner is not None:
+                    home.owner.about_to_write()
+                home.borrow()
+                self._borrowed.append(home)
+            if self._modifier_rank is None:
+                self._before = [[_fingerprint(run) for run in home.runs] for home in self._borrowed]
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        while self._borrowed:
+            self._borrowed.pop().give_back()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -315,8 +323,7 @@ class GatheredParameters:
             elif kind is None and self._borrowed:
                 self._refuse_writes()
         finally:
-            while self._borrowed:
-                self._borrowed.pop().give_back()
+            self._give_back()
 
     def _check_shapes(self) -> None:
         """Data of another shape must come on every rank alike, and before an engine has laid the model out."""

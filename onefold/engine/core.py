@@ -55,6 +55,7 @@ class Engine(Weights):
         self.device = device
         self.ledger = Ledger()
         self.is_compiled = False
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
@@ -303,7 +304,10 @@ class Engine(Weights):
         blocks = [unit for unit in self._units if not unit.encloses]
         for unit in blocks:
             self._hooks.stop_watching(unit.module)
-            unit.module.forward = torch.compile(unit.module.forward, backend=backend, **compile_kwargs or {})  # type: ignore[method-assign]
+            compiled = torch.compile(unit.module.forward, backend=backend, **compile_kwargs or {})
+            # What the instance had for a forward of its own comes back when the engine goes.
+            self._compiled.append((unit.module, unit.module.__dict__.get("forward")))
+            unit.module.forward = compiled  # type: ignore[method-assign]
         self.is_compiled = True
 
     def _print_progress(self) -> None:
@@ -345,8 +349,11 @@ class Engine(Weights):
         with suppress(OSError):  # told below, and by the step that failed
             self._flush()
         _let_go(self._schedule, self._hooks, self._homes, self._lower)
-        for unit in self._units if self.is_compiled else ():
-            unit.module.__dict__.pop("forward", None)
+        while self._compiled:
+            module, own = self._compiled.pop()
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
         self._schedule.drop_gradients()
         self._pool.clear()
         self.optimizer = None

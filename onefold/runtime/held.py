@@ -354,7 +354,7 @@ _METADATA: set[Any] = {
         untyped_storage storage element_size get_device is_floating_point is_complex is_signed is_shared is_pinned
         is_inference is_set_to _is_view requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
         __hash__ __repr__ __format__ __dir__ new_empty new_zeros new_ones new_full new_tensor new_empty_strided
-    """.split()
+    """.split()  # noqa: SIM905
     if hasattr(torch.Tensor, name)
 } | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
 # Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail

@@ -119,6 +119,7 @@ class Home:
             leave_home(parameter for run in runs for parameter in run.parameters)
         else:
             self._runs = runs
+            self._tell()  # shards that lay in the engine's memory lie elsewhere now
 
     @property
     def is_whole(self) -> bool:
