@@ -5,15 +5,19 @@ a rank that is alone reads the device's sum only where somebody asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from onefold.comm.agreement import as_float, as_integer
+from onefold.optim.instance import METHODS
 from onefold.runtime import Run, Schedule
 from onefold.runtime.squares import square_sum
+
+# What a row of a step says it is for; others are methods of the optimizer.
+_STEP = 0
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,28 @@ def exchange_scalars(runs: Iterable[Run], schedule: Schedule, *, late: bool, ala
     if schedule.alone:
         schedule.meet_for_step([])
         return StepScalars(mine, late, alarm)
-    rows = schedule.meet_for_step([as_integer(mine.item()), int(late), int(alarm)])
+    rows = schedule.meet_for_step([as_integer(mine.item()), int(late), int(alarm), _STEP])
+    _check_same(rows)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
     total = torch.tensor(square, dtype=torch.float64)
     return StepScalars(total, late=any(row[1] for row in rows), alarm=any(row[2] for row in rows))
+
+
+def meet_for_call(schedule: Schedule, method: str) -> None:
+    """Every rank is about to call this method of the optimizer, and nothing is in use."""
+    rows = schedule.meet_for_step([0, 0, 0, 1 + METHODS.index(method)])
+    _check_same(rows)
+
+
+def _check_same(rows: Sequence[Sequence[int]]) -> None:
+    calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
+    for rank, row in enumerate(rows):
+        if row[3] != rows[0][3]:
+            raise RuntimeError(
+                f"rank {rank} calls {calls[row[3]]} where rank 0 calls {calls[rows[0][3]]}: call the same on all"
+            )
 
 
 def _square(run: Run) -> torch.Tensor:
