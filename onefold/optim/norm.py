@@ -41,7 +41,7 @@ class StepScalars:
 
 def exchange_scalars(runs: Iterable[Run], schedule: Schedule, *, late: bool, alarm: bool = False) -> StepScalars:
     """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed."""
-    squares = [_square(run).to(run.device) for run in runs if run.layout.total]
+    squares = [square_of(run).to(run.device) for run in runs if run.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
@@ -70,7 +70,7 @@ def _check_same(rows: Sequence[Sequence[int]]) -> None:
             )
 
 
-def _square(run: Run) -> torch.Tensor:
+def square_of(run: Run) -> torch.Tensor:
     """Of a gradient that went down whole it was taken on the device; what the host added up it squares itself."""
     assert run.reduced is not None
     if run.square is not None:
