@@ -525,19 +525,29 @@ def test_the_users_instance_answers_as_the_engines_optimizer(on_ranks):
     on_ranks(2, held_by_the_user)
 
 
-def without_train_mode() -> None:
-    model = net()
-    engine = start(model, settings_of(2, "", ""), optimizer=AdamWScheduleFree(model.parameters()))
-    engine.optimizer.train_something = 3
-    assert engine.optimizer.train_something == 3
-    x, y = batches(1)[0]
-    engine.backward(engine(x, y))
-    with pytest.raises(Exception, match="not in train mode"):
+def without_train_mode(tier: str, folder: str) -> None:
+    """What the class refuses has changed nothing."""
+    found = []
+    for forgets in (True, False):
+        model = net()
+        optimizer = AdamWScheduleFree(model.parameters(), lr=0.1)
+        engine = start(model, settings_of(2, tier, folder), optimizer=optimizer)
+        x, y = batches(1)[0]
+        engine.backward(engine(x, y))
+        if forgets:
+            with pytest.raises(Exception, match="not in train mode"):
+                engine.step()
+        optimizer.train()
         engine.step()
+        train_engine(engine, all_batches(2))
+        found.append(weights_of(engine.module))
+        assert engine.global_steps == 3
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_schedule_free_says_what_it_says_in_torch(on_ranks):
-    on_ranks(1, without_train_mode)
+@pytest.mark.parametrize("tier", ["", "nvme"])
+def test_schedule_free_says_what_it_says_in_torch(on_ranks, tmp_path, tier):
+    on_ranks(2, without_train_mode, tier, str(tmp_path))
 
 
 class Perturbing(Counting):

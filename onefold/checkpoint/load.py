@@ -201,5 +201,5 @@ def groups_for(checkpoint: Checkpoint, target: Target, saved: Sequence[Mapping[s
         sources = {known.get(member.name) for member in members if member.group == index} - {None}
         chosen = saved[sources.pop() or 0] if len(sources) == 1 else {}
         known_here = chosen.keys() if optimizer.keeps_other_keys else {*group, "initial_lr"}
-        found.append({key: value for key, value in chosen.items() if key in known_here})
+        found.append({key: value for key, value in chosen.items() if key in known_here and key != "params"})
     return found

@@ -27,6 +27,7 @@ from onefold.optim.rules import Hyper, Tile
 # Methods that change parameters and states outside a step, where a class has them (ScheduleFree).
 METHODS = ("train", "eval")
 # Methods of the user's instance that speak of gradients and states which are kept elsewhere.
+FORWARD_MARK = "_goes_to_the_engine"
 FORWARDED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", *METHODS)
 _TORCHS = {
     "param_groups",
@@ -40,6 +41,8 @@ _TORCHS = {
     *FORWARDED,
 }
 _MISSING = object()
+# Device and host may step tiles at once, and hooks for all optimizers are torch's.
+_quiet = threading.RLock()
 
 
 def is_torchs(instance: object) -> bool:
@@ -49,7 +52,7 @@ def is_torchs(instance: object) -> bool:
 
 def is_forwarded(method: object) -> bool:
     """Whether an earlier engine has put it on an instance."""
-    return getattr(method, "_goes_to_the_engine", False)
+    return getattr(method, FORWARD_MARK, False) is True
 
 
 def plain_step(instance: torch.optim.Optimizer) -> None:
@@ -60,7 +63,7 @@ def plain_step(instance: torch.optim.Optimizer) -> None:
             step = step.__wrapped__
         step(instance)
         return
-    with _without_hooks(instance):  # a step may call that of its base class, which has a wrapper of its own
+    with _quiet, _without_hooks(instance):  # a step may call that of its base class, which has a wrapper of its own
         step(instance)
 
 
@@ -164,8 +167,9 @@ class Attributes:
         ]
 
     def take(self, values: Mapping[str, Any]) -> None:
-        self._known |= dict.fromkeys(values)
-        vars(self._instance).update(values)
+        taken = {name: value for name, value in values.items() if name not in _TORCHS}
+        self._known |= dict.fromkeys(taken)
+        vars(self._instance).update(taken)
 
     def _all(self) -> dict[str, Any]:
         return {} if is_torchs(self._instance) else _attributes(self._instance)
@@ -201,7 +205,10 @@ class InstanceRule:
         self.loose: dict[int, dict[str, Any]] = {}
         self._next: dict[int, dict[str, Any]] = {}
         self._groups: Sequence[Hyper] = []
-        # What tiles have written: by group, to groups they are not of, and to the instance.
+        # What tiles have written: by group, to groups they are not of, and to the instance. A rank may have no tile of
+        # a group, or none at all, and counts as the others do: by a step on something small.
+        self._to_each: list[dict[str, Any]] = []
+        self._to_itself: dict[str, Any] = {}
         self._to_own: dict[int, dict[str, Any]] = {}
         self._to_others: dict[int, dict[str, Any]] = {}
         self._to_instance: dict[str, Any] | None = None
@@ -220,11 +227,18 @@ class InstanceRule:
             names |= dict.fromkeys(name for name, value in state.items() if _lies_along(value, probe))
         return list(names)
 
-    def begin(self, groups: Sequence[Hyper]) -> None:
-        """A step, or a call of another method, over all tiles; all of them start from these groups."""
+    def begin(self, groups: Sequence[Hyper], method: str | None = None) -> None:
+        """A step, or a call of another method, over all tiles; all of them start from these groups.
+
+        What the class itself refuses (a step in the wrong mode) raises here, before anything has changed.
+        """
         self.loose |= self._next
         self._groups = groups
         self._to_own, self._to_others, self._to_instance = {}, {}, None
+        if self.writes:
+            call = plain_step if method is None else partial(_call, method)
+            small = torch.zeros(64)
+            _, self._to_each, self._to_itself = self._run(call, small, torch.zeros(64), {}, 0, groups)
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         self._over(tile, plain_step, tile.gradient, has_states=step > 1)
@@ -233,17 +247,13 @@ class InstanceRule:
         """Another method of the class, one that changes parameters."""
         self._over(tile, partial(_call, method), None, has_states=has_states)
 
-    def finish(self, groups: Sequence[dict[str, Any]], method: str | None = None) -> None:
-        """After the last tile of a step, or of a method: the user's groups and instance get what tiles have written."""
+    def finish(self, groups: Sequence[dict[str, Any]]) -> None:
+        """After the last tile: the user's groups and instance get what tiles have written."""
         if not self.writes:
             return
-        if self._to_instance is None:  # this rank has padding only, and counts all the same
-            call = plain_step if method is None else partial(_call, method)
-            self._note(-1, *self._run(call, None, None, {}, -1, self._groups)[1:])
-        assert self._to_instance is not None
         for index, group in enumerate(groups):
-            _put(group, self._to_own.get(index, self._to_others.get(index, {})))
-        _put(vars(self._instance), self._to_instance)
+            _put(group, self._to_own.get(index, self._to_others.get(index, self._to_each[index])))
+        _put(vars(self._instance), self._to_itself if self._to_instance is None else self._to_instance)
 
     def _over(
         self, tile: Tile, call: Callable[[Any], None], gradient: torch.Tensor | None, *, has_states: bool
@@ -308,7 +318,7 @@ class InstanceRule:
     def _run(
         self,
         call: Callable[[Any], None],
-        parameter: torch.Tensor | None,
+        parameter: torch.Tensor,
         gradient: torch.Tensor | None,
         state: dict[str, Any],
         index: int,
@@ -320,23 +330,21 @@ class InstanceRule:
             for hyper in groups
         ]
         inner = _hollow(self._instance, inner_groups)
-        target = None
-        if parameter is not None:
-            target = nn.Parameter(parameter)
-            target.grad = gradient
-            inner_groups[index]["params"] = [target]
-            if state:
-                inner.state[target] = state
+        target = nn.Parameter(parameter)
+        target.grad = gradient
+        inner_groups[index]["params"] = [target]
+        if state:
+            inner.state[target] = state
         if not self.writes:
             call(inner)
-            return dict(inner.state[target]) if target is not None else {}, [], {}
+            return dict(inner.state[target]), [], {}
         before = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in inner_groups]
         itself = _attributes(self._instance)
         call(inner)
         after = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
         to_groups = [_written(one, other) for one, other in zip(before, after, strict=True)]
         to_instance = _written(itself, _attributes(inner))
-        return dict(inner.state[target]) if target is not None else {}, to_groups, to_instance
+        return dict(inner.state[target]), to_groups, to_instance
 
 
 def _call(method: str, inner: Any) -> None:

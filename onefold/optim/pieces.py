@@ -232,7 +232,7 @@ class TiledStepper:
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
         assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
-        self._rule.begin(groups)
+        self._rule.begin(groups, method)
         for piece in self._pieces:
             for window in windows(piece):
                 for segment in piece.segments(window.start, window.stop):

@@ -9,14 +9,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from types import MethodType
 from typing import Any
 
 import torch
 
 from onefold.optim.choose import Chosen
 from onefold.optim.host import HostStep
-from onefold.optim.instance import FORWARDED, METHODS, Attributes, InstanceRule, is_torchs
+from onefold.optim.instance import FORWARD_MARK, FORWARDED, METHODS, Attributes, InstanceRule, is_torchs
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.norm import meet_for_call
 from onefold.optim.outside import digest, first_difference, has_post_hooks, run_post_hooks, run_pre_hooks, spell_groups
@@ -108,11 +107,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             run_post_hooks(self, self._instance)
 
     def _apply(self, coefficient: float) -> None:
-        self.num_steps += 1
         self._schedule.settle_all()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
-        step = Step(self.num_steps, coefficient, self._groups_now())
+        step = Step(self.num_steps + 1, coefficient, self._groups_now())
         rule = self._rule if isinstance(self._rule, InstanceRule) else None
         if rule is not None:
             rule.begin(step.groups)
@@ -130,6 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
             rule.finish(self.param_groups)
+        self.num_steps += 1
         self._compare_groups()
 
     def _groups_now(self) -> list[dict[str, Any]]:
@@ -157,9 +156,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         key, (one, other) = first_difference(told)
         raise RuntimeError(
             f"optimizer {self.name}: {key} is {told[one].get(key)} on rank {one} and {told[other].get(key)} on rank "
-            f"{other} after a step. Each rank steps a slice of the model, so an optimizer that makes one number of all "
-            "parameters must add it up over ranks itself (fsdp_in_use=True where it has such a mode); or use "
-            "zero_optimization.stage 0"
+            f"{other} after a step, and must be the same on all. Each rank steps a slice of the model, so an optimizer "
+            "that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True where it has "
+            "such a mode); or use zero_optimization.stage 0"
         )
 
     def _call(self, method: str) -> None:
@@ -167,6 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         All ranks call this together.
         """
+        if self._schedule.away:
+            raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
         self.let_change()
         meet_for_call(self._schedule, method)
         self.flush()
@@ -184,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
             self._stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
             if isinstance(self._rule, InstanceRule):
-                self._rule.finish(self.param_groups, method)
+                self._rule.finish(self.param_groups)
             for arrival in [piece.tell() for piece in pieces]:
                 arrival.wait()
             for run in self._pieces:
@@ -328,18 +329,25 @@ def _forward(instance: torch.optim.Optimizer, outer: weakref.ref[ShardedOptimize
     for name in FORWARDED:
         own = getattr(instance, name, None)
         if callable(own):
-            vars(instance)[name] = MethodType(_forwarding(name, own, outer), instance)
+            vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), outer)
 
 
-def _forwarding(name: str, own: Any, outer: weakref.ref[ShardedOptimizer]) -> Callable[..., Any]:
-    @wraps(own)  # a scheduler's mark on `step` stays
-    def forward(instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _forwarding(
+    name: str, own: Any, instance: weakref.ref[torch.optim.Optimizer], outer: weakref.ref[ShardedOptimizer]
+) -> Callable[..., Any]:
+    """A method that holds neither of them."""
+
+    def of(found: Any, *args: Any, **kwargs: Any) -> Any:
         owner = outer()
         if owner is None or owner._inside:
-            return getattr(type(instance), name)(instance, *args, **kwargs)
+            return getattr(type(found), name)(found, *args, **kwargs)
         return getattr(owner, name)(*args, **kwargs)
 
-    vars(forward)["_goes_to_the_engine"] = True
+    @wraps(getattr(own, "__func__", own))  # a scheduler's mark on `step` stays
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return of(instance(), *args, **kwargs)
+
+    vars(forward).update({"__func__": of, FORWARD_MARK: True})  # a scheduler wraps what is below a bound method
     return forward
 
 
