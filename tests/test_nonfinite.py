@@ -115,6 +115,22 @@ def test_the_unit_is_named(on_ranks, stage, bare):
     assert ("backward was called on a loss directly" if bare else "finite on every rank") in first
 
 
+def after_another() -> str:
+    """The loss of a backward that was dropped is forgotten."""
+    engine = engine_of(2, "", "")
+    (x, y), *_ = batches(1)
+    engine.backward(engine(x, y) * math.inf)
+    engine.zero_grad()
+    engine.module.head.weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(FloatingPointError) as caught:
+        one_step(engine, batches(1))
+    return str(caught.value)
+
+
+def test_a_loss_that_was_dropped_is_not_named(on_ranks):
+    assert "the loss was finite on every rank" in on_ranks(1, after_another)[0]
+
+
 def with_policy(policy: str | None, dtype: str, stage: int) -> tuple[Any, ...]:
     said: list[str] = []
     handler = logging.Handler()
