@@ -369,6 +369,11 @@ class Schedule:
                         "or given new .data after initialize. Do that before, or write values in place"
                     )
 
+    def frozen_names(self) -> list[str]:
+        """Trained parameters that the user has frozen since `initialize`."""
+        runs = [run for unit in self.trained for run in unit.trained if run.frozen]
+        return sorted(run.layout.members[index].name for run in runs for index in run.frozen)
+
     def forget_units(self) -> None:
         for held in (self.units, self.trained, self.sharded, self._frozen):
             held.clear()
