@@ -73,8 +73,9 @@ def _meet(schedule: Schedule, call: int, numbers: Sequence[int]) -> list[list[in
             )
         if row[3] != rows[0][3]:
             raise RuntimeError(
-                f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would step a "
-                f"slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on all ranks"
+                f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would "
+                f"step a slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on "
+                "all ranks"
             )
     return rows
 
