@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
+from onefold.comm import local_device
 from onefold.runtime.unit import ParameterState
 from onefold.zero import GatheredParameters
 
@@ -50,7 +51,8 @@ def net() -> nn.Sequential:
 def data(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """The same on every rank, so that plain torch on one of them is the reference."""
     made = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(4, 16, generator=made).to(dtype), torch.randn(4, 4, generator=made).to(dtype)
+    x, y = torch.randn(4, 16, generator=made), torch.randn(4, 4, generator=made)
+    return x.to(local_device(), dtype), y.to(local_device(), dtype)
 
 
 def mse(model: nn.Module, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,7 @@ class Beside:
 
     def __init__(self, plan: str, make: Callable[[], nn.Module] = net, **rest: Any) -> None:
         model = make()
-        self.plain = copy.deepcopy(model)
+        self.plain = copy.deepcopy(model).to(local_device())
         self.engine = start(model, settings(plan, **rest))
         self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1, momentum=0.9)
         self.steps = 0
@@ -82,7 +84,7 @@ class Beside:
     def difference(self, tolerance: float = 1e-6) -> str | None:
         found, expected = weights_of(self.engine.module), self.plain.state_dict()
         for name, tensor in expected.items():
-            off = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
+            off = float((found[name].double().cpu() - tensor.double().cpu()).abs().max()) if tensor.numel() else 0.0
             if not off <= tolerance:
                 return f"after {self.steps} steps {name} is off by {off:.3g}"
         return None
@@ -194,7 +196,7 @@ def test_metadata_of_a_parameter_at_rest_stays(on_ranks):
 
 
 def squares(model: nn.Module) -> torch.Tensor:
-    return sum((p.pow(2).sum() for p in model.parameters()), torch.zeros(()))
+    return sum((p.pow(2).sum() for p in model.parameters()), torch.zeros((), device=local_device()))
 
 
 class Penalised(nn.Module):
@@ -218,7 +220,7 @@ class Penalised(nn.Module):
             first = next(self.net.parameters())
             return self.net(x) + 0.1 * first.t().flatten()[:4] + first.detach()[0, :4]
         parameters = self.kept or self.net.parameters()
-        return self.net(x) + 0.01 * sum((p.abs().sum() for p in parameters), torch.zeros(()))
+        return self.net(x) + 0.01 * sum((p.abs().sum() for p in parameters), torch.zeros((), device=local_device()))
 
 
 def penalised(plan: str, way: str) -> str | None:
@@ -226,7 +228,7 @@ def penalised(plan: str, way: str) -> str | None:
     if way == "after":
         loss = lambda model, out, y: mse(model, out, y) + 0.1 * squares(model)  # noqa: E731
     if way == "elastic":
-        anchors = [p.detach().clone() for p in net().parameters()]
+        anchors = [p.detach().clone() for p in net().to(local_device()).parameters()]
 
         def loss(model: nn.Module, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             pairs = zip(model.parameters(), anchors, strict=True)
@@ -493,7 +495,7 @@ def test_gradients_are_dropped_however_it_is_asked_for(on_ranks, plan, way):
 def partly_dropped(plan: str) -> str | None:
     """A submodule's `zero_grad` drops its own gradients, inside an accumulation window too."""
     model = net()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).to(local_device())
     engine = start(model, settings(plan, gradient_accumulation_steps=2))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
@@ -508,7 +510,7 @@ def partly_dropped(plan: str) -> str | None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
     found = weights_of(engine.module)
-    off = {name: float((found[name] - tensor).abs().max()) for name, tensor in plain.state_dict().items()}
+    off = {name: float((found[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in plain.state_dict().items()}
     return None if max(off.values()) < 1e-6 else f"off by {off}"
 
 
@@ -547,7 +549,7 @@ def test_reading_a_sharded_gradient_says_what_to_call(on_ranks, plan):
 
 def clipped_by_hand(plan: str) -> str | None:
     model = net()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).to(local_device())
     engine = start(model, settings(plan))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
@@ -561,7 +563,7 @@ def clipped_by_hand(plan: str) -> str | None:
         optimizer.step()
         optimizer.zero_grad()
     found = weights_of(engine.module)
-    off = max(float((found[name] - tensor).abs().max()) for name, tensor in plain.state_dict().items())
+    off = max(float((found[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in plain.state_dict().items())
     return None if off < 1e-6 else f"off by {off}"
 
 
@@ -575,7 +577,7 @@ def test_one_rank_clips_by_hand_as_plain_torch(on_ranks, plan):
 
 def frozen_between(plan: str, optimizer: str) -> str | None:
     model = net()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).to(local_device())
     kinds = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "NAdam": torch.optim.NAdam}
     params: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if optimizer == "SGD" else {})
     engine = start(model, settings(plan, optimizer={"type": optimizer, "params": params}))
@@ -593,7 +595,7 @@ def frozen_between(plan: str, optimizer: str) -> str | None:
     found, expected = weights_of(engine.module), plain.state_dict()
     # Adam counts the steps of a parameter that is frozen for a while too: what was frozen to the end must agree.
     names = ["0.weight", "0.bias"] if optimizer != "SGD" else list(expected)
-    off = {name: float((found[name] - expected[name]).abs().max()) for name in names}
+    off = {name: float((found[name].cpu() - expected[name].cpu()).abs().max()) for name in names}
     return None if max(off.values()) < 1e-6 else f"off by {off}"
 
 
@@ -677,7 +679,7 @@ def harmless_changes(plan: str) -> str | None:
     both = Beside(plan)
     for model in (both.engine.module, both.plain):
         model.register_parameter("kept", nn.Parameter(torch.zeros(3), requires_grad=False))
-        model.register_buffer("count", torch.zeros(()))
+        model.register_buffer("count", torch.zeros((), device=local_device()))
     both.step()
     both.engine.module.to(torch.float32)
     weights = {name: p.detach() * 1.0 for name, p in both.plain.named_parameters()}
@@ -891,7 +893,7 @@ BUFFERED: dict[str, Callable[[], nn.Module]] = {
 def buffers(name: str, plan: str) -> str | None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), BUFFERED[name](), Rotary(), nn.Linear(16, 4))
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).to(local_device())
     frequencies = plain[2].frequencies
     plain = plain.to(torch.bfloat16)
     plain[2].frequencies = frequencies
