@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Net, batches, config, more, net, rank, start, weights_of
-from prodigyopt import Prodigy
-from schedulefree import AdamWScheduleFree, AdamWScheduleFreeClosure, SGDScheduleFree
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import onefold
+
+pytest.importorskip("prodigyopt")
+pytest.importorskip("schedulefree")
+
+from prodigyopt import Prodigy
+from schedulefree import AdamWScheduleFree, AdamWScheduleFreeClosure, SGDScheduleFree
 
 Weights = dict[str, torch.Tensor]
 
