@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 # Modules without their folder `onefold/`, tests without `test_` and `.py`. A folder stands for all modules in it that
-# have no line of their own. Tests that need a GPU are named too, and are run where there is one.
+# have no line of their own. Tests that need a GPU are named too: `make test-gpu` runs them.
 TESTS = {
     "__init__.py": "floors engine",
     "access.py": "zero offload_cases checkpoints",
