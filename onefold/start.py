@@ -68,7 +68,7 @@ def initialize(
         parameters or [parameter for parameter in model.parameters() if parameter.requires_grad],
     )
     plan = make_plan(settings).for_world(group.size)
-    if chosen is not None and plan.shards_states:
+    if chosen is not None and plan.shards_states and group.num_shards > 1:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
     if chosen is not None and plan.states.tier is Tier.NVME:
         chosen = for_disk(chosen)

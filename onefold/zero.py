@@ -32,6 +32,7 @@ from onefold.engine.parking import OffloadStateTypeEnum
 from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
 from onefold.plan.table import make_precision
 from onefold.runtime import Home, Run, home_of, whole_shape
+from onefold.runtime.held import plain_class, reads_no_values
 from onefold.runtime.order import Wish
 
 __all__ = [
@@ -155,9 +156,9 @@ class Init:
     def _shard_own(self, module: nn.Module) -> None:
         """One home for the parameters that a module holds itself and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in module._parameters.items():
-            fit = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
-            if fit and parameter is not None and home_of(parameter) is None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            fit = plain_class(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+            if fit and home_of(parameter) is None:
                 found.setdefault(parameter.dtype, []).append((name, parameter))
         if not found:
             return
@@ -200,6 +201,17 @@ class Init:
             self._open.append(home)
             self._close(_OPEN_HOMES)
 
+    def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Refuse to let a parameter lie in the memory of another one: each is sharded by itself, and they would
+        part.
+        """
+        for home in self._open:
+            if home is not home_of(parameter) and any(run.is_seen_by([value]) for run in home.runs):
+                raise ValueError(
+                    "inside zero.Init a parameter was given the memory of another one (b.weight.data = "
+                    "a.weight.data): tie the Parameter itself, b.weight = a.weight, or clone its values"
+                )
+
     def _close(self, keep: int) -> None:
         while len(self._open) > keep:
             home = self._open.pop(0)
@@ -226,13 +238,16 @@ class _Touch(TorchFunctionMode):
             answer = _SHAPES.get(func)
             if answer is not None:
                 return answer(whole_shape(resting[0][0]), *args[1:], **kwargs)
-            if _reads_no_values(func):
+            if reads_no_values(func):
                 return func(*args, **kwargs)
             for _, home in resting:
                 self._init.open(home)
+        if func == _SET_DATA:
+            self._init.check_apart(*args)
         return func(*args, **kwargs)
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__: len,  # type: ignore[attr-defined]
@@ -242,14 +257,6 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.nelement: lambda shape: shape.numel(),
     torch.Tensor.__len__: lambda shape: shape[0],
 }
-
-
-def _reads_no_values(func: Callable[..., Any]) -> bool:
-    """Getters and setters of anything but the values: dtype, device, requires_grad, grad and their kin."""
-    if func in (torch.Tensor.requires_grad_, torch.Tensor.is_floating_point, torch.Tensor.__hash__):
-        return True
-    name = getattr(getattr(func, "__self__", None), "__name__", "")
-    return func.__name__ in ("__get__", "__set__", "__delete__") and name not in ("data", "T", "mT", "H", "mH", "real")
 
 
 def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
@@ -289,13 +296,21 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
-        for home in self._homes:
-            if self._modifier_rank is not None and home.owner is not None:
-                home.owner.about_to_write()
-            home.borrow()
-            self._borrowed.append(home)
-        if self._modifier_rank is None:
-            self._before = [[_fingerprint(run) for run in home.runs] for home in self._borrowed]
+        try:
+            for home in self._homes:
+                if self._modifier_rank is not None and home.owner is not None:
+                    home.owner.about_to_write()
+                home.borrow()
+                self._borrowed.append(home)
+            if self._modifier_rank is None:
+                self._before = [[_fingerprint(run) for run in home.runs] for home in self._borrowed]
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        while self._borrowed:
+            self._borrowed.pop().give_back()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -308,8 +323,7 @@ class GatheredParameters:
             elif kind is None and self._borrowed:
                 self._refuse_writes()
         finally:
-            while self._borrowed:
-                self._borrowed.pop().give_back()
+            self._give_back()
 
     def _check_shapes(self) -> None:
         """Data of another shape must come on every rank alike, and before an engine has laid the model out."""

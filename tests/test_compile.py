@@ -66,3 +66,56 @@ def after_destroy() -> bool:
 
 def test_destroy_takes_the_compiled_forward_away(on_ranks):
     assert on_ranks(1, after_destroy) == [True]
+
+
+def compiled_by_the_user(stage: int, way: str) -> Any:
+    """Every way in which people compile a model, beside an engine that compiles nothing."""
+    torch._dynamo.reset()
+    model: Any = net()
+    if way == "model before":
+        model = torch.compile(model, backend="aot_eager")
+    elif way == "blocks before":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    zero = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    engine = start(model, config(stage, gradient_clipping=0.5, zero_optimization=zero))
+    called: Any = engine
+    if way == "engine":
+        called = torch.compile(engine, backend="aot_eager")
+    elif way == "blocks after":
+        for block in engine.module.blocks:
+            block.compile(backend="aot_eager")
+    losses = []
+    for x, y in batches(3):
+        loss = called(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(called(*batches(1, seed=9)[0]).item())
+    num_graphs = sum(torch._dynamo.utils.counters["stats"].values())
+    return losses, num_graphs
+
+
+@pytest.mark.parametrize("way", ["model before", "blocks before", "engine", "blocks after"])
+@pytest.mark.parametrize("stage", [3, more(0), more(1), more(2)])
+def test_models_compile_in_every_way(on_ranks, stage, way):
+    eager = on_ranks(2, compiled_by_the_user, stage, "not at all")
+    for (losses, num_graphs), (expected, none) in zip(
+        on_ranks(2, compiled_by_the_user, stage, way), eager, strict=True
+    ):
+        assert num_graphs > none, "nothing was compiled"
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+def own_forward_after_destroy() -> bool:
+    model = net()
+    model.blocks[0].forward = own = model.blocks[0].forward
+    engine = start(model, config(2))
+    engine.compile(backend="aot_eager")
+    engine.destroy()
+    return model.blocks[0].__dict__.get("forward") == own and "forward" not in model.blocks[1].__dict__
+
+
+def test_a_forward_of_the_users_own_comes_back_when_the_engine_goes(on_ranks):
+    assert on_ranks(1, own_forward_after_destroy) == [True]

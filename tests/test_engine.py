@@ -768,8 +768,9 @@ def test_a_users_optimizer_equals_torch(on_ranks, stage, build, how, dtype):
 
 @pytest.mark.parametrize("build", [build_adafactor, build_muon])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_optimizers_of_whole_matrices_work_where_states_are_whole(on_ranks, build, dtype):
-    for mine, theirs in on_ranks(2, beside_own_optimizer, 0, build, "instance", dtype):
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (1, 3)])
+def test_optimizers_of_whole_matrices_work_where_states_are_whole(on_ranks, build, dtype, world, stage):
+    for mine, theirs in on_ranks(world, beside_own_optimizer, stage, build, "instance", dtype):
         for name in theirs:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
 

@@ -112,8 +112,8 @@ def test_collectives_overlap_on_a_stream_of_their_own(nccl):
     assert nccl.run(streams_used)[0] == (True, True, True)
 
 
-def one_sync_a_step(stage: int) -> int:
-    engine = start(net().cuda(), config(stage, bf16={"enabled": True}))
+def one_sync_a_step(stage: int, settings: dict[str, Any]) -> int:
+    engine = start(net().cuda(), config(stage, **settings))
     x, y = (tensor.cuda() for tensor in batches(1)[0])
     for _ in range(2):
         engine.backward(engine(x, y))
@@ -131,8 +131,12 @@ def one_sync_a_step(stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_syncs_the_host_once(nccl, stage):
-    assert nccl.run(one_sync_a_step, stage)[0] == 1
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"bf16": {"enabled": True}}, 1), ({}, 1), ({"onefold": {"nonfinite_gradients": "ignore"}}, 0)],
+)
+def test_a_step_syncs_the_host_once_where_it_looks_at_the_norm(nccl, stage, settings, expected):
+    assert nccl.run(one_sync_a_step, stage, settings)[0] == expected
 
 
 def freed(stage: int) -> tuple[int, int]:

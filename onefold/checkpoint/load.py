@@ -200,5 +200,6 @@ def groups_for(checkpoint: Checkpoint, target: Target, saved: Sequence[Mapping[s
     for index, group in enumerate(optimizer.param_groups):
         sources = {known.get(member.name) for member in members if member.group == index} - {None}
         chosen = saved[sources.pop() or 0] if len(sources) == 1 else {}
-        found.append({key: value for key, value in chosen.items() if key in group or key == "initial_lr"})
+        known_here = chosen.keys() if optimizer.keeps_other_keys else {*group, "initial_lr"}
+        found.append({key: value for key, value in chosen.items() if key in known_here and key != "params"})
     return found

@@ -70,4 +70,8 @@ class DataTypes:
 
     grad_accum_dtype: Dtype | None = key(None, "Gradients accumulate in it; fp32 when left out.")
     param_dtype: Dtype | None = key(None, "The compute format; must agree with the enabled section.")
-    buffer_dtype: Dtype | None = key(None, "Cast floating-point buffers to it; left out: buffers are kept as they are.")
+    buffer_dtype: Dtype | None = key(
+        None,
+        "Cast floating-point buffers to it; left out: buffers of torch.nn layers (batch norms, spectral norms) "
+        "follow the parameters, others are kept as they are.",
+    )

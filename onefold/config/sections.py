@@ -61,6 +61,18 @@ class OnefoldSection:
         "less a tenth.",
         above=0,
     )
+    honour_writes: bool = key(
+        True,
+        "Writes in place to unsharded parameters (`p.clamp_()`, `p.data.mul_()`) reach the fp32 master at the next "
+        "step, which compares the two. false: they are lost where a master stands behind the parameter; saves up to "
+        "1.5% of a step.",
+    )
+    nonfinite_gradients: Literal["auto", "raise", "skip", "ignore"] = key(
+        "auto",
+        "What a step does, on all ranks alike, when a gradient is infinite or NaN: raise (`FloatingPointError`, before "
+        "any weight is changed, naming units and ranks), skip the step, or ignore it, as plain torch. auto: fp16 "
+        "skips, bf16 does what `check_grad_overflow` says, everything else raises.",
+    )
     delayed_host_step: bool = key(
         False,
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from onefold.engine.weights import Weights
 from onefold.engine.wires import wires_of
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
+from onefold.optim.nonfinite import NonFiniteError
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
 from onefold.plan import Counting, Plan
@@ -55,6 +57,7 @@ class Engine(Weights):
         self.device = device
         self.ledger = Ledger()
         self.is_compiled = False
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
@@ -62,7 +65,7 @@ class Engine(Weights):
         self.skipped_steps = 0
         self._group = group
         self._window = Window(batch, managed=config.managed_gradient_accumulation)
-        self._scaled_losses = 0
+        self._scaled_backward: weakref.ref[_ScaledBackward] | None = None
         self._parked = []
         self._precision = make_precision(config)
 
@@ -145,6 +148,7 @@ class Engine(Weights):
             loss = loss / self.batch.accumulation
         with self._timeline.span("backward"):
             self._begin_backward(owed=1)
+            self._update.losses.append(loss.detach())
             try:
                 scaled = loss.float() * self._update.loss_scale.value if self._update.scales_loss else loss
                 scaled.backward(retain_graph=retain_graph)
@@ -159,8 +163,10 @@ class Engine(Weights):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a bare `loss.backward()`; the accumulation count is divided out later."""
-        self._scaled_losses += 1
-        return loss.float() * self._update.loss_scale.value
+        scaled = loss.float() * self._update.loss_scale.value
+        if scaled.grad_fn is not None:
+            scaled.grad_fn.register_prehook(partial(_see_scaled, weakref.ref(self)))
+        return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, move parameters, advance the schedule. Elsewhere: count."""
@@ -183,21 +189,31 @@ class Engine(Weights):
             self._remember_step()
 
     def _take_step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        self._hooks.check_model()
         if not self._window.managed and self.plan.keeps_whole_gradient:
             # Every step is a boundary, and only now do we know that this is one.
             self._schedule.begin_backward(boundary=True)
             self._schedule.end_backward()
         update, before = self._update, self._update.loss_scale.value
         self._saver.let_change()
-        if not update.take(optimizer, self._window.owed, alarm=self._saver.failed):
+        try:
+            taken = update.take(optimizer, self._window.owed, alarm=self._saver.failed)
+        except NonFiniteError:
+            self.zero_grad()
+            self._window.restart()
+            self._schedule.end_step()
+            raise
+        if not taken:
             self._raise_failed_save()
         self.zero_grad()
         self._schedule.end_step()
         update.loss_scale.update(overflow=optimizer.overflow)
         if not update.applied:
             self.skipped_steps += 1
-            if self._group.rank == 0:
+            if self._group.rank == 0 and update.scales_loss:
                 logger.info("overflow: step skipped, loss scale %g -> %g", before, update.loss_scale.value)
+            elif self._group.rank == 0:
+                logger.warning("step skipped: %s", update.problem)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
@@ -212,24 +228,30 @@ class Engine(Weights):
     def abort_backward(self) -> None:
         """A backward raised: its window's gradients are dropped, and the window starts over."""
         self._schedule.abort_backward()
+        self._update.losses.clear()
         if self._window.restart():
             logger.warning("a backward raised inside an accumulation window: the window starts over")
 
     def begin_bare_backward(self) -> None:
         """Somebody called `backward` on a loss without the engine."""
-        if self._update.scales_loss:
-            if not self._scaled_losses:
-                raise RuntimeError(
-                    "fp16 gradients underflow without a loss scale: write engine.backward(loss), "
-                    "or engine.scale(loss).backward()"
-                )
-            self._scaled_losses -= 1
+        if self._update.scales_loss and (self._scaled_backward is None or self._scaled_backward() is None):
+            raise RuntimeError(
+                "fp16 gradients underflow without a loss scale: write engine.backward(loss), "
+                "or engine.scale(loss).backward()"
+            )
         self._begin_backward(owed=self.batch.accumulation)
 
     def parameters_loaded(self, units: list[Unit]) -> None:
         """`load_state_dict` has written parameters of these units: masters take them over."""
         if self.optimizer is not None:
             self.optimizer.refresh_masters(units)
+
+    def gradient_dropped(self) -> None:
+        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is
+        over.
+        """
+        if not any(run.has_gradient for unit in self._units for run in unit.trained):
+            self.zero_grad()
 
     def about_to_write(self) -> None:
         """Parameters are about to be written from outside: what the last step still does is done first."""
@@ -259,6 +281,7 @@ class Engine(Weights):
         if self._schedule.in_backward:
             self.abort_backward()
         self._window.close()
+        self._update.losses.clear()
         self._schedule.drop_gradients()
 
     def train(self, mode: bool = True) -> Engine:
@@ -295,7 +318,10 @@ class Engine(Weights):
         blocks = [unit for unit in self._units if not unit.encloses]
         for unit in blocks:
             self._hooks.stop_watching(unit.module)
-            unit.module.forward = torch.compile(unit.module.forward, backend=backend, **compile_kwargs or {})  # type: ignore[method-assign]
+            compiled = torch.compile(unit.module.forward, backend=backend, **compile_kwargs or {})
+            # What the instance had for a forward of its own comes back when the engine goes.
+            self._compiled.append((unit.module, unit.module.__dict__.get("forward")))
+            unit.module.forward = compiled  # type: ignore[method-assign]
         self.is_compiled = True
 
     def _print_progress(self) -> None:
@@ -337,8 +363,11 @@ class Engine(Weights):
         with suppress(OSError):  # told below, and by the step that failed
             self._flush()
         _let_go(self._schedule, self._hooks, self._homes, self._lower)
-        for unit in self._units if self.is_compiled else ():
-            unit.module.__dict__.pop("forward", None)
+        while self._compiled:
+            module, own = self._compiled.pop()
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
         self._schedule.drop_gradients()
         self._pool.clear()
         self.optimizer = None
@@ -370,6 +399,22 @@ class Engine(Weights):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
+
+
+class _ScaledBackward:
+    """Lives as long as the backward that a scaled loss is run in: autograd holds it as a callback until then."""
+
+    def __call__(self) -> None:
+        pass
+
+
+def _see_scaled(engine: weakref.ref[Engine], gradients: Any) -> None:
+    """Autograd runs through a loss that `scale` has made."""
+    found = engine()
+    if found is not None:
+        backward = _ScaledBackward()
+        found._scaled_backward = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
 
 
 def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTiers | None) -> None:

@@ -198,6 +198,7 @@ class Loading(Saving):
                     f"{found.checkpoint.folder}: its optimizer keeps other states than {self.optimizer.name} here: the "
                     "learning rate and all else that a group has stay as this job's config says"
                 )
+            self.optimizer.take_attributes(state["optimizer"].get("attributes", {}))
             self._restore_loss_scale(state["loss_scale"] or {})
         if asked.scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])

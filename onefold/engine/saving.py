@@ -145,11 +145,13 @@ class Saving(Facts):
     def _job_state(self) -> dict[str, Any]:
         optimizer, scheduler = self.optimizer, self.lr_scheduler
         groups = optimizer.param_groups if optimizer is not None else []
+        attributes = self._optimizer_attributes()
         return {
             "optimizer": {
                 "name": optimizer.name,
                 "num_steps": optimizer.num_steps,
                 "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+                **({"attributes": attributes} if attributes else {}),
             }
             if optimizer is not None
             else None,
@@ -162,6 +164,16 @@ class Saving(Facts):
                 "micro_steps": self._window.micro_steps,
             },
         }
+
+    def _optimizer_attributes(self) -> dict[str, Any]:
+        found, unsaved = self.optimizer.own_attributes() if self.optimizer is not None else ({}, [])
+        for name in unsaved:
+            logger.warning(
+                "the optimizer's step writes its attribute %r, and a checkpoint holds numbers, text and containers of "
+                "them: a resumed run starts from what the optimizer is built with",
+                name,
+            )
+        return found
 
     def _own_state(self) -> dict[str, Any]:
         loader = self.training_dataloader

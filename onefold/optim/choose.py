@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from onefold.config import ConfigError
-from onefold.optim.instance import InstanceRule
+from onefold.optim.instance import InstanceRule, is_forwarded, is_torchs
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 
 Groups = list[dict[str, Any]]
@@ -56,6 +57,7 @@ _ADAM_SWITCHES = {
     "foreach",
 }
 
+_ONE_NUMBER = "makes one step size of sums over all parameters"
 NOT_ELEMENTWISE = {
     "lamb": "scales each parameter by its own norm",
     "fusedlamb": "scales each parameter by its own norm",
@@ -65,6 +67,14 @@ NOT_ELEMENTWISE = {
     "adafactor": "keeps row and column sums of whole matrices",
     "shampoo": "preconditions whole matrices",
     "soap": "preconditions whole matrices",
+    "prodigy": _ONE_NUMBER,
+    "dadaptadagrad": _ONE_NUMBER,
+    "dadaptadam": _ONE_NUMBER,
+    "dadaptadan": _ONE_NUMBER,
+    "dadaptlion": _ONE_NUMBER,
+    "dadaptsgd": _ONE_NUMBER,
+    "dog": _ONE_NUMBER,
+    "ldog": "makes a step size of sums over each parameter",
 }
 NOWHERE = {
     "lbfgs": "calls the loss again and again inside its step, which the engine cannot do",
@@ -91,12 +101,20 @@ class Chosen:
         """Whether it is known to treat every element by itself. Of a user's own class only the class can say so, by an
         attribute `elementwise = True`.
         """
-        known = self._is_torchs and self.name.lower() not in NOT_ELEMENTWISE
-        return self.rule is not None or known or getattr(self.instance, "elementwise", False) is True
+        # ScheduleFree's classes keep counters in their groups and look at each element by itself.
+        known = is_torchs(self.instance) or type(self.instance).__module__.startswith("schedulefree.")
+        listed = known and self.name.lower() not in NOT_ELEMENTWISE
+        return self.rule is not None or listed or getattr(self.instance, "elementwise", False) is True
 
     @property
-    def _is_torchs(self) -> bool:
-        return type(self.instance).__module__.startswith("torch.optim")
+    def adds_up_itself(self) -> bool:
+        """Whether it adds what it sees of a shard up over all ranks, as Prodigy and D-Adaptation can."""
+        return all(group.get("fsdp_in_use") is True for group in self.groups)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the instance itself is stepped, in whole or a tile at a time; else a rule takes its place."""
+        return self.instance is not None and (self.rule is None or isinstance(self.rule, InstanceRule))
 
     def group_of_each(self) -> dict[int, int]:
         """The id of each parameter, and the group it stands in."""
@@ -128,10 +146,13 @@ def choose(
 def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     """Refuse, by name and by reason, what cannot run on slices of a parameter."""
     reason = NOT_ELEMENTWISE.get(chosen.name.lower())
+    if reason is _ONE_NUMBER and chosen.adds_up_itself:
+        return
     if reason:
+        itself = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
         raise ConfigError(
             f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
-            "only a slice. Use zero_optimization.stage 0, or an elementwise optimizer such as AdamW"
+            f"only a slice. Use zero_optimization.stage 0,{itself} or an elementwise optimizer such as AdamW"
         )
     if not chosen.elementwise and not allow_untested:
         raise ConfigError(
@@ -166,7 +187,10 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
 
 def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     if any(_has_stepped(state) for state in optimizer.state.values()):
-        raise ValueError("the optimizer has already stepped: pass it to initialize before its first step")
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} has states: it has already stepped, or its constructor makes them. "
+            "Pass it to initialize before its first step, which is to make them, for the masters that are stepped"
+        )
     kind = type(optimizer)
     name = kind.__name__
     _check_anywhere(name)
@@ -177,6 +201,7 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
         torch.optim.Adagrad: "adagrad",
     }
     rule = RULES[known[kind]] if kind in known else None
+    _check_own_class(optimizer, has_rule=rule is not None)
     groups: Groups = optimizer.param_groups
     if rule is not None:
         for group in groups:
@@ -184,6 +209,26 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
                 group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
         return Chosen(name, groups, rule, optimizer)
     return Chosen(name, groups, None, optimizer)
+
+
+def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> None:
+    """Refuse what a step of ours would leave out."""
+    name, patched = type(optimizer).__name__, vars(optimizer).get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched") and not is_forwarded(patched):
+        raise ConfigError(
+            f"optimizer {name} was given another `step` on the instance, which would not be called: pass the optimizer "
+            "as its class makes it, or override step in a subclass"
+        )
+    if has_rule:
+        return
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(f"optimizer {name} is not supported: its step needs a closure, and the engine has none")
+    if any(optimizer.state.values()):
+        raise ConfigError(
+            f"optimizer {name} is not supported: its constructor makes states for whole parameters, and masters are "
+            "stepped in their place. Let its first step make them"
+        )
 
 
 def _of_name(name: str, params: dict[str, Any], groups: Groups) -> Chosen:

@@ -12,7 +12,7 @@ All cores work on one tile together, which stays in their caches between the cas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 
@@ -124,6 +124,15 @@ class HostStep:
             piece.run.fresh = piece.master
         piece.sent = out.finish()
         return piece.sent
+
+    def rewrite(self, pieces: Sequence[Piece]) -> Callable[[Piece], Iterator[Window]]:
+        """The windows of each piece, to be changed in this order by something else than a step."""
+        self.wait()
+        for piece in pieces:
+            piece.sent.wait()
+        if self._stream is not None:
+            self._stream.plan(pieces)
+        return self._windows
 
     def _windows(self, piece: Piece) -> Iterator[Window]:
         if self._stream is not None and piece.run.rest.states is Tier.NVME:

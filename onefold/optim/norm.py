@@ -5,15 +5,20 @@ a rank that is alone reads the device's sum only where somebody asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from onefold.comm.agreement import as_float, as_integer
+from onefold.optim.instance import METHODS
 from onefold.runtime import Run, Schedule
 from onefold.runtime.squares import square_sum
+
+# What a row of a step says it is for; others are methods of the optimizer.
+_STEP = 0
 
 
 @dataclass(frozen=True)
@@ -37,20 +42,45 @@ class StepScalars:
 
 def exchange_scalars(runs: Iterable[Run], schedule: Schedule, *, late: bool, alarm: bool = False) -> StepScalars:
     """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed."""
-    squares = [_square(run).to(run.device) for run in runs if run.layout.total]
+    squares = [square_of(run).to(run.device) for run in runs if run.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
         return StepScalars(mine, late, alarm)
-    rows = schedule.meet_for_step([as_integer(mine.item()), int(late), int(alarm)])
+    rows = _meet(schedule, _STEP, [as_integer(mine.item()), int(late) + 2 * int(alarm)])
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
     total = torch.tensor(square, dtype=torch.float64)
-    return StepScalars(total, late=any(row[1] for row in rows), alarm=any(row[2] for row in rows))
+    return StepScalars(total, late=any(row[1] & 1 for row in rows), alarm=any(row[1] & 2 for row in rows))
 
 
-def _square(run: Run) -> torch.Tensor:
+def meet_for_call(schedule: Schedule, method: str) -> None:
+    """Every rank is about to call this method of the optimizer, and nothing is in use."""
+    _meet(schedule, 1 + METHODS.index(method), [0, 0])
+
+
+def _meet(schedule: Schedule, call: int, numbers: Sequence[int]) -> list[list[int]]:
+    """Every rank's numbers, once all ranks make the same call with the same parameters frozen."""
+    frozen = schedule.frozen_names()
+    digest = zlib.crc32("\n".join(frozen).encode()) if frozen else 0
+    rows = schedule.meet_for_step([*numbers, call, digest])
+    calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
+    for rank, row in enumerate(rows):
+        if row[2] != rows[0][2]:
+            raise RuntimeError(
+                f"rank {rank} calls {calls[row[2]]} where rank 0 calls {calls[rows[0][2]]}: call the same on all"
+            )
+        if row[3] != rows[0][3]:
+            raise RuntimeError(
+                f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would "
+                f"step a slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on "
+                "all ranks"
+            )
+    return rows
+
+
+def square_of(run: Run) -> torch.Tensor:
     """Of a gradient that went down whole it was taken on the device; what the host added up it squares itself."""
     assert run.reduced is not None
     if run.square is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from onefold.optim.instance import InstanceRule, hollow
+from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import Hyper, Rule, Tile
+from onefold.optim.written import WriteCheck, fingerprint
 from onefold.plan import Tier
-from onefold.plan.layout import Segment
+from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
 from onefold.tier.bus import HERE, Arrival
@@ -38,6 +41,8 @@ class Piece:
     states: dict[str, Flat] = field(default_factory=dict)
     sent: Arrival = HERE
     """The last copy up that reads the master."""
+    fingerprint: torch.Tensor | None = None
+    """Of what computes, as the last step left it, where that cannot be compared with the master."""
 
     @staticmethod
     def of(run: Run, start: int, stop: int) -> Piece:
@@ -77,6 +82,7 @@ class Piece:
         assert isinstance(self.out, torch.Tensor)
         arrival = self.run.lower.bus.up(read(self.master), self.out)
         arrival.order()
+        self.take_fingerprint()
         return arrival
 
     def learn(self) -> None:
@@ -84,12 +90,50 @@ class Piece:
         if self.out is not None:
             self.run.freshen()
             write(self.master, read(self.out).to(self.master.dtype))
+            self.take_fingerprint()
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a write to the parameters from outside has to be taken over into the master."""
+        return self.run.plan.honours_writes and self.run.rests_whole and isinstance(self.out, torch.Tensor)
+
+    @property
+    def comparable(self) -> torch.Tensor | None:
+        """What computes, where it can be compared with the master on one device."""
+        if not self.may_be_written or (self.run.rest.offloads_states and self.run.device.type != "cpu"):
+            return None
+        return self.computes
+
+    @property
+    def computes(self) -> torch.Tensor:
+        """The unsharded parameters beside the master."""
+        assert isinstance(self.out, torch.Tensor)
+        return self.out
+
+    def take_fingerprint(self) -> None:
+        """What computes has just become what the master says."""
+        if self.may_be_written and self.comparable is None:
+            self.fingerprint = fingerprint(self.computes)
 
     def segments(self, first: int = 0, last: int | None = None) -> list[Segment]:
         """Stretches of one optimizer group each, in [first, last), counted from the start of this piece."""
         stop = self.stop if last is None else self.start + last
         found = self.run.layout.segments(self.start + first, stop)
         return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
+
+    def stepped(self, first: int, last: int) -> list[Segment]:
+        """The same without what the user has frozen."""
+        segments = self.segments(first, last)
+        for index in sorted(self.run.frozen):
+            member = self.run.layout.members[index]
+            low, high = member.start - self.start, round_up(member.stop, PARAMETER_ALIGNMENT) - self.start
+            segments = [
+                Segment(segment.group, start, stop)
+                for segment in segments
+                for start, stop in ((segment.start, min(segment.stop, low)), (max(segment.start, high), segment.stop))
+                if start < stop
+            ]
+        return segments
 
 
 @dataclass(frozen=True)
@@ -106,6 +150,9 @@ class Window:
         assert isinstance(piece.master, torch.Tensor)
         states = {name: state for name, state in piece.states.items() if isinstance(state, torch.Tensor)}
         return Window(0, piece.stop - piece.start, piece.master, states)
+
+
+Windows = Callable[[Piece], Iterable[Window]]
 
 
 @dataclass(frozen=True)
@@ -126,6 +173,7 @@ class Tiler:
         self._rule = rule
         self._size = size
         self._scratch: torch.Tensor | None = None
+        self._writes = WriteCheck()
 
     def step(
         self,
@@ -141,11 +189,14 @@ class Tiler:
         the stretch's own gradient.
         """
         size = self._size or TILE[window.master.device.type]
-        for segment in piece.segments(start, stop):
+        used = piece.comparable
+        for segment in piece.stepped(start, stop):
             for low in range(segment.start, segment.stop, size):
                 high = min(low + size, segment.stop)
                 inside = slice(low - window.start, high - window.start)
                 master = window.master[inside]
+                if used is not None:
+                    self._writes.take_over(master, used[low:high])
                 scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
                 states = {name: state[inside] for name, state in window.states.items()}
                 self._rule.apply(Tile(master, scaled, states, segment.group), step.groups[segment.group], step.number)
@@ -179,6 +230,10 @@ class Stepper(Protocol):
     def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None: ...
 
     def finish(self) -> None: ...
+
+    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
+        ...
 
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]: ...
 
@@ -221,6 +276,18 @@ class TiledStepper:
     def finish(self) -> None:
         pass
 
+    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
+        self._rule.begin(groups, method)
+        for piece in self._pieces:
+            for window in windows(piece):
+                for segment in piece.segments(window.start, window.stop):
+                    inside = slice(segment.start - window.start, segment.stop - window.start)
+                    states = {name: state[inside] for name, state in window.states.items()}
+                    master = window.master[inside]
+                    tile = Tile(master, torch.empty(0), states, segment.group)
+                    self._rule.call(method, tile, has_states=has_states)
+
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]:
         return [(0, piece.states[name])] if name in piece.states else []
 
@@ -250,7 +317,8 @@ class TiledStepper:
 
 
 class WholeStepper:
-    """Any other torch optimizer: a copy of the user's instance whose parameters are the masters, stepped once a step.
+    """Any other torch optimizer: the user's own instance, stepped once a step, with masters in the place of its
+    parameters, so that what it writes to its groups and to itself stays ([Note: what a step writes]).
 
     Elementwise optimizers get flat stretches, the same in every plan. Others, which only run where every rank steps
     everything, get views in the parameters' own shapes.
@@ -259,51 +327,100 @@ class WholeStepper:
     whole = True
 
     def __init__(self, instance: torch.optim.Optimizer, pieces: Sequence[Piece], *, shaped: bool) -> None:
-        self._outer = instance
+        self._instance = instance
+        self._writes = WriteCheck()
         self._targets: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
-        inner_groups: list[dict[str, Any]] = [{**group, "params": []} for group in instance.param_groups]
+        self._by_group: list[list[nn.Parameter]] = [[] for _ in instance.param_groups]
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for piece in pieces:
             targets = []
             for group, start, stop, shape in _stretches(piece, shaped):
                 assert isinstance(piece.master, torch.Tensor), "refused where states rest on a disk"
                 target = nn.Parameter(piece.master[start:stop].view(shape))
-                inner_groups[group]["params"].append(target)
+                self._by_group[group].append(target)
                 targets.append((target, start, stop))
             self._targets[id(piece)] = targets
         self._pieces = list(pieces)
-        self.inner = hollow(instance, inner_groups)
+
+    @contextmanager
+    def _over_masters(self) -> Iterator[None]:
+        """The user's instance has masters for parameters, and their states."""
+        instance, groups = self._instance, self._instance.param_groups
+        parameters, state = [group["params"] for group in groups], instance.state
+        for group, targets in zip(groups, self._by_group, strict=True):
+            group["params"] = list(targets)
+        instance.state = self._state
+        try:
+            yield
+        finally:
+            self._state, instance.state = instance.state, state
+            for group, own in zip(groups, parameters, strict=True):
+                group["params"] = own
+        if instance.param_groups is not groups or len(groups) != len(parameters):
+            raise RuntimeError(
+                f"optimizer {type(instance).__name__} made other param_groups in its step: parameter groups are fixed "
+                "when initialize lays out the shards"
+            )
 
     def step(self, piece: Piece, gradient: torch.Tensor, step: Step) -> None:
         if piece.run.rest.offloads_states:
             piece.run.wait_for_reduced()
+        if piece.comparable is not None:
+            assert isinstance(piece.master, torch.Tensor)
+            self._writes.take_over(piece.master, piece.comparable)
         scaled = gradient.to(piece.master.dtype).mul(step.coefficient)
         for target, start, stop in self._targets[id(piece)]:
             target.grad = scaled[start:stop].view(target.shape)
 
+    @contextmanager
+    def _without_frozen(self) -> Iterator[None]:
+        """What the user has frozen, and its states, are afterwards what they were before."""
+        before = []
+        for target, inside in self._frozen_ranges():
+            along = {n: v.view(-1)[inside].clone() for n, v in self._state[target].items() if _lies_along(v, target)}
+            before.append((target, inside, target.detach().view(-1)[inside].clone(), along))
+        yield
+        for target, inside, master, along in before:
+            target.detach().view(-1)[inside] = master
+            for name, value in self._state[target].items():
+                if _lies_along(value, target):
+                    value.view(-1)[inside] = along.get(name, 0)
+
+    def _frozen_ranges(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        for piece in self._pieces:
+            for member in (piece.run.layout.members[index] for index in piece.run.frozen):
+                for target, start, stop in self._targets[id(piece)]:
+                    low, high = max(member.start - piece.start, start), min(member.stop - piece.start, stop)
+                    if low < high:
+                        yield target, slice(low - start, high - start)
+
     def finish(self) -> None:
-        for inner, outer in zip(self.inner.param_groups, self._outer.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
-        self.inner.step()
+        with self._over_masters(), self._without_frozen():
+            plain_step(self._instance)
         for piece in self._pieces:
             for target, _, _ in self._targets[id(piece)]:
                 target.grad = None
             piece.tell().wait()
 
+    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        with self._over_masters():
+            getattr(type(self._instance), method)(self._instance)
+
     def states_of(self, piece: Piece, name: str) -> list[tuple[int, Flat]]:
-        found = [(start, self.inner.state[target].get(name)) for target, start, _ in self._targets[id(piece)]]
+        found = [(start, self._state[target].get(name)) for target, start, _ in self._targets[id(piece)]]
         return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
 
     def held_states(self, piece: Piece) -> list[HeldState]:
         return [
             HeldState(name, start, value.view(-1))
             for target, start, _ in self._targets[id(piece)]
-            for name, value in self.inner.state[target].items()
+            for name, value in self._state[target].items()
             if _lies_along(value, target)
         ]
 
     def loose_states(self, piece: Piece) -> list[tuple[int, int, dict[str, Any]]]:
         return [
-            (start, stop, {k: v for k, v in self.inner.state[target].items() if not _lies_along(v, target)})
+            (start, stop, {k: v for k, v in self._state[target].items() if not _lies_along(v, target)})
             for target, start, stop in self._targets[id(piece)]
         ]
 
@@ -318,20 +435,20 @@ class WholeStepper:
                 state.update({k: v.to(target.device) if _is_array(v) else v for k, v in loose.get(name, {}).items()})
                 for key, dtype in names.get(name, {}).items():
                     state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
-            self.inner.state[target] = state
+            self._state[target] = state
 
     def remember_states(self) -> Callable[[], None]:
-        before = dict(self.inner.state)
+        before = dict(self._state)
 
         def undo() -> None:
-            self.inner.state.clear()
-            self.inner.state.update(before)
+            self._state.clear()
+            self._state.update(before)
 
         return undo
 
     def state_bytes(self, tier: Tier) -> int:
         targets = [t for p in self._pieces if p.run.rest.states is tier for t, _, _ in self._targets[id(p)]]
-        values = [value for target in targets for value in self.inner.state[target].values()]
+        values = [value for target in targets for value in self._state[target].values()]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from onefold.optim.choose import Chosen
 from onefold.optim.host import HostStep
+from onefold.optim.instance import FORWARD_MARK, FORWARDED, METHODS, Attributes, InstanceRule, is_torchs
 from onefold.optim.loss_scale import LossScale
-from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper
+from onefold.optim.norm import meet_for_call
+from onefold.optim.outside import digest, first_difference, has_post_hooks, run_post_hooks, run_pre_hooks, spell_groups
+from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper, Window
+from onefold.optim.written import fingerprint
 from onefold.plan import Plan, Tier
 from onefold.runtime import Run, Schedule, Unit
 from onefold.tier.lower import Flat, LowerTiers
@@ -22,7 +30,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """What `initialize` returns. Schedulers read and write its `param_groups`; `engine.step()` steps it.
 
     It holds the user's own group dicts, so that a scheduler built on the user's instance keeps working. It does not
-    call torch's constructor, which would import the whole compiler for a decorator.
+    call torch's constructor, which would import the whole compiler for a decorator. The user's own instance answers
+    as this one does: its `step` raises, its `zero_grad` drops gradients. `state` is empty, as states lie along flat
+    shards.
     """
 
     def __init__(
@@ -62,12 +72,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for run in unit.trained
         }
         pieces = list(self._pieces.values())
+        for run, piece in self._pieces.items():
+            piece.take_fingerprint()
+            run.arrived = weakref.WeakMethod(piece.take_fingerprint)
+        sharded = plan.shards_states and schedule.num_shards > 1
         self._stepper: Stepper
         if chosen.rule is not None:
             self._stepper = TiledStepper(chosen.rule, self.param_groups, pieces)
         else:
             assert chosen.instance is not None
-            self._stepper = WholeStepper(chosen.instance, pieces, shaped=not (plan.shards_states or chosen.elementwise))
+            self._stepper = WholeStepper(chosen.instance, pieces, shaped=not (sharded or chosen.elementwise))
+        self._instance = chosen.instance
+        self._attributes = Attributes(chosen.instance) if chosen.instance is not None else None
+        self._inside = False
+        # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
+        own_class = chosen.instance is not None and not is_torchs(chosen.instance) and chosen.is_stepped
+        self._compares = own_class and sharded
+        if chosen.instance is not None:
+            _forward(chosen.instance, weakref.ref(self))
         below = [piece for piece in pieces if piece.run.rest.offloads_states]
         self._host: HostStep | None = None
         if below and chosen.rule is not None:
@@ -76,16 +98,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- what the engine calls ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def apply(self, coefficient: float) -> None:
         """Step every piece with its gradient times `coefficient`, and send stepped units on their way."""
+        run_pre_hooks(self, self._instance)
         self.changing = True
-        self.num_steps += 1
+        with torch.no_grad(), self._user_code():
+            self._apply(coefficient)
+        self._opt_called = True  # torch's schedulers warn unless they see this
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if has_post_hooks(self, self._instance):
+            self._schedule.settle_all()  # a hook may read any parameter
+            run_post_hooks(self, self._instance)
+
+    def _apply(self, coefficient: float) -> None:
         self._schedule.settle_all()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
-        groups = [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
-        step = Step(self.num_steps, coefficient, groups)
+            self._take_over_writes()
+        step = Step(self.num_steps + 1, coefficient, self._groups_now())
+        rule = self._rule if isinstance(self._rule, InstanceRule) else None
+        if rule is not None:
+            rule.begin(step.groups)
         if self._host is not None:
             self._host.start([self._pieces[run] for run in self._schedule.hosted_runs()], step)
         for batch, gradients in self._schedule.gradients_to_step():
@@ -97,8 +130,84 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._stepper.whole:
             self._stepper.finish()
             self._schedule.start_all_refreshes()
-        self._opt_called = True  # torch's schedulers warn unless they see this
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if rule is not None and rule.writes:
+            self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
+            rule.finish(self.param_groups)
+        self.num_steps += 1
+        self._compare_groups()
+
+    def _groups_now(self) -> list[dict[str, Any]]:
+        return [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    @contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """The user's class runs in here, and its methods are its own."""
+        self._inside = True
+        try:
+            with self._attributes.watched() if self._attributes is not None else nullcontext():
+                yield
+        finally:
+            self._inside = False
+
+    def _compare_groups(self) -> None:
+        """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
+        if not self._compares:
+            return
+        agreement, what = self._schedule.order.agreement, "what the optimizer wrote to its param_groups"
+        mine = spell_groups(self.param_groups)
+        if len({row[0] for row in agreement.meet(what, [digest(mine)])}) == 1:
+            return
+        told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
+        key, (one, other) = first_difference(told)
+        raise RuntimeError(
+            f"optimizer {self.name}: {key} is {told[one].get(key)} on rank {one} and {told[other].get(key)} on rank "
+            f"{other} after a step, and must be the same on all. Each rank steps a slice of the model, so an optimizer "
+            "that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True where it has "
+            "such a mode); or use zero_optimization.stage 0"
+        )
+
+    def _call(self, method: str) -> None:
+        """A method of the user's class that changes parameters (`train`, `eval`): over masters, then sent to all ranks.
+
+        All ranks call this together.
+        """
+        if self._schedule.away:
+            raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
+        self.let_change()
+        meet_for_call(self._schedule, method)
+        self.flush()
+        self._schedule.settle_all()
+        self.wait_for_host()
+        self.changing = True
+        pieces = list(self._pieces.values())
+        below = [piece for piece in pieces if piece.run.rest.offloads_states]
+        with torch.no_grad(), self._user_code():
+            from_host = self._host.rewrite(below) if self._host is not None else None
+
+            def windows(piece: Piece) -> Iterable[Window]:
+                on_host = from_host is not None and piece.run.rest.offloads_states
+                return from_host(piece) if on_host and from_host is not None else [Window.whole(piece)]
+
+            self._stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
+            if isinstance(self._rule, InstanceRule):
+                self._rule.finish(self.param_groups)
+            for arrival in [piece.tell() for piece in pieces]:
+                arrival.wait()
+            for run in self._pieces:
+                run.change()
+            self._schedule.start_all_refreshes()
+            self._schedule.settle_all()
+        self.changing = False
+
+    def _take_over_writes(self) -> None:
+        """Where masters are on the host and parameters on a device: what was written since the last step goes down."""
+        watched = [piece for piece in self._pieces.values() if piece.fingerprint is not None]
+        if watched:
+            before = torch.stack([piece.fingerprint for piece in watched if piece.fingerprint is not None])
+            now = torch.stack([fingerprint(piece.computes) for piece in watched])
+            for piece, is_changed in zip(watched, now.ne(before).tolist(), strict=True):
+                if is_changed:
+                    piece.learn()
 
     def flush(self) -> None:
         """With a delayed host step: have the last one's weights in use. All ranks call this together."""
@@ -151,6 +260,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What puts states back that `make_states` has replaced."""
         return self._stepper.remember_states()
 
+    @property
+    def keeps_other_keys(self) -> bool:
+        """Whether its steps may have added keys to its groups."""
+        return self._rule is None or isinstance(self._rule, InstanceRule)
+
+    def own_attributes(self) -> tuple[dict[str, Any], list[str]]:
+        """What steps have written to the user's instance: values for a checkpoint, and names that it cannot hold."""
+        return self._attributes.values() if self._attributes is not None else ({}, [])
+
+    def take_attributes(self, values: Mapping[str, Any]) -> None:
+        """Those of a checkpoint."""
+        if self._attributes is not None:
+            self._attributes.take(values)
+
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
         groups = [{**group, **new} for group, new in zip(self.param_groups, values, strict=True)]
@@ -194,11 +317,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("optimizer states are sharded: engine.load_checkpoint loads them")
 
+    def __getattr__(self, name: str) -> Any:
+        """What the user's instance has and this has not."""
+        instance = self.__dict__.get("_instance")
+        if instance is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(instance, name)
+        if name in METHODS and callable(value):
+            return partial(self._call, name)
+        if inspect.ismethod(value) and value.__self__ is instance:
+            raise AttributeError(
+                f"optimizer {self.name}: {name}() is not offered. It would see the model's parameters, and the "
+                f"optimizer's are flat shards: only step, {' and '.join(METHODS)} run over those"
+            )
+        return value
+
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.name}, {len(self.param_groups)} groups, {len(self._pieces)} runs)"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer cannot be pickled: its shards belong to this rank and its engine")
+
+
+def _forward(instance: torch.optim.Optimizer, outer: weakref.ref[ShardedOptimizer]) -> None:
+    """The user's instance has neither gradients nor states: what he asks of it goes to the one that has."""
+    for name in FORWARDED:
+        own = getattr(instance, name, None)
+        if callable(own):
+            vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), outer)
+
+
+def _forwarding(
+    name: str, own: Any, instance: weakref.ref[torch.optim.Optimizer], outer: weakref.ref[ShardedOptimizer]
+) -> Callable[..., Any]:
+    """A method that holds neither of them."""
+
+    def of(found: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = outer()
+        if owner is None or owner._inside:
+            return getattr(type(found), name)(found, *args, **kwargs)
+        return getattr(owner, name)(*args, **kwargs)
+
+    @wraps(getattr(own, "__func__", own))  # a scheduler's mark on `step` stays
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return of(instance(), *args, **kwargs)
+
+    vars(forward).update({"__func__": of, FORWARD_MARK: True})  # a scheduler wraps what is below a bound method
+    return forward
 
 
 def _now(value: Any) -> Any:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
+
 from onefold.config import Config
 from onefold.optim.loss_scale import build_loss_scale
+from onefold.optim.nonfinite import NonFiniteError, choose_policy, tell_nonfinite
 from onefold.optim.norm import StepScalars, exchange_scalars
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.runtime import Schedule
@@ -19,16 +22,20 @@ class Update:
         autocast = config.torch_autocast
         self.scales_loss = config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
         self.loss_scale = build_loss_scale(replace(config.fp16, enabled=self.scales_loss))
+        # What is not finite in a step that was left out for it, in words.
+        self.problem = ""
+        # Of the backwards since the last step, where the engine was given them.
+        self.losses: list[torch.Tensor] = []
+        self._nonfinite = choose_policy(config, scales_loss=self.scales_loss)
         self._scalars: StepScalars | None = None
         self._unscaled = 1.0
         self.applied = False
-        self._checks_overflow = self.scales_loss or (config.bf16.enabled and config.bf16.check_grad_overflow)
         self._clipping = config.gradient_clipping
         self._schedule = schedule
         self._postscale = postscale
 
     def take(self, optimizer: ShardedOptimizer, owed: int, *, alarm: bool = False) -> bool:
-        """Step with the gradients that were reduced, still to be divided by `owed`; skip it on overflow.
+        """Step with the gradients that were reduced, still to be divided by `owed`; skip it, or raise, on overflow.
 
         Where any rank raises the alarm nothing is done, on all ranks alike, and this returns False.
         """
@@ -40,10 +47,20 @@ class Update:
             self._schedule.reduce_late()
             scalars = self._exchange()
         self._scalars, self._unscaled = scalars, self.unscale(owed)
-        optimizer.overflow = self._checks_overflow and scalars.overflow
+        # Over several ranks, with clipping and on a CPU the norm is known by now. One GPU without clipping is waited
+        # for here, once a step, and is then idle for as long as the step's first kernels take to launch: a check that
+        # came later would find weights that are NaN already.
+        optimizer.overflow = self._nonfinite != "ignore" and scalars.overflow
         self.applied = not optimizer.overflow
         if self.applied:
             optimizer.apply(self._unscaled * self._clip_coefficient())
+        elif not self.scales_loss:
+            self.problem = tell_nonfinite(self._schedule, self.losses)
+            if self._nonfinite == "raise":
+                raise NonFiniteError(
+                    f"{self.problem}. No weight was changed, and the gradients are dropped: training may go on with "
+                    'another batch. onefold.nonfinite_gradients: "skip" leaves such steps out, "ignore" takes them'
+                )
         return True
 
     @property

@@ -94,6 +94,8 @@ class Plan:
     makes_up: bool = False
     """What quantized gradients lose is kept and added to the next ones."""
     overlap: bool = False
+    honours_writes: bool = True
+    """The step looks for writes to unsharded parameters and takes them over into masters."""
     delays_host: bool = False
     """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
     reduce_bucket: int = 500_000_000
@@ -200,6 +202,7 @@ def make_plan(config: Config) -> Plan:
         frozen_wire=frozen_wire,
         makes_up=zero.zero_quantized_gradients and zero.zeropp_loco_param is not None,
         overlap=overlap,
+        honours_writes=config.onefold.honour_writes,
         delays_host=config.onefold.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=zero.allgather_bucket_size,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from onefold.comm import Group, Ledger, broadcast_from
 from onefold.config import Config
 from onefold.plan import Layout, Plan, Precision, RunShape, UnitCut, cut, persistent_parameters
 from onefold.plan.table import DTYPES
-from onefold.runtime.homes import gathered, leave_home, whole_shape
+from onefold.runtime.held import plain_class
+from onefold.runtime.homes import gathered, home_of, leave_home, whole_shape
 from onefold.runtime.unit import Run, Unit
 from onefold.tier.lower import LowerTiers
 
@@ -34,6 +37,8 @@ def draft_units(
     """
     zero = config.zero_optimization
     parameters = dict(model.named_parameters())
+    _check_modules(model)
+    check_apart(parameters)
     shapes = {name: tuple(whole_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
         {name: math.prod(shape) for name, shape in shapes.items()},
@@ -106,8 +111,31 @@ def build_units(
     for unit in units:
         inside = {id(module) for module in unit.module.modules()} - {id(unit.module)}
         unit.encloses = any(id(other.module) in inside for other in units)
-    _take_first_ranks_values(model, units, group, ledger, device, config.data_types.buffer_dtype)
+    everywhere = config.data_types.buffer_dtype
+    buffer_dtypes = BufferDtypes(DTYPES[everywhere] if everywhere is not None else None, precision.compute)
+    _take_first_ranks_values(model, units, group, ledger, device, buffer_dtypes)
     return units
+
+
+@dataclass(frozen=True)
+class BufferDtypes:
+    """Which floating-point buffers are cast. `everywhere` is the config's `data_types.buffer_dtype`.
+
+    Without it, buffers of torch's own layers follow the parameters they meet, as in `module.to(dtype)`: running
+    statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
+    many are made to be precise (rotary frequencies, position tables).
+    """
+
+    everywhere: torch.dtype | None
+    compute: torch.dtype | None
+
+    def of(self, module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+        if not dtype.is_floating_point:
+            return dtype
+        # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
+        of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
+        follows = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.") or of_hook
+        return self.everywhere or (self.compute if follows and self.compute is not None else dtype)
 
 
 def _runs_of(
@@ -119,18 +147,73 @@ def _runs_of(
 ) -> dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]]:
     """(dtype, trainable, persistent) -> [(name, optimizer group)].
 
-    Parameters that are not floating point, and subclasses of Parameter that carry their own format (quantized
-    weights), stay outside.
+    Of what is not trained, parameters that are not floating point, and subclasses of Parameter that carry their own
+    format (quantized weights), stay outside.
     """
     runs: dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]] = {}
     for name in found.parameters:
         parameter = parameters[name]
-        if not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
-            continue
         trainable = parameter.requires_grad and id(parameter) in groups
+        if trainable:
+            _check_trainable(name, parameter)
+        elif not parameter.is_floating_point() or plain_class(parameter) is not nn.Parameter:
+            continue
         key = (precision.of_parameter(parameter.dtype), trainable, name in persistent)
         runs.setdefault(key, []).append((name, groups[id(parameter)] if trainable else 0))
     return runs
+
+
+def _check_trainable(name: str, parameter: nn.Parameter) -> None:
+    """Refuse, by name, what cannot be stepped as plain numbers in a flat line."""
+    kind = plain_class(parameter)
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {name} is complex ({parameter.dtype}), and flat shards hold real numbers: keep it as a real "
+            "parameter of shape (..., 2) and use torch.view_as_complex(weight) in the forward, or freeze it"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"parameter {name} has the layout {parameter.layout}: only dense parameters can be sharded")
+    disabled = torch._C._disabled_torch_function_impl
+    own_format = kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+    if own_format or getattr(kind, "__torch_function__", disabled) is not disabled:
+        raise ValueError(
+            f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which gives torch functions a meaning of "
+            "its own: it cannot be trained as plain numbers. Freeze it, leave it out of the optimizer, or make it an "
+            "nn.Parameter"
+        )
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name or '(root)'} is a torch.jit ScriptModule, which takes no hooks: its parameters cannot "
+                "be unsharded or reduced. Pass the Python module, and compile it with torch.compile or engine.compile()"
+            )
+
+
+def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that lie in the same memory: each would get memory of its own, and they would part."""
+    ranges = []
+    for name, parameter in parameters.items():
+        if (
+            home_of(parameter) is None
+            and parameter.layout is torch.strided
+            and parameter.numel()
+            and not parameter.is_meta
+        ):
+            span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            ranges.append((str(parameter.device), start, start + (span + 1) * parameter.itemsize, name))
+    ranges.sort()
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(ranges):
+        trained = parameters[name].requires_grad or parameters[other].requires_grad
+        if device == other_device and start < end and trained:
+            raise ValueError(
+                f"parameters {name} and {other} share memory but are two Parameter objects, and each would be "
+                "trained by itself. Tie the Parameter: assign one module's parameter to the other (b.weight = "
+                "a.weight), or clone it"
+            )
 
 
 def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Sequence[Unit]) -> None:
@@ -164,17 +247,17 @@ def _take_first_ranks_values(
     group: Group,
     ledger: Ledger,
     device: torch.device,
-    buffer_dtype: str | None,
+    buffer_dtypes: BufferDtypes,
 ) -> None:
     """Of what lies in no run: buffers, and parameters that are left alone."""
     with torch.no_grad():
         in_runs = {id(parameter) for unit in units for run in unit.runs for parameter in run.parameters}
         loose = [parameter for parameter in model.parameters() if id(parameter) not in in_runs]
-        for buffer in model.buffers():
-            if buffer.is_meta:
-                raise ValueError("a buffer is on the meta device and has no values: build buffers off meta")
-            if buffer_dtype is not None and buffer.is_floating_point():
-                buffer.data = buffer.data.to(DTYPES[buffer_dtype])
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    raise ValueError(f"buffer {name} is on the meta device and has no values: build buffers off meta")
+                buffer.data = buffer.data.to(buffer_dtypes.of(module, name, buffer.dtype))
         for tensor in [*loose, *model.buffers()]:
             tensor.data = tensor.data.to(device)
             broadcast_from(group, 0, tensor.data, ledger)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from onefold.comm import Agreement, Collective, Ledger, broadcast_from
+from onefold.runtime.held import HOLDER, hold, let_go, set_data, set_raw_grad
+from onefold.runtime.operations import operate
 from onefold.runtime.order import Wish
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.unit import ParameterState, Run, Unit
 
-_ATTRIBUTE = "_onefold_home"
 _next_number = 0
 
 # Told of parameters that get a home and that leave it for good.
@@ -35,6 +36,9 @@ class Owner(Protocol):
 
     def parameters_loaded(self, units: list[Unit]) -> None:
         """Parameters of these units were written from outside."""
+
+    def gradient_dropped(self) -> None:
+        """Somebody has set a parameter's `grad` to None."""
 
 
 class Home:
@@ -58,7 +62,10 @@ class Home:
             for index, parameter in enumerate(run.parameters)
         }
         for parameter in (parameter for run in runs for parameter in run.parameters):
-            parameter.__dict__[_ATTRIBUTE] = self
+            parameter.__dict__[HOLDER] = self
+        for run in runs:
+            for parameter in run.parameters:
+                hold(parameter, resting=not run.rests_whole and run.is_resting)
         self._tell()
 
     @staticmethod
@@ -112,6 +119,7 @@ class Home:
             leave_home(parameter for run in runs for parameter in run.parameters)
         else:
             self._runs = runs
+            self._tell()  # shards that lay in the engine's memory lie elsewhere now
 
     @property
     def is_whole(self) -> bool:
@@ -124,17 +132,17 @@ class Home:
 
     def borrow(self) -> None:
         """Whole until given back. All ranks call this together."""
-        self.lent += 1
         schedule, unit = self._lender
         with torch._C.DisableTorchFunction():
             if schedule is not None and unit is not None:
                 schedule.lend(unit)
-            elif self.lent == 1:
+            elif self.lent == 0:
                 sharded = [run for run in self.runs if not run.rests_whole]
-                with torch.no_grad():
+                with torch.inference_mode(mode=False), torch.no_grad():
                     self.collective.start_gather([run.refill(exact=True) for run in sharded]).finish()
                     for run in sharded:
                         run.show()
+        self.lent += 1
 
     def give_back(self) -> None:
         self.lent -= 1
@@ -145,7 +153,74 @@ class Home:
             elif self.lent == 0:
                 for run in self.runs:
                     if not run.rests_whole:
-                        run.hide()
+                        run.hide(drop=True)
+
+    # -- what a held parameter asks -----------------------------------------------------------------------------
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        run, index = self.run_of(parameter)
+        return run.layout.members[index].name
+
+    @property
+    def in_pass(self) -> bool:
+        schedule, unit = self._lender
+        return schedule is not None and unit is not None and schedule.in_pass
+
+    def lender(self) -> tuple[Schedule, Unit]:
+        schedule, unit = self._lender
+        assert schedule is not None
+        assert unit is not None
+        return schedule, unit
+
+    def operate(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
+    ) -> Any:
+        """One torch function on parameters at rest, inside a pass."""
+        homes = [home for parameter in resting if (home := home_of(parameter)) is not None]
+        return operate(homes, func, args, kwargs, resting)
+
+    def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` while it is unsharded: its values are written to where they lie."""
+        unit = self.unit
+        lent = unit is not None and unit.uses.lent > 0
+        if self.owner is None or (lent and value.shape != parameter.shape):
+            set_data(parameter, value)  # `GatheredParameters` and `Init` see to it, on all ranks together
+            return
+        same = (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device)
+        if not same:
+            raise RuntimeError(
+                f"parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
+                f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the "
+                "engine's model cannot be cast, moved or resized. Do it before initialize; dtypes and devices come "
+                "from the config"
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None:
+        """A trained parameter that is frozen is left out of the step until it is unfrozen."""
+        run, index = self.run_of(parameter)
+        if run.trainable:
+            (run.frozen.discard if value else run.frozen.add)(index)
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What stands for a gradient that was moved into the flat buffer."""
+        run, index = self.run_of(parameter)
+        return run.gradient_of(index) if run.trainable else None
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        run, index = self.run_of(parameter)
+        if value is not None and run.trainable and self.owner is not None:
+            raise RuntimeError(
+                f"the gradient of {self.name_of(parameter)} is reduced and held by the engine: set it between "
+                "backward and step with onefold.utils.safe_set_full_grad(parameter, value)"
+            )
+        set_raw_grad(parameter, value)
+        if value is None and run.trainable:
+            run.drop_gradient_of(index)
+            owner = self.owner
+            if owner is not None:
+                owner.gradient_dropped()
 
     def moved(self) -> bool:
         """Whether some parameter was given a tensor of its own while it was whole (`.data = ...`)."""
@@ -215,7 +290,7 @@ class Home:
 
 
 def home_of(parameter: object) -> Home | None:
-    home = getattr(parameter, "__dict__", {}).get(_ATTRIBUTE)
+    home = getattr(parameter, "__dict__", {}).get(HOLDER)
     return home if isinstance(home, Home) and id(parameter) in home._members else None
 
 
@@ -239,7 +314,8 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 def leave_home(parameters: Iterable[nn.Parameter]) -> None:
     """These parameters lie elsewhere now; a home that all have left is freed."""
     for parameter in parameters:
-        if parameter.__dict__.pop(_ATTRIBUTE, None) is not None:
+        let_go(parameter)
+        if parameter.__dict__.pop(HOLDER, None) is not None:
             for tell in left:
                 tell(parameter)
 

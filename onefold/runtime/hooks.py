@@ -22,7 +22,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +29,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from onefold.runtime.compiler import outside_compiler
+from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.trees import tensors_in
+from onefold.runtime.trees import inside_backward, may_hold_tensors, tensors_in
 from onefold.runtime.unit import ParameterState, Run, Unit
 
 
@@ -60,10 +61,10 @@ class Hooks:
         # The callback of the bare backward under way; dead when that backward raised.
         self._bare: weakref.ref[_BareBackward] | None = None
         self._handles: list[RemovableHandle] = []
+        self._model_watch = ModelWatch(model, schedule.units)
         self._watched: list[weakref.ref[nn.Module]] = []
-        self._calls = count(1)
         me = weakref.ref(self)
-        self._handles.append(model.register_forward_pre_hook(_hook(me, model, _before_root_forward)))
+        self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, _before_root_forward)))
         owner = {
             id(parameter): unit.index for unit in schedule.units for run in unit.runs for parameter in run.parameters
         }
@@ -83,27 +84,29 @@ class Hooks:
                 # Children of an enclosing module may be called without it.
                 if unit.encloses and unit.sharded and module is not unit.module:
                     self._watch_calls(unit, module)
-        self._handles.append(model.register_forward_hook(_hook(me, model, _after_root_forward)))
+        after = ModuleHook(me, model, _after_root_forward)
+        self._handles.append(model.register_forward_hook(after, always_call=True))
 
     def _watch_calls(self, unit: Unit, module: nn.Module) -> None:
         me, add = weakref.ref(self), self._handles.append
-        before = _hook(me, module, _before_forward, unit.index)
+        before = ModuleHook(me, module, _before_forward, unit.index)
         if unit.sharded:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
-            add(module.register_forward_hook(_hook(me, module, _after_forward, unit.index), always_call=True))
+            add(module.register_forward_hook(ModuleHook(me, module, _after_forward, unit.index), always_call=True))
         else:
             add(module.register_forward_pre_hook(before))
 
     def _watch_table(self, module: nn.Module, units: list[int], *, watch: bool) -> None:
         me, add = weakref.ref(self), self._handles.append
-        add(module.register_load_state_dict_pre_hook(_hook(me, module, _before_load, units)))
-        add(module.register_load_state_dict_post_hook(_hook(me, module, _after_load, units)))
-        add(module.register_state_dict_pre_hook(_hook(me, module, _before_state_dict, units)))
+        add(module.register_load_state_dict_pre_hook(ModuleHook(me, module, _before_load, units)))
+        add(module.register_load_state_dict_post_hook(ModuleHook(me, module, _after_load, units)))
+        add(module.register_state_dict_pre_hook(ModuleHook(me, module, _before_state_dict, units)))
         if watch:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
             self._watched.append(weakref.ref(module))
 
     def remove(self) -> None:
+        self._model_watch.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -157,9 +160,15 @@ class Hooks:
                 raise
         self._schedule.land(unit, run, index)
 
+    def check_model(self) -> None:
+        """Raise where the model has been changed since it was laid out."""
+        self._model_watch.check()
+
     # -- calls of units -----------------------------------------------------------------------------------------
 
     def before_root_forward(self) -> None:
+        self._schedule.before_root_forward()
+        self.check_model()
         self.recover()
         if torch.is_grad_enabled() and not inside_backward():
             self._schedule.begin_pass()
@@ -175,7 +184,7 @@ class Hooks:
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
             unit.uses.calls += 1
-            call = next(self._calls)
+            call = next(self._schedule.calls)
             inputs, seen = self._watch_end(index, call, arguments)
             unit.uses.stack[-1] = (call if seen else -call, inputs)
 
@@ -285,6 +294,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         self._hooks = hooks
         self._units = units
 
+    @outside_compiler
     def __getitem__(self, name: str) -> nn.Parameter | None:
         hooks = self._hooks()
         if hooks is not None:
@@ -318,20 +328,31 @@ _USE_MODULE_STATE_DICT = (
 )
 
 
-def inside_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+class ModuleHook:
+    """A module hook that acts for its own module only: a copy of a model, or a pickled one, carries its hooks along."""
+
+    def __init__(self, me: weakref.ref[Hooks], owner: nn.Module, act: Callable[..., None], *fixed: Any) -> None:
+        self._hooks, self._owner, self._act, self._fixed = me, weakref.ref(owner), act, fixed
+
+    @outside_compiler
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        hooks = self._hooks()
+        if hooks is not None and module is self._owner():
+            self._act(hooks, *self._fixed, *args)
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _absent_hook, ()
 
 
-def _hook(me: weakref.ref[Hooks], owner: nn.Module, act: Callable[..., None], *fixed: Any) -> Callable[..., None]:
-    """A module hook that acts for its own module only: a deep copy of a model carries its hooks along."""
-    mine = weakref.ref(owner)
+def _nothing(*_: Any) -> None:
+    """The hook of a model that was pickled while an engine had it."""
 
-    def hook(module: nn.Module, *args: Any) -> None:
-        hooks = me()
-        if hooks is not None and module is mine():
-            act(hooks, *fixed, *args)
 
-    return hook
+def _absent_hook() -> Callable[..., None]:
+    return _nothing
 
 
 def _on_gradient(
@@ -396,7 +417,7 @@ def _left_on_modules(module: nn.Module) -> list[Any]:
         value
         for inner in module.modules()
         for name, value in inner.__dict__.items()
-        if isinstance(value, torch.Tensor | list | tuple | dict) and name not in _OF_EVERY_MODULE
+        if name not in _OF_EVERY_MODULE and may_hold_tensors(value)
     ]
 
 
@@ -435,6 +456,7 @@ def _before_root_forward(hooks: Hooks, *_: Any) -> None:
 
 
 def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
+    hooks._schedule.after_root_forward()
     # A recomputation inside a backward belongs to that backward.
     if not torch.is_grad_enabled() or inside_backward():
         return

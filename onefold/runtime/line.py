@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from onefold.comm import Gathering, Source
 from onefold.plan import Plan, RunShape, Tier, Wire
 from onefold.plan.memory import master_dtype, rests_whole
+from onefold.runtime.held import hold, set_data
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.lower import Flat, LowerTiers, write
 from onefold.tier.nvme import DiskTensor
@@ -23,8 +25,14 @@ class Line:
     [Note: where a parameter is]
     `full` is one tensor for life, and so is each Parameter. A run that rests whole keeps `full` filled. Any other run
     keeps `shard`, this rank's slice (the fp32 master where it is trained); its `full` has an empty storage at rest,
-    and its parameters are placeholders without elements: autograd may hold views of `full`, so the same storage is
-    refilled on every gather, and nothing else ever takes its place. `shard` rests where `rest.parameters` says.
+    and its parameters are placeholders without elements. `shard` rests where `rest.parameters` says.
+
+    [Note: memory that somebody else sees]
+    Inside a pass autograd may hold views of `full`, so its storage is emptied on reshard and the same one refilled on
+    every unshard. Outside a pass nothing has to see the next values, but a user may have kept what he was given (a
+    view, an array, a queue's handle): there `full` is dropped, and whoever has a view keeps that memory alive. The
+    same inside a pass where the storage cannot be emptied (`numpy()`, `share_memory_()`), or a view of it was handed
+    out on purpose.
 
     [Note: second shards]
     Where the plan has them, neighbouring ranks hold `full` between them from its first gather of a step on, and later
@@ -56,8 +64,12 @@ class Line:
         self.lower = lower
         self.shard: Flat | None = None
         self.full = torch.zeros(self.layout.total, dtype=self.dtype, device=device)
+        self._handed_out = False
+        self._versions: list[int] = []
         # The step that is still to come back from the host.
         self.update: Future[Arrival] | None = None
+        # Told when that has come.
+        self.arrived: weakref.WeakMethod[Callable[[], None]] | None = None
         # The host's master, where it has been stepped since it was last cast to the shard beside it.
         self.fresh: torch.Tensor | None = None
         self._saving: Arrival = HERE
@@ -80,10 +92,15 @@ class Line:
                     # `.data` refuses a tensor of another kind; swapping the payload keeps the object. The payload is no
                     # view of the line: it would share its version with it, and every gather writes to the line.
                     torch.utils.swap_tensors(parameter, _as_parameter(view.new_empty(0), parameter))
-                    parameter.data = view
-                elif parameter.data_ptr() != view.data_ptr():
+                    set_data(parameter, view)
+                elif not _is_same_memory(parameter, view):
                     view.copy_(parameter)
-                    parameter.data = view
+                    set_data(parameter, view)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the values are not here but in shards."""
+        return self.layout.total > 0 and self.full.untyped_storage().size() == 0
 
     def is_home(self, index: int) -> bool:
         """Whether a parameter of a whole line is still the view of it that `show` made."""
@@ -132,6 +149,7 @@ class Line:
             self.change()
             write(self.shard, self.own_slice)
             self.fresh = None
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def forget_fetched(self) -> None:
         """The shard is about to be written: nobody reads or writes it any more, and what was read ahead is old."""
@@ -153,6 +171,8 @@ class Line:
         """Memory for the whole line, and what the collective has to fill it with. What is computed with may be rounded
         on its way; what is looked at or written from outside, `exact`, is not. `near`: second shards may serve.
         """
+        if self.full.numel() < self.layout.total:
+            self.full = torch.empty(self.layout.total, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.itemsize)
@@ -223,27 +243,54 @@ class Line:
             arrival = self.update.result()
             self.update = None
             arrival.order()
+            arrived = self.arrived() if self.arrived is not None else None
+            if arrived is not None:
+                arrived()
 
     def show(self) -> None:
         """The line is whole: parameters are views of it."""
         for view, parameter in zip(self._views(), self.parameters, strict=True):
-            parameter.data = view
+            set_data(parameter, view)
+            hold(parameter, resting=False)
+        self._versions = [parameter._version for parameter in self.parameters]
 
-    def hide(self) -> None:
-        """Back to rest: placeholders instead of parameters, no memory behind the line."""
+    def hide(self, *, drop: bool = False) -> None:
+        """Back to rest: placeholders instead of parameters, no memory behind the line.
+
+        `drop`: nothing has to see the next values through the line's present memory.
+        """
         self._saving.order()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
-        here = self.full.untyped_storage().data_ptr()
+        storage = self.full.untyped_storage()
         for parameter in self.parameters:
             # One that has moved to another run since is not ours to empty.
-            if parameter.untyped_storage().data_ptr() == here:
-                parameter.data = placeholder
-        self.full.untyped_storage().resize_(0)
+            if parameter.untyped_storage()._cdata == storage._cdata:
+                set_data(parameter, placeholder)
+                hold(parameter, resting=True)
+        if drop or self._handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
+            self.full = placeholder
+        else:
+            storage.resize_(0)
+        self._handed_out = False
+
+    def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of the tensors lies in the line."""
+        here = self.full.untyped_storage()._cdata
+        return any(tensor.untyped_storage()._cdata == here for tensor in tensors if _has_memory(tensor))
+
+    def hand_out(self) -> None:
+        """Somebody got a view of the line, and may keep it."""
+        self._handed_out = True
+
+    def written_members(self) -> list[str]:
+        """Parameters that were written in place since they were last shown."""
+        pairs = zip(self.layout.members, self.parameters, self._versions, strict=True) if self._versions else ()
+        return [member.name for member, parameter, version in pairs if parameter._version != version]
 
     def put_away(self) -> None:
         """A line that rests whole leaves the device for a while: nobody may read through its parameters."""
         for parameter in self.parameters:
-            parameter.data = self.full.new_empty(0)
+            set_data(parameter, self.full.new_empty(0))
 
     def cast(self, dtype: torch.dtype) -> None:
         """From now on the line computes in another dtype. Only while nobody trains it."""
@@ -252,10 +299,9 @@ class Line:
         if resting:
             assert isinstance(self.shard, torch.Tensor)
             self.shard = self.shard.to(dtype)
-            self.full = torch.empty(self.layout.total, dtype=dtype, device=self.device)
+            self.full = torch.empty(0, dtype=dtype, device=self.device)
             for parameter in self.parameters:
-                parameter.data = self.full[:0]
-            self.hide()
+                set_data(parameter, self.full)
         else:
             self.full = self.full.to(dtype)
             self.show()
@@ -270,6 +316,20 @@ class Line:
     @property
     def shape(self) -> RunShape:
         return RunShape(self.layout, self.dtype, self.trainable, self.persistent, self.rest)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Addresses would not do: all tensors without elements lie at 0."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset() and one.shape == other.shape
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def _as_parameter(payload: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

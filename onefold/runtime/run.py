@@ -12,6 +12,7 @@ from torch import nn
 from onefold.comm import Lost, Reduction
 from onefold.plan import Plan, Precision, RunShape, Tier, Wire
 from onefold.plan.memory import reduces_in_place
+from onefold.runtime.held import HeldGradient, raw_grad, set_raw_grad
 from onefold.runtime.line import Line
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.device import Pool
@@ -55,6 +56,9 @@ class Run(Line):
         # What quantized wires have lost of the gradient, where they make up for it.
         self.lost = Lost() if self.plan.makes_up and self.trainable else None
         self.last_landing = [0] * len(self.parameters)
+        # Trained parameters that the user has frozen since, and those whose gradient he has dropped.
+        self.frozen: set[int] = set()
+        self.dropped: set[int] = set()
         self._filled = bytearray(len(self.parameters))
         self._precision = precision
         self._accumulates = accumulates
@@ -125,13 +129,14 @@ class Run(Line):
         """Have a line to land gradients in."""
         if self.reduced is not None:
             self.accumulate(pool)
+        self.dropped.clear()
         self.grad = pool.take(self.layout.total, self._grad_dtype, self.layout.shape_key)
         self._filled = bytearray(len(self.parameters))
 
     def land(self, index: int) -> None:
         """Move the gradient autograd has just produced into the line."""
         parameter, member = self.parameters[index], self.layout.members[index]
-        gradient = parameter.grad
+        gradient = raw_grad(parameter)
         assert gradient is not None
         assert self.grad is not None
         with torch.no_grad():
@@ -144,7 +149,44 @@ class Run(Line):
             else:
                 view.copy_(gradient)
         self._filled[index] = 1
-        parameter.grad = None
+        self.dropped.discard(index)
+        set_raw_grad(parameter, None)
+
+    # -- p.grad, as a user sees it ------------------------------------------------------------------------------
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether some gradient of this window is held here that nobody has dropped."""
+        return (self.grad is not None or self.reduced is not None) and len(self.dropped) < len(self.parameters)
+
+    def gradient_of(self, index: int) -> torch.Tensor | None:
+        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it."""
+        landed = self.grad is not None and bool(self._filled[index])
+        if index in self.dropped or not (landed or self.reduced is not None):
+            return None
+        member, parameter = self.layout.members[index], self.parameters[index]
+        if self.layout.num_shards == 1 and self.plan.part_size is None:
+            self.wait_for_reduced()
+            line = self.grad if self.grad is not None else self.reduced
+            assert line is not None
+            if line.device == self.device:
+                self.square = None  # the view may be written to
+                return line[member.start : member.stop].view(member.shape)
+        return HeldGradient.of(parameter, member.name, member.shape)
+
+    def drop_gradient_of(self, index: int) -> None:
+        """`p.grad = None`: what has been accumulated of one parameter counts no more."""
+        if index in self.dropped or (self.grad is None and self.reduced is None):
+            return
+        member = self.layout.members[index]
+        self._filled[index] = 0
+        if self.reduced is not None:
+            self.wait_for_reduced()
+            start, stop = self.own_range
+            low, high = max(start, member.start) - start, min(stop, member.stop) - start
+            self.reduced[low : max(low, high)].zero_()
+            self.square = None
+        self.dropped.add(index)
 
     def reduction(self, prescale: float, pool: Pool) -> Reduction:
         """What the collective has to do for this run; parameters without a gradient count as zero."""
@@ -215,6 +257,7 @@ class Run(Line):
         self.close(pool)
         self._give_back_sum_slot(pool)
         self.reduced = self.square = None
+        self.dropped.clear()
 
     def start_over(self) -> None:
         """Other values, of another run maybe, are about to come, on every rank."""

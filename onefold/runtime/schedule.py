@@ -16,6 +16,7 @@ when backward ends is let go then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 import torch
 
@@ -23,6 +24,7 @@ from onefold.comm import Agreement, Collective, Ledger
 from onefold.plan import Moment, Plan
 from onefold.runtime.descent import Descent
 from onefold.runtime.flights import Flights
+from onefold.runtime.held import at_rest, raw_grad
 from onefold.runtime.order import Order, Wish
 from onefold.runtime.unit import GradientState, ParameterState, Run, Unit
 from onefold.tier.device import Pool
@@ -63,6 +65,8 @@ class Schedule:
         # The engine has given the device's memory up for a while.
         self.away = False
         self._depth = 0
+        # Numbers the calls of units that have a backward.
+        self.calls = count(1)
         self._backward_number = 0
         self._waiting: dict[Unit, int] = {}
 
@@ -101,6 +105,21 @@ class Schedule:
         self._depth -= 1
         if not again and not self.order.keeps(unit):
             self.let_go(unit)
+        self._rest_after_evaluation()
+
+    @property
+    def in_pass(self) -> bool:
+        """Inside a forward, or between a forward and its backward: all ranks are there, so a unit can be unsharded."""
+        return self._depth > 0 or self.order.open
+
+    def before_root_forward(self) -> None:
+        self._depth += 1
+
+    def after_root_forward(self) -> None:
+        self._depth -= 1
+        self._rest_after_evaluation()
+
+    def _rest_after_evaluation(self) -> None:
         if self._depth == 0 and not self.order.open:
             self.rest()
 
@@ -124,7 +143,7 @@ class Schedule:
     def read(self, unit: Unit, *, backward: bool = False, within: bool = False) -> None:
         """A parameter is read outside its module's forward: it stays whole until the pass, or the evaluation, ends."""
         self.flights.settle(unit)
-        within = within or backward or self._depth > 0 or self.order.open
+        within = within or backward or self.in_pass
         if unit.sharded and within and not unit.uses.any:
             self._use(unit, Moment.BACKWARD if backward else Moment.FORWARD)
             unit.uses.held = True
@@ -150,7 +169,7 @@ class Schedule:
         unit.uses.lent -= 1
         if self.order.open and torch.is_grad_enabled():
             unit.uses.held = True  # what was computed from it may have a backward that nobody sees begin
-        self.let_go(unit)
+        self.let_go(unit, lent=True)
 
     def _use(self, unit: Unit, moment: Moment) -> None:
         self.flights.settle(unit)
@@ -165,11 +184,14 @@ class Schedule:
             self.order.demand(moment, unit)
             self.flights.finish_gathers_until(unit)
 
-    def let_go(self, unit: Unit) -> None:
-        """Back to rest, unless somebody on this rank still uses it."""
+    def let_go(self, unit: Unit, *, lent: bool = False) -> None:
+        """Back to rest, unless somebody on this rank still uses it. `lent`: the borrower answers for what he wrote."""
         if unit.sharded and unit.parameter is ParameterState.FULL and not unit.uses.any:
             self.flights.finish_gathers_until(unit)
-            unit.release()
+            written = [] if lent else unit.written_members()
+            unit.release(drop=not (self.order.open or self.in_backward))
+            if written:
+                raise at_rest(written, "a write in place inside a forward or backward")
 
     def rest(self) -> None:
         """Everything that nobody has borrowed goes back to rest."""
@@ -236,8 +258,8 @@ class Schedule:
         late = self.late_units()
         mine = torch.tensor([unit in late for unit in self.trained], dtype=torch.int32)
         everybody = self.order.agreement.exchange("the late gradients", mine).sum(0).tolist()
-        for unit, count in zip(self.trained, everybody, strict=True):
-            if count:
+        for unit, late_on in zip(self.trained, everybody, strict=True):
+            if late_on:
                 # It came late once: from now on only the end of backward closes it.
                 unit.shared = True
                 self.order.close_last(unit)
@@ -331,7 +353,7 @@ class Schedule:
     def check_in_place(self) -> None:
         """Someone may have cast, moved or unfrozen the bare model: what is stepped would not be what computes."""
         for parameter, name in self._frozen:
-            if parameter.grad is not None:
+            if raw_grad(parameter) is not None:
                 raise RuntimeError(
                     f"parameter {name} was frozen at initialize and has a gradient now: it has no optimizer state. "
                     "Unfreeze it before initialize, or initialize again"
@@ -346,6 +368,11 @@ class Schedule:
                         f"parameter {member.name} no longer lies where initialize put it: the model was cast, moved "
                         "or given new .data after initialize. Do that before, or write values in place"
                     )
+
+    def frozen_names(self) -> list[str]:
+        """Trained parameters that the user has frozen since `initialize`."""
+        runs = [run for unit in self.trained for run in unit.trained if run.frozen]
+        return sorted(run.layout.members[index].name for run in runs for index in run.frozen)
 
     def forget_units(self) -> None:
         for held in (self.units, self.trained, self.sharded, self._frozen):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -12,24 +13,47 @@ from torch import nn
 
 # How deep objects of unknown classes are looked into: an output, the layers in it, their tensors.
 _DEPTH = 4
+_LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module, ModuleType)
+_SHORT = 256
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside tuples, lists, mappings, dataclasses, and attributes of other objects but modules."""
+    return _tensors_in(value, _DEPTH, set())
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth)
+        return
+    if isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    seen.add(id(value))  # a container may hold itself
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, tuple | list | set):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), depth)
-    elif depth and not isinstance(value, type | nn.Module | ModuleType):
-        for item in list(getattr(value, "__dict__", {}).values()):
-            yield from tensors_in(item, depth - 1)
+        items = value
+    elif dataclasses.is_dataclass(value):
+        items = (getattr(value, field.name) for field in dataclasses.fields(value))
+    elif depth:
+        items, depth = list(getattr(value, "__dict__", {}).values()), depth - 1
+    for item in items:
+        yield from _tensors_in(item, depth, seen)
+
+
+def may_hold_tensors(value: Any) -> bool:
+    """False for long containers of strings and numbers, such as a vocabulary, by their first and last items."""
+    if not isinstance(value, list | tuple | dict):
+        return isinstance(value, torch.Tensor)
+    if len(value) <= _SHORT:
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return not all(isinstance(item, _LEAVES) for item in (*islice(items, 8), *islice(reversed(items), 8)))
+
+
+def inside_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

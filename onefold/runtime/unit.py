@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
+import torch
 from torch import nn
 
 from onefold.comm import Gathering, Reduction
@@ -83,13 +84,28 @@ class Unit:
         for run in self.sharded:
             run.keep_second()
 
-    def release(self) -> None:
+    def release(self, *, drop: bool = False) -> None:
+        """Back to rest. `drop`: no graph will look for the next values in the memory of these."""
         assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
         assert not self.flying, self.name
         if self.sharded:
             for run in self.sharded:
-                run.hide()
+                run.hide(drop=drop)
             self.parameter = ParameterState.RESTING
+
+    def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of the tensors is a view of these parameters."""
+        found = list(tensors)
+        return any(run.is_seen_by(found) for run in self.sharded)
+
+    def hand_out(self) -> None:
+        """Somebody got a view of these parameters, and may keep it."""
+        for run in self.sharded:
+            run.hand_out()
+
+    def written_members(self) -> list[str]:
+        """Parameters that were written in place while they were unsharded: resharding would lose it."""
+        return [name for run in self.sharded for name in run.written_members()]
 
     def store(self) -> None:
         """The whole values were written from outside: shards take them over."""

@@ -55,7 +55,7 @@ class Inputs:
     def __init__(self, values: Sequence[Any], *, on_host: bool, num_slots: int | None) -> None:
         self._on_host, self._num_slots = on_host, num_slots
         # A parameter lives anyway: a copy of it would cost memory instead of saving it.
-        self._parameters = {value.data_ptr() for value in values if type(value) is nn.Parameter}
+        self._parameters = {value.data_ptr() for value in values if isinstance(value, nn.Parameter)}
         self._num_moved = 0
         self._copying: list[tuple[Resting, Tensor, int]] = []
 

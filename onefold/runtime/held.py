@@ -1,0 +1,366 @@
+"""How a Parameter behaves while its values are held by an engine, or by `zero.Init`.
+
+[Note: classes of held parameters]
+A Parameter object is one for life. While its values lie in a flat line of ours its class is a cached subclass of its
+own class, as torch does with `UninitializedParameter`: `isinstance`, optimizers, hooks and the compiler see a
+Parameter.
+
+* Unsharded. Torch functions run as on any Parameter. Three attributes are watched. `data = tensor` writes the values
+  into the line; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out of the
+  step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what stands
+  for it, and setting it to None drops it.
+* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An
+  operation on values is seen by `__torch_function__`: inside a pass it unshards (`operations.py`), elsewhere it raises.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from onefold.runtime.compiler import outside_compiler
+from onefold.runtime.trees import tensors_in
+
+HOLDER = "_onefold_home"
+_PLAIN = "_onefold_plain_class"
+_RESTING = "_onefold_resting"
+
+
+class Holder(Protocol):
+    """Who holds the values of a parameter."""
+
+    number: int
+
+    def name_of(self, parameter: nn.Parameter) -> str: ...
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether an engine is in a forward, or between a forward and its backward, so that it can unshard."""
+        ...
+
+    def operate(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
+    ) -> Any:
+        """Unshard the parameters for one torch function, inside a pass, and give its result."""
+        ...
+
+    def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """`parameter.data = value`, while it is unsharded."""
+
+    def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None: ...
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What stands for the gradient that was moved into the flat buffer; None where there is none."""
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None: ...
+
+
+# -- the plain attributes ---------------------------------------------------------------------------------------
+
+_data: Any = torch.Tensor.data
+_grad: Any = torch.Tensor.grad
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a Parameter other memory, whatever its class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _data.__set__(parameter, value)
+
+
+def raw_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd has left on the Parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _grad.__get__(parameter)
+        return gradient
+
+
+def set_raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(parameter, value)
+
+
+# -- the classes ------------------------------------------------------------------------------------------------
+
+
+def hold(parameter: nn.Parameter, *, resting: bool) -> None:
+    """The Parameter behaves as one whose values are held, from now on."""
+    parameter.__class__ = _held_class(plain_class(parameter), resting)
+
+
+def let_go(parameter: nn.Parameter) -> None:
+    """The Parameter is a plain one again."""
+    parameter.__class__ = plain_class(parameter)
+
+
+def plain_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class that the user gave it."""
+    found: type[nn.Parameter] = getattr(type(parameter), _PLAIN, type(parameter))
+    return found
+
+
+def is_resting(value: object) -> bool:
+    return bool(getattr(type(value), _RESTING, False))
+
+
+@cache
+def _held_class(plain: type[nn.Parameter], resting: bool) -> type[nn.Parameter]:
+    base: type[nn.Parameter] = plain if not resting else _held_class(plain, False)
+    members: dict[str, Any] = {_PLAIN: plain, _RESTING: resting, "__module__": plain.__module__}
+    members |= _RESTING_MEMBERS if resting else _HELD_MEMBERS
+    made: Any = type(plain)
+    held: type[nn.Parameter] = made(plain.__name__, (base,), members)
+    return held
+
+
+def _holder(parameter: nn.Parameter) -> Holder | None:
+    return parameter.__dict__.get(HOLDER)
+
+
+def _get_data(self: nn.Parameter) -> torch.Tensor:
+    values: torch.Tensor = _data.__get__(self)
+    return values
+
+
+def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
+    holder = _holder(self)
+    if holder is None or is_resting(self):
+        _data.__set__(self, value)  # at rest `__torch_function__` sees it
+    else:
+        holder.set_data(self, value)
+
+
+def _set_resting_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Casting or moving a module ends here. What changes nothing is let through."""
+    if value.numel() or (value.dtype, value.device) != (parameter.dtype, parameter.device):
+        raise _at_rest(
+            [parameter], f"data of {value.dtype} on {value.device}, shape {tuple(value.shape)}, for a parameter"
+        )
+
+
+def _get_grad(self: nn.Parameter) -> torch.Tensor | None:
+    gradient, holder = raw_grad(self), _holder(self)
+    return holder.gradient_of(self) if gradient is None and holder is not None else gradient
+
+
+def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
+    holder = _holder(self)
+    if holder is None:
+        set_raw_grad(self, value)
+    else:
+        holder.set_gradient(self, value)
+
+
+def _get_requires_grad(self: nn.Parameter) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(_requires_grad.__get__(self))
+
+
+def _set_requires_grad(self: nn.Parameter, value: bool) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _requires_grad.__set__(self, value)
+    holder = _holder(self)
+    if holder is not None:
+        holder.set_requires_grad(self, bool(value))
+
+
+def _requires_grad_(self: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
+    _set_requires_grad(self, requires_grad)
+    return self
+
+
+def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy is nobody's: a plain Parameter."""
+    if id(self) not in memo:
+        _refuse_at_rest(self, "copying it")
+        with torch.no_grad():
+            copied = self.detach().clone(memory_format=torch.preserve_format)
+        memo[id(self)] = _rebuild(plain_class(self), copied, self.requires_grad)
+    found: nn.Parameter = memo[id(self)]
+    return found
+
+
+def _reduce(self: nn.Parameter, protocol: Any) -> Any:
+    _refuse_at_rest(self, "pickling it")
+    return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+
+
+def _rebuild(plain: type[nn.Parameter], values: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    parameter = nn.Parameter(values, requires_grad=requires_grad)
+    parameter.__class__ = plain
+    return parameter
+
+
+def _refuse_at_rest(parameter: nn.Parameter, what: str) -> None:
+    if is_resting(parameter):
+        raise _at_rest([parameter], what)
+
+
+_HELD_MEMBERS: dict[str, Any] = {
+    "data": property(_get_data, _set_data),
+    "grad": property(_get_grad, _set_grad),
+    "requires_grad": property(_get_requires_grad, _set_requires_grad),
+    "requires_grad_": _requires_grad_,
+    "__deepcopy__": _deepcopy,
+    "__reduce_ex__": _reduce,
+}
+
+
+# -- operations on parameters at rest ---------------------------------------------------------------------------
+
+
+@outside_compiler
+def _torch_function(
+    cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    kwargs = kwargs or {}
+    if reads_no_values(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func == _data.__set__:
+        return _set_resting_data(*args)
+    resting = [value for value in tensors_in((args, kwargs)) if isinstance(value, nn.Parameter) and is_resting(value)]
+    holder = _holder(resting[0])
+    if holder is not None and holder.in_pass:
+        return holder.operate(func, args, kwargs, resting)
+    names = [_name(parameter) for parameter in resting]
+    if func in _WITHOUT_VALUES:
+        return _without_values(func, args, kwargs, names)
+    raise at_rest(names, _words(func))
+
+
+_RESTING_MEMBERS: dict[str, Any] = {"__torch_function__": classmethod(_torch_function)}
+
+
+class RestingValues(torch.Tensor):
+    """What `detach`, `data` and casts give of a parameter at rest: its dtype and device. Operating on it raises."""
+
+    _onefold_names: list[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        names = [name for value in tensors_in((args, kwargs)) for name in getattr(value, "_onefold_names", ())]
+        if reads_no_values(func) or func in _WITHOUT_VALUES:
+            return _without_values(func, args, kwargs, names)
+        raise at_rest(names, _words(func))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise at_rest(self._onefold_names, "pickling it")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise at_rest(self._onefold_names, "copying it")
+
+
+class HeldGradient(torch.Tensor):
+    """Stands for a gradient that is reduced and sharded over the ranks: it has a shape and no values.
+
+    What clears gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
+    """
+
+    _onefold_parameter: nn.Parameter
+    _onefold_name: str
+
+    @staticmethod
+    def of(parameter: nn.Parameter, name: str, shape: tuple[int, ...]) -> HeldGradient:
+        made: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            HeldGradient, shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._onefold_parameter, made._onefold_name = parameter, name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if reads_no_values(func) or func in (torch.Tensor.detach_, torch.Tensor.detach):
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0] if func in (torch.Tensor.detach_, torch.Tensor.detach) else func(*args, **kwargs)
+        held = [value for value in tensors_in((args, kwargs)) if isinstance(value, HeldGradient)]
+        if func in (torch.Tensor.zero_, torch._foreach_zero_):
+            for gradient in held:
+                gradient._onefold_parameter.grad = None
+            return args[0]
+        raise RuntimeError(
+            f"{_words(func)}'s gradient: the gradient of {held[0]._onefold_name} is reduced and sharded over the "
+            "ranks, and not here. Clip with the config's gradient_clipping; read the norm with "
+            "engine.get_global_grad_norm() after the step; read or set one gradient with "
+            "onefold.utils.safe_get_full_grad / safe_set_full_grad between backward and step, on all ranks"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        raise RuntimeError(f"{func}: the gradient is sharded over the ranks; use onefold.utils.safe_get_full_grad")
+
+
+def _without_values(func: Callable[..., Any], args: Any, kwargs: Any, names: list[str]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and not result.numel():
+            result = result.detach().as_subclass(RestingValues)
+            result._onefold_names = names
+        return result
+
+
+def at_rest(names: list[str], what: str) -> RuntimeError:
+    """The error for whoever wants values that are not here."""
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return RuntimeError(
+        f"{what}: the values of {shown} are sharded over the ranks and not here. Read or write them inside "
+        "onefold.zero.GatheredParameters(parameters) (to write: modifier_rank=0), which all ranks enter together; in "
+        "a loss, use parameters after the engine's forward has begun"
+    )
+
+
+def _at_rest(parameters: list[nn.Parameter], what: str) -> RuntimeError:
+    return at_rest([_name(parameter) for parameter in parameters], what)
+
+
+def _name(parameter: nn.Parameter) -> str:
+    holder = _holder(parameter)
+    return holder.name_of(parameter) if holder is not None else "a parameter"
+
+
+def _words(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return (
+        f"{name.removeprefix('_')}() on a parameter" if not name.startswith((".", "__")) else f"{name} of a parameter"
+    )
+
+
+def reads_no_values(func: Callable[..., Any]) -> bool:
+    """Metadata: shapes, dtype, device, requires_grad, grad, hooks and their kin."""
+    if func in _METADATA:
+        return True
+    name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return func.__name__ in ("__get__", "__set__", "__delete__") and name not in _VALUES
+
+
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
+_METADATA: set[Any] = {
+    getattr(torch.Tensor, name)
+    for name in """
+        size dim ndimension numel nelement stride storage_offset is_contiguous dim_order __len__ data_ptr
+        untyped_storage storage element_size get_device is_floating_point is_complex is_signed is_shared is_pinned
+        is_inference is_set_to _is_view requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
+        __hash__ __repr__ __format__ __dir__ new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+    """.split()  # noqa: SIM905
+    if hasattr(torch.Tensor, name)
+} | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
+# Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail
+# before anybody reads a value.
+_WITHOUT_VALUES: set[Any] = {
+    getattr(torch.Tensor, name)
+    for name in ("detach", "to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type", "type_as")
+    if hasattr(torch.Tensor, name)
+} | {_data.__get__, torch.detach}

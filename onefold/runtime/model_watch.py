@@ -1,0 +1,121 @@
+"""Notices what happens to a model's modules and parameters after `initialize` has laid them out.
+
+torch tells, by its registration hooks, of every parameter and every module that a module takes: that leaves a mark,
+and the next forward or step looks at the model once. What no hook tells of (a container's `insert`, a parameter that
+`to("meta")` replaces) is seen by the number of a container's children and by one parameter a unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from onefold.runtime.unit import Unit
+
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelWatch]] = weakref.WeakKeyDictionary()
+
+
+class ModelWatch:
+    """What a model was when it was laid out."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model = weakref.ref(model)
+        self._changed = False
+        # The name under which a parameter of ours is known.
+        self._names = {
+            id(parameter): member.name
+            for unit in units
+            for run in unit.runs
+            for member, parameter in zip(run.layout.members, run.parameters, strict=True)
+        }
+        self._known: dict[str, int] = {}
+        self._samples: list[tuple[weakref.ref[nn.Module], str, int]] = []
+        self._remember(model)
+        first = {id(unit.runs[0].parameters[0]) for unit in units}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in first:
+                    self._samples.append((weakref.ref(module), name, id(parameter)))
+        self._handles: list[RemovableHandle] = [
+            register_module_module_registration_hook(_registered),
+            register_module_parameter_registration_hook(_registered),
+        ]
+
+    def _remember(self, model: nn.Module) -> None:
+        self._known = {name: id(parameter) for name, parameter in _own_parameters(model)}
+        self._containers = [
+            (weakref.ref(module), len(module._modules))
+            for module in model.modules()
+            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        ]
+        for module in model.modules():
+            _watched[module] = weakref.ref(self)
+
+    def mark(self) -> None:
+        self._changed = True
+
+    def check(self) -> None:
+        """Raise, by name, where the model has parameters that would not be trained as the user expects."""
+        model = self._model()
+        if model is None or not (self._changed or self._looks_changed()):
+            return
+        problems = [
+            problem for name, parameter in _own_parameters(model) if (problem := self._problem(name, parameter))
+        ]
+        if problems:
+            more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
+            raise RuntimeError(
+                f"the model was changed after initialize: {'; '.join(problems[:2])}{more}. The engine's shards and "
+                "optimizer states do not have them: change the model before initialize, or call initialize again; a "
+                "parameter that is not to be trained may be added with requires_grad False"
+            )
+        self._remember(model)
+        self._changed = False
+
+    def _problem(self, name: str, parameter: nn.Parameter) -> str | None:
+        if self._known.get(name) == id(parameter):
+            return None
+        if id(parameter) in self._names:
+            return f"{name} is now tied to {self._names[id(parameter)]}"
+        if parameter.is_meta:
+            return f"{name} is on the meta device"
+        if not parameter.requires_grad:
+            return None
+        return f"{name} was {'replaced' if name in self._known else 'added'} and requires a gradient"
+
+    def _looks_changed(self) -> bool:
+        for reference, length in self._containers:
+            container = reference()
+            if container is not None and len(container._modules) != length:
+                return True
+        for owner, name, parameter in self._samples:
+            module = owner()
+            if module is not None and id(module._parameters.get(name)) != parameter:
+                # `functional_call` lends tensors, which are no parameters.
+                return isinstance(module._parameters.get(name), nn.Parameter)
+        return False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter under every one of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+
+
+def _registered(module: nn.Module, name: str, taken: Any) -> None:
+    reference = _watched.get(module)
+    watch = reference() if reference is not None else None
+    if watch is not None:
+        watch.mark()

@@ -1,0 +1,112 @@
+"""Torch functions on parameters at rest, inside a pass: penalties over `parameters()`, `functional_call`, weight norms.
+
+[Note: one operation on a parameter at rest]
+The units of the parameters are unsharded, the function runs, and they are resharded. Where autograd recorded it, the
+units are unsharded again before the first of its nodes runs backward, and resharded when the last of them has. A result
+that is a view of the parameter needs its memory: then the unit stays unsharded until the pass ends, and that memory is
+never emptied, since the view may be kept for longer. A write would be lost when the unit is resharded, so it raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from onefold.runtime.held import at_rest
+from onefold.runtime.schedule import Schedule
+from onefold.runtime.trees import inside_backward, tensors_in
+from onefold.runtime.unit import Unit
+
+
+class Place(Protocol):
+    """Where a parameter at rest is sharded."""
+
+    number: int
+
+    def lender(self) -> tuple[Schedule, Unit]: ...
+
+    def name_of(self, parameter: nn.Parameter) -> str: ...
+
+
+def operate(
+    places: Iterable[Place],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    resting: list[nn.Parameter],
+) -> Any:
+    """`func(*args, **kwargs)`, with the parameters unsharded meanwhile."""
+    again = inside_backward()
+    lenders = [place.lender() for place in sorted(set(places), key=lambda place: place.number)]
+    with ExitStack() as stack:
+        for schedule, unit in lenders:
+            stack.callback(schedule.after_forward, unit, again=again)
+            schedule.before_forward(unit, again=again)
+        versions = [parameter._version for parameter in resting]
+        result = func(*args, **kwargs)
+        written = [p for p, version in zip(resting, versions, strict=True) if p._version != version]
+        if written:
+            names = {parameter: place.name_of(parameter) for place in places for parameter in written}
+            raise at_rest([*names.values()], f"{getattr(func, '__name__', func)} writes inside a forward or backward")
+        nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
+        for schedule, unit in lenders:
+            if unit.is_seen_by(tensors_in(result)):
+                unit.uses.held = True
+                unit.hand_out()
+            elif nodes:
+                _Recorded.watch(schedule, unit, result, nodes, again=again)
+    return result
+
+
+def _nodes_of(result: Any, inputs: Any) -> Iterable[Any]:
+    """The nodes that autograd has made of one torch function."""
+    before = [tensor.grad_fn for tensor in tensors_in(inputs)]
+    waiting = [tensor.grad_fn for tensor in tensors_in(result)]
+    seen: list[Any] = []
+    while waiting:
+        node = waiting.pop()
+        if node is None or hasattr(node, "variable") or any(node is other for other in (*before, *seen)):
+            continue
+        seen.append(node)
+        waiting += [following for following, _ in node.next_functions]
+    return seen
+
+
+class _Recorded:
+    """An operation that autograd will run backward: a call of the unit, to the schedule."""
+
+    def __init__(self, schedule: Schedule, unit: Unit, num_nodes: int) -> None:
+        self._schedule, self._unit = weakref.ref(schedule), weakref.ref(unit)
+        self._call = next(schedule.calls)
+        self._num_nodes = self._left = num_nodes
+
+    @staticmethod
+    def watch(schedule: Schedule, unit: Unit, result: Any, nodes: list[Any], *, again: bool) -> None:
+        recorded = _Recorded(schedule, unit, len(nodes))
+        unit.uses.calls += 1
+        first = [tensor.grad_fn for tensor in tensors_in(result)]
+        for node in nodes:
+            if any(node is output for output in first):
+                node.register_prehook(recorded.begin)
+            node.register_hook(recorded.end)
+        if again:
+            unit.uses.backwards.add(recorded._call)  # inside the backward that will run through it at once
+
+    def begin(self, *_: Any) -> None:
+        schedule, unit = self._schedule(), self._unit()
+        if schedule is not None and unit is not None and self._call not in unit.uses.backwards:
+            self._left = self._num_nodes
+            schedule.before_backward(unit, self._call)
+            if torch.is_grad_enabled():
+                unit.uses.held = True
+
+    def end(self, *_: Any) -> None:
+        schedule, unit = self._schedule(), self._unit()
+        self._left -= 1
+        if schedule is not None and unit is not None and self._left == 0:
+            schedule.after_backward(unit, [self._call])

@@ -1,0 +1,916 @@
+"""Parameters that an engine holds, as a user's program meets them: at rest, inside a pass, written to, kept, frozen.
+
+Each case runs on every rank and returns None, or what was wrong first.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from models import config, more, precision, rank, start, weights_of
+from torch import nn
+from torch.nn import functional as F
+
+import onefold
+from onefold.comm import local_device
+from onefold.runtime.unit import ParameterState
+from onefold.zero import GatheredParameters
+
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "0": (0, {}),
+    "1": (1, {}),
+    "2": (2, {}),
+    "3": (3, {}),
+    "2 offload": (2, OFFLOAD),
+    "3 offload": (3, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
+    "3 persistent": (3, {"stage3_param_persistence_threshold": 10_000}),
+    "3 nothing kept": (3, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}),
+}
+WHOLE = ["0", "1", "2", "2 offload", "3 persistent"]
+
+
+def settings(plan: str, **rest: Any) -> dict[str, Any]:
+    stage, zero = PLANS[plan]
+    return config(stage, zero_optimization=zero, **{"optimizer": SGD, **rest})
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 4))
+
+
+def data(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on every rank, so that plain torch on one of them is the reference."""
+    made = torch.Generator().manual_seed(1000 + step)
+    x, y = torch.randn(4, 16, generator=made), torch.randn(4, 4, generator=made)
+    return x.to(local_device(), dtype), y.to(local_device(), dtype)
+
+
+def mse(model: nn.Module, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(out, y)
+
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Beside:
+    """An engine and plain torch, step by step on the same batches."""
+
+    def __init__(self, plan: str, make: Callable[[], nn.Module] = net, **rest: Any) -> None:
+        model = make()
+        self.plain = copy.deepcopy(model).to(local_device())
+        self.engine = start(model, settings(plan, **rest))
+        self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1, momentum=0.9)
+        self.steps = 0
+
+    def step(self, loss: Loss = mse) -> None:
+        x, y = data(self.steps)
+        self.engine.backward(loss(self.engine.module, self.engine(x), y))
+        self.engine.step()
+        self.optimizer.zero_grad()
+        loss(self.plain, self.plain(x), y).backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def difference(self, tolerance: float = 1e-6) -> str | None:
+        found, expected = weights_of(self.engine.module), self.plain.state_dict()
+        for name, tensor in expected.items():
+            off = float((found[name].double().cpu() - tensor.double().cpu()).abs().max()) if tensor.numel() else 0.0
+            if not off <= tolerance:
+                return f"after {self.steps} steps {name} is off by {off:.3g}"
+        return None
+
+
+def refusal(work: Callable[[], Any], *words: str) -> str | None:
+    """None if it raises and says all of the words."""
+    try:
+        work()
+    except (RuntimeError, ValueError) as error:
+        missing = [word for word in words if word not in str(error)]
+        return f"{missing} not in: {error}" if missing else None
+    return f"nothing was raised (expected {words})"
+
+
+# -- at rest ----------------------------------------------------------------------------------------------------
+
+
+def written(parameter: nn.Parameter, function: Callable[[Any], Any]) -> None:
+    with torch.no_grad():
+        function(parameter)
+
+
+VALUE_OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "detached norm": lambda p: p.detach().norm(),
+    "data norm": lambda p: p.data.abs().sum(),
+    "lerp into": lambda p: written(p, lambda q: torch.zeros(3).lerp_(q, 0.1)),
+    "foreach": lambda p: torch._foreach_mul([p.detach()], 2.0),
+    "clamp_": lambda p: written(p, lambda q: q.clamp_(0, 1)),
+    "data mul_": lambda p: p.data.mul_(2),
+    "init": lambda p: nn.init.ones_(p),
+    "assigned": lambda p: setattr(p, "data", torch.ones(3)),
+    "numpy": lambda p: p.detach().numpy(),
+    "cpu numpy": lambda p: p.detach().cpu().numpy(),
+    "array": lambda p: numpy.asarray(p.detach()),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "numpy dlpack": lambda p: numpy.from_dlpack(p.detach()),
+    "list": lambda p: p.tolist(),
+    "item": lambda p: p.item(),
+    "index": lambda p: p[0],
+    "compare": lambda p: torch.equal(p, torch.ones(3)),
+    "clone": lambda p: p.detach().clone(),
+    "like": lambda p: torch.zeros_like(p),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "matrix product": lambda p: torch.ones(3) @ p,
+    "cast": lambda p: p.half() + 1,
+    "shared": lambda p: p.detach().share_memory_(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "saved": lambda p: torch.save(p, io.BytesIO()),
+    "data saved": lambda p: torch.save(p.data, io.BytesIO()),
+}
+
+
+def values_at_rest(initialised: bool) -> list[str]:
+    """Names of operations that did not raise as they should."""
+    if initialised:
+        model: nn.Module = start(net(), settings("3 nothing kept")).module
+    else:
+        with onefold.zero.Init():
+            model = net()
+    weight = model[0].weight
+    found = []
+    for name, operation in VALUE_OPERATIONS.items():
+        problem = refusal(lambda operation=operation: operation(weight), "weight", "GatheredParameters")
+        found += [f"{name}: {problem}"] if problem else []
+    return found
+
+
+@pytest.mark.parametrize("initialised", [True, False], ids=["engine", "Init"])
+def test_values_of_a_parameter_at_rest_raise(on_ranks, initialised):
+    assert on_ranks(2, values_at_rest, initialised) == [[], []]
+
+
+def metadata_at_rest() -> str | None:
+    engine = start(net(), settings("3 nothing kept"))
+    weight = engine.module[0].weight
+    expected = {"shape": (0,), "dtype": torch.float32, "device": torch.device("cpu"), "requires_grad": True, "ndim": 1}
+    expected |= {"grad": None, "is_leaf": True, "is_cuda": False, "grad_fn": None}
+    for name, value in expected.items():
+        if getattr(weight, name) != value:
+            return f"{name} is {getattr(weight, name)}"
+    calls = [weight.numel() == 0, weight.size() == (0,), weight.is_floating_point(), isinstance(weight, nn.Parameter)]
+    calls += [hash(weight) == id(weight), weight in {weight: 1}, "Parameter" in repr(weight), weight.data.numel() == 0]
+    calls += [
+        weight.detach().numel() == 0,
+        weight.to("cpu").dtype is torch.float32,
+        type(weight).__name__ == "Parameter",
+    ]
+    if not all(calls):
+        return f"calls {calls}"
+    before = engine.ledger.calls("gather")
+    (
+        list(engine.module.parameters()),
+        dict(engine.module.named_parameters()),
+        torch.optim.SGD(engine.module.parameters()),
+    )
+    engine.module.to(torch.float32)
+    engine.module.to("cpu")
+    return None if engine.ledger.calls("gather") == before else "iterating gathered"
+
+
+def test_metadata_of_a_parameter_at_rest_stays(on_ranks):
+    assert on_ranks(2, metadata_at_rest) == [None, None]
+
+
+# -- inside a pass ----------------------------------------------------------------------------------------------
+
+
+def squares(model: nn.Module) -> torch.Tensor:
+    return sum((p.pow(2).sum() for p in model.parameters()), torch.zeros((), device=local_device()))
+
+
+class Penalised(nn.Module):
+    """Reads parameters of its children in its forward, by every road."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.net, self.way = net(), way
+        self.kept = [*self.net.parameters()] if way == "kept list" else []
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "functional_call":
+            weights = {name: 1.5 * weight for name, weight in self.net.named_parameters()}
+            return torch.func.functional_call(self.net, weights, (x,))
+        if self.way == "no_grad":
+            with torch.no_grad():
+                self.seen.append(sum(float(p.norm()) for p in self.net.parameters()))
+            return self.net(x)
+        if self.way == "views":
+            first = next(self.net.parameters())
+            return self.net(x) + 0.1 * first.t().flatten()[:4] + first.detach()[0, :4]
+        parameters = self.kept or self.net.parameters()
+        return self.net(x) + 0.01 * sum((p.abs().sum() for p in parameters), torch.zeros((), device=local_device()))
+
+
+def penalised(plan: str, way: str) -> str | None:
+    loss: Loss = mse
+    if way == "after":
+        loss = lambda model, out, y: mse(model, out, y) + 0.1 * squares(model)  # noqa: E731
+    if way == "elastic":
+        anchors = [p.detach().clone() for p in net().to(local_device()).parameters()]
+
+        def loss(model: nn.Module, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            pairs = zip(model.parameters(), anchors, strict=True)
+            return mse(model, out, y) + sum((3.0 * (p - a).pow(2)).sum() for p, a in pairs)
+
+    make: Callable[[], nn.Module] = net if way in ("after", "elastic") else lambda: Penalised(way)
+    both = Beside(plan, make)
+    for _ in range(3):
+        both.step(loss)
+        resting = [p.numel() == 0 for p in both.engine.module.parameters()]
+        if plan == "3 nothing kept" and not all(resting):
+            return f"not at rest after a step: {resting}"
+    if way == "no_grad" and not numpy.allclose(both.engine.module.seen, both.plain.seen):
+        return f"norms {both.engine.module.seen}, plain torch {both.plain.seen}"
+    return both.difference()
+
+
+@pytest.mark.parametrize("way", ["after", "elastic", "inside", "kept list", "functional_call", "no_grad", "views"])
+@pytest.mark.parametrize("plan", ["3", "3 nothing kept", more("2"), more("3 offload")])
+def test_operations_on_parameters_inside_a_pass_equal_plain_torch(on_ranks, plan, way):
+    assert on_ranks(2, penalised, plan, way) == [None, None]
+
+
+def unsharded_units(engine: onefold.Engine) -> list[str]:
+    return [unit.name for unit in engine._units if unit.parameter is not ParameterState.RESTING]
+
+
+def released_after_an_operation() -> str | None:
+    engine = start(net(), settings("3 nothing kept"))
+    x, y = data(0)
+    out = engine(x)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            value = next(engine.module.parameters()).pow(2).sum()
+        if unsharded_units(engine):
+            return f"unsharded after an operation (grad {grad}): {unsharded_units(engine)}"
+    most = []
+
+    def count(gradient: torch.Tensor) -> torch.Tensor:
+        most.append(len(unsharded_units(engine)))
+        return gradient
+
+    penalties = [p.pow(2).sum() for p in engine.module.parameters()]
+    for penalty in penalties:
+        penalty.register_hook(count)
+    engine.backward(F.mse_loss(out, y) + value + sum(penalties))
+    if max(most) > 1:
+        return f"{max(most)} units unsharded at once in backward"
+    return f"left over {unsharded_units(engine)}" if unsharded_units(engine) else None
+
+
+def test_a_unit_is_released_after_an_operation_and_unsharded_for_its_backward(on_ranks):
+    assert on_ranks(2, released_after_an_operation) == [None, None]
+
+
+def writes_inside_a_pass() -> str | None:
+    engine = start(net(), settings("3 nothing kept"))
+    x, y = data(0)
+    out = engine(x)
+    with torch.no_grad():
+        problem = refusal(lambda: next(engine.module.parameters()).mul_(2), "0.weight", "GatheredParameters")
+        if problem:
+            return f"by an operation: {problem}"
+        engine.module[0].weight.mul_(2)  # a read by attribute unshards until the pass ends, which then finds the write
+    problem = refusal(lambda: engine.backward(F.mse_loss(out, y)), "0.weight", "write in place")
+    if problem:
+        return f"by attribute: {problem}"
+    engine.destroy()
+
+    class Renormalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(8, 16, max_norm=0.1), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.embed(x))
+
+    engine = start(Renormalised(), settings("3 nothing kept"))
+    return refusal(lambda: engine(torch.arange(4)), "embed.weight", "write in place")
+
+
+def test_a_write_to_a_sharded_parameter_inside_a_pass_raises(on_ranks):
+    assert on_ranks(2, writes_inside_a_pass) == [None, None]
+
+
+# -- writes -----------------------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "clamp_": lambda p: p.clamp_(-0.05, 0.05),
+    "mul_": lambda p: p.mul_(0.5),
+    "data clamp_": lambda p: p.data.clamp_(-0.05, 0.05),
+    "data assigned": lambda p: setattr(p, "data", p.data * 0.5),
+    "fill_ a part": lambda p: p[0].fill_(0.25),
+    "copied from numpy": lambda p: p.copy_(torch.from_numpy(0.5 * p.detach().numpy().copy())),
+}
+
+
+def writes(plan: str, way: str) -> str | None:
+    both = Beside(plan)
+    for _ in range(3):
+        both.step()
+        with torch.no_grad():
+            for p in (*both.engine.module.parameters(), *both.plain.parameters()):
+                WRITES[way](p)
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize("way", list(WRITES))
+@pytest.mark.parametrize("plan", ["2", "2 offload", "3 persistent", more("0"), more("1")])
+def test_writes_to_unsharded_parameters_equal_plain_torch(on_ranks, plan, way):
+    assert on_ranks(2, writes, plan, way) == [None, None]
+
+
+def writes_in_16_bits(plan: str, dtype: str, optimizer: str, honour: bool) -> str | None:
+    """At rate 0 a step leaves what was written."""
+    params = {"lr": 0.0, "weight_decay": 0.0} if optimizer != "SGD" else {"lr": 0.0}
+    section = {"type": optimizer, "params": params}
+    engine = start(
+        net(), settings(plan, optimizer=section, onefold={"honour_writes": honour}, **precision(dtype)),
+    )  # fmt: skip
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    for step in range(2):
+        for index, p in enumerate(engine.module.parameters()):
+            p.data.view(-1)[::3] = 0.125 * (index + 1 + step)
+        wanted = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        x, y = data(step, kind)
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+        found = dict(engine.module.named_parameters())
+        kept = all(torch.equal(found[name], wanted[name]) for name in wanted)
+        if kept is not honour:
+            return f"step {step}: written values {'lost' if honour else 'kept'}"
+    return None
+
+
+@pytest.mark.parametrize("plan", WHOLE)
+@pytest.mark.parametrize("dtype", ["bf16", more("fp16")])
+def test_writes_in_16_bits_reach_the_master(on_ranks, plan, dtype):
+    assert on_ranks(2, writes_in_16_bits, plan, dtype, "AdamW", True) == [None, None]
+
+
+def test_writes_reach_the_master_of_any_optimizer(on_ranks):
+    assert on_ranks(2, writes_in_16_bits, "1", "bf16", "NAdam", True) == [None, None]
+
+
+def test_the_search_for_writes_can_be_turned_off(on_ranks):
+    assert on_ranks(2, writes_in_16_bits, "1", "bf16", "SGD", False) == [None, None]
+
+
+def untouched(plan: str, dtype: str) -> bool:
+    """Comparing changes no bit where nobody writes."""
+    found = []
+    for honour in (True, False):
+        engine = start(net(), settings(plan, onefold={"honour_writes": honour}, **precision(dtype)))
+        for step in range(3):
+            x, y = data(step, torch.bfloat16)
+            engine.backward(F.mse_loss(engine(x), y))
+            engine.step()
+        found.append([onefold.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()])
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["1", "2 offload"])
+def test_looking_for_writes_moves_no_bit(on_ranks, plan):
+    assert on_ranks(2, untouched, plan, "bf16") == [True, True]
+
+
+# -- what a user keeps ------------------------------------------------------------------------------------------
+
+
+def through_a_queue(weight: torch.Tensor) -> torch.Tensor:
+    queue = torch.multiprocessing.SimpleQueue()
+    queue.put(weight)
+    return queue.get()
+
+
+KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda p: p.detach().numpy(),
+    "dlpack": lambda p: numpy.from_dlpack(p.detach()),
+    "torch dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "view": lambda p: p.detach(),
+    "transposed": lambda p: p.detach().t(),
+    "row": lambda p: p.data[1],
+    "shared": lambda p: p.detach().share_memory_(),
+    "queue": lambda p: through_a_queue(p.detach()),
+}
+
+
+def kept_from_gathered(way: str) -> str | None:
+    both = Beside("3 nothing kept")
+    both.step()
+    weight = both.engine.module[0].weight
+    with GatheredParameters([weight]):
+        kept = KEEPS[way](weight)
+        copied = copy.deepcopy(kept) if not isinstance(kept, numpy.ndarray) else kept.copy()
+    for _ in range(2):
+        both.step()
+    if not (kept == copied).all():
+        return f"what was kept has become {kept}"
+    return both.difference()
+
+
+@pytest.mark.parametrize("way", list(KEEPS))
+def test_what_was_kept_of_gathered_parameters_stays_valid(on_ranks, way):
+    assert on_ranks(2, kept_from_gathered, way) == [None, None]
+
+
+def kept_from_a_hook(way: str, training: bool) -> str | None:
+    both = Beside("3 nothing kept")
+    kept: list[Any] = []
+    if training or way != "numpy":
+        both.engine.module[0].register_forward_hook(lambda module, args, out: kept.append(KEEPS[way](module.weight)))
+    if training:
+        both.step()
+    else:
+        with torch.no_grad():
+            both.engine(data(0)[0])
+    copies = [value.copy() if isinstance(value, numpy.ndarray) else value.clone() for value in kept]
+    both.step()
+    both.step()
+    if any(not (value == other).all() for value, other in zip(kept, copies, strict=False)):
+        return "what was kept has changed"
+    return both.difference()
+
+
+@pytest.mark.parametrize(
+    ("way", "training"), [("numpy", True), ("shared", True), ("queue", True), ("dlpack", False), ("view", False)]
+)
+def test_what_was_kept_inside_a_forward_stays_valid(on_ranks, way, training):
+    assert on_ranks(2, kept_from_a_hook, way, training) == [None, None]
+
+
+# -- gradients --------------------------------------------------------------------------------------------------
+
+DROPS: dict[str, Callable[[onefold.Engine], Any]] = {
+    "model": lambda engine: engine.module.zero_grad(),
+    "model, to zero": lambda engine: engine.module.zero_grad(set_to_none=False),
+    "each": lambda engine: [setattr(p, "grad", None) for p in engine.module.parameters()],
+    "engine": lambda engine: engine.zero_grad(),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+    "another optimizer": lambda engine: torch.optim.SGD(engine.module.parameters()).zero_grad(),
+}
+
+
+def dropped(plan: str, way: str) -> str | None:
+    both = Beside(plan)
+    both.step()
+    x, y = data(50)
+    F.mse_loss(both.engine(x), y).backward()
+    DROPS[way](both.engine)
+    if any(p.grad is not None for p in both.engine.module.parameters()) and way != "model, to zero":
+        return "a gradient is still there"
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize("way", list(DROPS))
+@pytest.mark.parametrize("plan", ["1", "3 nothing kept", more("0"), more("2"), more("2 offload"), more("3 offload")])
+def test_gradients_are_dropped_however_it_is_asked_for(on_ranks, plan, way):
+    assert on_ranks(2, dropped, plan, way) == [None, None]
+
+
+def partly_dropped(plan: str) -> str | None:
+    """A submodule's `zero_grad` drops its own gradients, inside an accumulation window too."""
+    model = net()
+    plain = copy.deepcopy(model).to(local_device())
+    engine = start(model, settings(plan, gradient_accumulation_steps=2))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = data(step)
+        engine.backward(F.mse_loss(engine(x), y))
+        (F.mse_loss(plain(x), y) / 2).backward()
+        if step in (0, 3):
+            engine.module[2].zero_grad()
+            plain[2].zero_grad(set_to_none=False)
+        engine.step()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    found = weights_of(engine.module)
+    off = {name: float((found[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in plain.state_dict().items()}
+    return None if max(off.values()) < 1e-6 else f"off by {off}"
+
+
+@pytest.mark.parametrize("plan", ["1", "3", more("0"), more("2"), more("2 offload"), more("3 offload")])
+def test_a_submodule_drops_its_own_gradients(on_ranks, plan):
+    assert on_ranks(2, partly_dropped, plan) == [None, None]
+
+
+def gradients_read(plan: str) -> str | None:
+    engine = start(net(), settings(plan))
+    x, y = data(0)
+    engine.backward(F.mse_loss(engine(x), y))
+    weight = engine.module[0].weight
+    words = ("0.weight", "gradient_clipping", "safe_get_full_grad")
+    reads: dict[str, Callable[[], Any]] = {
+        "clip": lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3),
+        "norm": lambda: weight.grad.norm(),
+        "scaled": lambda: weight.grad.mul_(0.5),
+        "copied": lambda: weight.grad.clone(),
+    }
+    for name, read in reads.items():
+        problem = refusal(read, *words)
+        if problem:
+            return f"{name}: {problem}"
+    if weight.grad is None or weight.grad.shape != (32, 16):
+        return f"grad is {weight.grad!r}"
+    problem = refusal(lambda: setattr(weight, "grad", torch.zeros(32, 16)), "0.weight", "safe_set_full_grad")
+    engine.step()
+    return problem or (None if weight.grad is None else "a gradient after the step")
+
+
+@pytest.mark.parametrize("plan", ["0", "1", "2", "3"])
+def test_reading_a_sharded_gradient_says_what_to_call(on_ranks, plan):
+    assert on_ranks(2, gradients_read, plan) == [None, None]
+
+
+def clipped_by_hand(plan: str) -> str | None:
+    model = net()
+    plain = copy.deepcopy(model).to(local_device())
+    engine = start(model, settings(plan))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        x, y = data(step)
+        engine.backward(F.mse_loss(engine(x), y))
+        F.mse_loss(plain(x), y).backward()
+        norms = [float(nn.utils.clip_grad_norm_(m.parameters(), 0.05)) for m in (engine.module, plain)]
+        if norms[0] != pytest.approx(norms[1], rel=1e-6):
+            return f"step {step}: norms {norms}"
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights_of(engine.module)
+    off = max(float((found[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in plain.state_dict().items())
+    return None if off < 1e-6 else f"off by {off}"
+
+
+@pytest.mark.parametrize("plan", ["0", "2", "3", "2 offload"])
+def test_one_rank_clips_by_hand_as_plain_torch(on_ranks, plan):
+    assert on_ranks(1, clipped_by_hand, plan) == [None]
+
+
+# -- changes after initialize -----------------------------------------------------------------------------------
+
+
+def frozen_between(plan: str, optimizer: str) -> str | None:
+    model = net()
+    plain = copy.deepcopy(model).to(local_device())
+    kinds = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "NAdam": torch.optim.NAdam}
+    params: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if optimizer == "SGD" else {})
+    engine = start(model, settings(plan, optimizer={"type": optimizer, "params": params}))
+    reference = kinds[optimizer](plain.parameters(), **params)
+    for step in range(5):
+        for found in (engine.module, plain):
+            found[0].requires_grad_(step < 2)
+            found[2][0].bias.requires_grad = step != 3
+        x, y = data(step)
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+        F.mse_loss(plain(x), y).backward()
+        reference.step()
+        reference.zero_grad()
+    found, expected = weights_of(engine.module), plain.state_dict()
+    # Adam counts the steps of a parameter that is frozen for a while too: what was frozen to the end must agree.
+    names = ["0.weight", "0.bias"] if optimizer != "SGD" else list(expected)
+    off = {name: float((found[name].cpu() - expected[name].cpu()).abs().max()) for name in names}
+    return None if max(off.values()) < 1e-6 else f"off by {off}"
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "NAdam"])
+@pytest.mark.parametrize("plan", ["2", "3", more("0"), more("1"), more("2 offload"), more("3 offload")])
+def test_a_frozen_parameter_stops_moving(on_ranks, plan, optimizer):
+    assert on_ranks(2, frozen_between, plan, optimizer) == [None, None]
+
+
+def frozen_on_one_rank(plan: str) -> str | None:
+    engine = start(net(), settings(plan))
+    engine.module[0].requires_grad_(rank() == 0)
+    x, y = data(0)
+    engine.backward(F.mse_loss(engine(x), y))
+    return refusal(engine.step, "frozen", "rank")
+
+
+@pytest.mark.parametrize("plan", ["2", "3"])
+def test_ranks_that_freeze_different_parameters_raise(on_ranks, plan):
+    assert on_ranks(2, frozen_on_one_rank, plan) == [None, None]
+
+
+class Later(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tie(model: Any) -> None:
+    model.layers[1].weight = model.layers[0].weight
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "added": (lambda model: model.layers.append(nn.Linear(16, 16)), "layers.2.weight was added"),
+    "inserted": (lambda model: model.layers.insert(0, nn.Linear(16, 16)), "was replaced"),
+    "replaced": (lambda model: setattr(model, "head", nn.Linear(16, 4)), "head.weight was replaced"),
+    "parameter": (
+        lambda model: setattr(model.head, "weight", nn.Parameter(torch.zeros(4, 16))),
+        "head.weight was replaced",
+    ),
+    "registered": (lambda model: model.register_parameter("more", nn.Parameter(torch.zeros(4))), "more was added"),
+    "tied": (tie, "layers.1.weight is now tied to layers.0.weight"),
+    "cast": (lambda model: model.layers[0].double(), "float64"),
+    "moved": (lambda model: model.to("meta"), ""),
+    "given": (lambda model: setattr(model.head.weight, "data", torch.zeros(5, 16)), "(5, 16)"),
+}
+
+
+def changed_after(plan: str, how: str, at_step: bool) -> str | None:
+    engine = start(Later(), settings(plan))
+    x, y = data(0)
+    engine.backward(F.mse_loss(engine(x), y))
+    change, words = CHANGES[how]
+
+    def work() -> None:
+        change(engine.module)
+        if at_step:
+            engine.step()
+        engine(x)
+
+    return refusal(work, words)
+
+
+@pytest.mark.parametrize("how", list(CHANGES))
+@pytest.mark.parametrize("plan", ["2", "3"])
+def test_a_model_that_is_changed_after_initialize_is_refused_by_name(on_ranks, plan, how):
+    assert on_ranks(2, changed_after, plan, how, False) == [None, None]
+
+
+@pytest.mark.parametrize("how", ["added", "tied"])
+def test_a_step_notices_a_changed_model(on_ranks, how):
+    assert on_ranks(2, changed_after, "2", how, True) == [None, None]
+
+
+def harmless_changes(plan: str) -> str | None:
+    both = Beside(plan)
+    for model in (both.engine.module, both.plain):
+        model.register_parameter("kept", nn.Parameter(torch.zeros(3), requires_grad=False))
+        model.register_buffer("count", torch.zeros((), device=local_device()))
+    both.step()
+    both.engine.module.to(torch.float32)
+    weights = {name: p.detach() * 1.0 for name, p in both.plain.named_parameters()}
+    with torch.no_grad():
+        torch.func.functional_call(both.engine.module, weights, (data(0)[0],))
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize("plan", ["2", "3"])
+def test_changes_that_train_nothing_are_let_through(on_ranks, plan):
+    assert on_ranks(2, harmless_changes, plan) == [None, None]
+
+
+# -- what can be trained ----------------------------------------------------------------------------------------
+
+
+class Tagged(nn.Parameter):
+    pass
+
+
+class Meaningful(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def tagged_net() -> nn.Module:
+    model = net()
+    model[0].weight = Tagged(model[0].weight.detach().clone())
+    return model
+
+
+def subclass(plan: str) -> str | None:
+    both = Beside(plan, tagged_net)
+    for _ in range(2):
+        both.step()
+    if type(both.engine.module[0].weight).__name__ != "Tagged" or not isinstance(both.engine.module[0].weight, Tagged):
+        return f"its class is {type(both.engine.module[0].weight)}"
+    if problem := both.difference():
+        return problem
+    model = both.engine.module
+    both.engine.destroy()
+    onefold.zero.gather_distributed_parameters(model)
+    return None if type(model[0].weight) is Tagged else f"afterwards its class is {type(model[0].weight)}"
+
+
+@pytest.mark.parametrize("plan", ["2", "3", more("0"), more("1"), more("3 offload")])
+def test_a_subclass_of_parameter_is_trained(on_ranks, plan):
+    assert on_ranks(2, subclass, plan) == [None, None]
+
+
+def untrainable(what: str) -> str | None:
+    model: Any = net()
+    if what == "complex":
+        model.w = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        words = ["parameter w", "view_as_complex"]
+    elif what == "own meaning":
+        model[0].weight = Meaningful(model[0].weight.detach().clone())
+        words = ["0.weight", "Meaningful"]
+    elif what == "same memory":
+        model.append(nn.Linear(4, 4))
+        model.append(nn.Linear(4, 4))
+        model[-1].weight.data = model[-2].weight.data
+        words = ["4.weight", "5.weight", "b.weight = a.weight"]
+    elif what == "overlapping":
+        line = torch.zeros(40)
+        model.a, model.b = nn.Parameter(line[:20]), nn.Parameter(line[10:30])
+        words = ["parameters a and b"]
+    else:
+        model[2] = torch.jit.script(model[2])
+        words = ["module 2", "ScriptModule", "torch.compile"]
+    return refusal(lambda: start(model, settings("2")), *words)
+
+
+@pytest.mark.parametrize("what", ["complex", "own meaning", "same memory", "overlapping", "scripted"])
+def test_what_cannot_be_trained_is_refused_by_name(on_ranks, what):
+    assert on_ranks(1, untrainable, what) == [None]
+
+
+def neighbours() -> str | None:
+    """Parameters side by side in one storage are apart; frozen ones may even share memory."""
+
+    def make() -> nn.Module:
+        model: Any = net()
+        line = torch.cat([p.detach().flatten() for p in model[0].parameters()])
+        model[0].weight = nn.Parameter(line[:512].view(32, 16))
+        model[0].bias = nn.Parameter(line[512:])
+        shared = torch.ones(3)
+        model.one, model.two = (nn.Parameter(shared, requires_grad=False) for _ in range(2))
+        return model
+
+    both = Beside("2", make)
+    both.step()
+    return both.difference()
+
+
+def test_parameters_side_by_side_in_one_storage_are_trained(on_ranks):
+    assert on_ranks(2, neighbours) == [None, None]
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.none = nn.Linear(16, 4), nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.none.sum()
+
+
+def under_init(what: str) -> str | None:
+    if what == "same memory":
+        with onefold.zero.Init():
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            return refusal(lambda: setattr(model[1].weight, "data", model[0].weight.data), "b.weight = a.weight")
+    if what == "forward":
+        with onefold.zero.Init():
+            model = net()
+        return refusal(lambda: model(data(0)[0]), "weight", "GatheredParameters")
+    both = Beside("3 nothing kept", Odd)
+    with onefold.zero.Init(config_dict_or_path=settings("3 nothing kept")):
+        model = Odd()
+    both.engine = start(model, settings("3 nothing kept"))
+    both.step()
+    return both.difference() or (None if tuple(both.plain.none.shape) == (0, 4) else "another shape")
+
+
+@pytest.mark.parametrize("what", ["same memory", "forward", "empty"])
+def test_odd_models_under_init(on_ranks, what):
+    assert on_ranks(2, under_init, what) == [None, None]
+
+
+# -- copies and pickles -----------------------------------------------------------------------------------------
+
+
+def copied_and_pickled(plan: str) -> str | None:
+    both = Beside(plan)
+    both.step()
+    model = both.engine.module
+    with GatheredParameters(list(model.parameters())):
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        torch.save([model[0].weight, model[0].bias], io.BytesIO())
+        copies = [copy.deepcopy(model), torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)]
+        expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    x, y = data(9)
+    for found in copies:
+        if any(type(p) is not nn.Parameter for p in found.parameters()):
+            return f"classes {[type(p) for p in found.parameters()]}"
+        if any(not torch.equal(p, expected[name]) for name, p in found.named_parameters()):
+            return "a copy has other values"
+        F.mse_loss(found(x), y).backward()
+        torch.optim.SGD(found.parameters(), lr=0.1).step()
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize("plan", ["2", "3 nothing kept"])
+def test_a_model_can_be_copied_and_pickled_while_it_is_whole(on_ranks, plan):
+    assert on_ranks(2, copied_and_pickled, plan) == [None, None]
+
+
+def classes_after_the_engine(plan: str) -> str | None:
+    model = net()
+    engine = start(model, settings(plan))
+    x, y = data(0)
+    engine.backward(F.mse_loss(engine(x), y))
+    engine.step()
+    engine.destroy()
+    onefold.zero.gather_distributed_parameters(model)
+    if any(type(p) is not nn.Parameter for p in model.parameters()):
+        return f"classes {[type(p) for p in model.parameters()]}"
+    F.mse_loss(model(x), y).backward()
+    return None if all(p.grad is not None for p in model.parameters()) else "no gradients"
+
+
+@pytest.mark.parametrize("plan", ["1", "3"])
+def test_parameters_are_plain_again_without_an_engine(on_ranks, plan):
+    assert on_ranks(2, classes_after_the_engine, plan) == [None, None]
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.linspace(0, 1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.frequencies.to(x.dtype)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    pass
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+BUFFERED: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(16),
+    "own batch norm": lambda: OwnNorm(16),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(OwnLinear(16, 16)),
+}
+
+
+def buffers(name: str, plan: str) -> str | None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), BUFFERED[name](), Rotary(), nn.Linear(16, 4))
+    plain = copy.deepcopy(model).to(local_device())
+    frequencies = plain[2].frequencies
+    plain = plain.to(torch.bfloat16)
+    plain[2].frequencies = frequencies
+    engine = start(model, settings(plan, **precision("bf16")))
+    for step in range(2):
+        x, _ = data(step, torch.bfloat16)
+        out, expected = engine(x), plain(x)
+        if step == 0 and not torch.equal(out, expected):
+            return f"outputs differ by {(out - expected).abs().max()}"
+        engine.backward(out.float().pow(2).mean())
+        engine.step()
+    found = {key: value.dtype for key, value in engine.module.named_buffers()}
+    wanted = {key: value.dtype for key, value in plain.named_buffers()}
+    return None if found == wanted else f"{found}, module.to(bf16) has {wanted}"
+
+
+@pytest.mark.parametrize("name", list(BUFFERED))
+@pytest.mark.parametrize("plan", ["1", "3"])
+def test_buffers_of_torchs_layers_follow_the_parameters(on_ranks, name, plan):
+    assert on_ranks(2, buffers, name, plan) == [None, None]
