@@ -94,8 +94,8 @@ def slow_reads(seconds: float) -> Iterator[list[int]]:
 
 def beside_slow_reads(stage: int, keys: dict[str, Any]) -> tuple[str | None, int]:
     with tempfile.TemporaryDirectory() as folder:
-        disk = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, **keys}
-        zero = {"offload_optimizer": disk, **({"offload_param": disk} if stage == 3 else {})}
+        disk = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+        zero = {"offload_optimizer": {**disk, **keys}, **({"offload_param": disk} if stage == 3 else {})}
         expected = train(start(net(), config(2, **precision("bf16"))), 3)
         engine = start(net(), config(stage, zero_optimization=zero, **precision("bf16")))
         with slow_reads(0.02) as sizes:

@@ -15,6 +15,12 @@ from onefold.runtime import gathered
 STEPS = 5
 
 
+def assert_all_close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], **tolerance: float) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, **tolerance, msg=lambda told, name=name: f"{name}: {told}")
+
+
 def beside_ddp(
     stage: int, accumulation: int, clipping: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[Any]]:
@@ -52,8 +58,7 @@ def beside_ddp(
 @pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.0), (3, 0.2)])
 def test_training_equals_ddp_with_adamw(on_ranks, world, stage, accumulation, clipping):
     for mine, theirs, losses in on_ranks(world, beside_ddp, stage, accumulation, clipping):
-        for name in theirs:
-            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=2e-5)
+        assert_all_close(mine, theirs, rtol=1e-4, atol=2e-5)
         for ours, ddp in losses:
             assert ours == pytest.approx(ddp, rel=1e-4)
 
@@ -85,8 +90,7 @@ def beside_torch(index: int, stage: int) -> tuple[dict[str, torch.Tensor], dict[
 @pytest.mark.parametrize("stage", [0, 2])
 def test_named_optimizers_equal_torchs(on_ranks, index, stage):
     for mine, theirs in on_ranks(2, beside_torch, index, stage):
-        for name in theirs:
-            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-5)
+        assert_all_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def lion(stage: int) -> tuple[torch.Tensor, torch.Tensor]:

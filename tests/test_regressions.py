@@ -132,12 +132,11 @@ def cast_afterwards() -> list[str]:
     for act in (engine.double, engine.half, lambda: engine.to(torch.bfloat16)):
         with pytest.raises(RuntimeError, match="cannot be cast or moved"):
             act()
-    x, y = batches(1)[0]
-    engine.module.double()
-    engine.backward(engine(x, y))
-    with pytest.raises(RuntimeError, match="no longer lies where initialize put it") as caught:
-        engine.step()
+    with pytest.raises(RuntimeError, match=r"was given data of torch\.float64.*Do it before initialize") as caught:
+        engine.module.double()
     said.append(str(caught.value))
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+    train(engine, 1)  # nothing was changed
     return said
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 # Modules without their folder `onefold/`, tests without `test_` and `.py`. A folder stands for all modules in it that
-# have no line of their own. Tests that need a GPU are named too, and are run where there is one.
+# have no line of their own. Tests that need a GPU are named too: `make test-gpu` runs them.
 TESTS = {
     "__init__.py": "floors engine",
     "access.py": "zero offload_cases checkpoints",
@@ -84,17 +84,21 @@ TESTS = {
     "env_report.py": "env_report",
     "fsdp.py": "wires",
     "loader.py": "loader engine",
-    "optim/choose.py": "reference engine cases",
+    "optim/choose.py": "reference optimizers engine cases",
     "optim/host.py": "offload_waits offload offload_cases gpu_offload",
-    "optim/instance.py": "engine reference cases",
+    "optim/instance.py": "optimizers engine reference cases",
     "optim/loss_scale.py": "loss_scale engine cases",
+    "optim/nonfinite.py": "nonfinite",
     "optim/norm.py": "exactness cases mics wires_cases",
+    "optim/outside.py": "optimizers",
     "optim/pieces.py": "reference offload checkpoints gpu",
     "optim/rules.py": "reference offload_cases",
     "optim/schedules.py": "schedules engine",
     "optim/sharded.py": "reference engine checkpoints",
     "optim/stream.py": "offload_waits offload offload_cases",
     "optim/update.py": "exactness engine cases",
+    "optim/write_kernels.py": "gpu_held_parameters",
+    "optim/written.py": "held_parameters gpu_held_parameters",
     "plan/__init__.py": "plan",
     "plan/cut.py": "plan stage3",
     "plan/layout.py": "plan exactness",
@@ -109,11 +113,15 @@ TESTS = {
     "report/timeline.py": "engine regressions",
     "runtime/__init__.py": "stage3",
     "runtime/build.py": "exactness cases zero",
+    "runtime/compiler.py": "compile",
     "runtime/descent.py": "offload_waits offload offload_cases gpu_offload",
     "runtime/flights.py": "exactness stage3 cases regressions",
+    "runtime/held.py": "held_parameters zero",
     "runtime/homes.py": "zero stage3 regressions",
     "runtime/hooks.py": "stage3 cases huggingface",
     "runtime/line.py": "stage3 wires zero offload",
+    "runtime/model_watch.py": "held_parameters",
+    "runtime/operations.py": "held_parameters stage3",
     "runtime/order.py": "stage3 wires_cases",
     "runtime/run.py": "exactness stage3 offload regressions",
     "runtime/schedule.py": "exactness stage3 cases regressions",
