@@ -598,6 +598,10 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/a", "ratio": "auto", "max_in_cpu": 5}),
             "zero_optimization.offload_optimizer.max_in_cpu: with ratio",
         ),
+        (
+            zero(stage=2, offload_param={"device": "nvme", "nvme_path": "/a", "buffer_count": 7}),
+            "zero_optimization.offload_param.buffer_count = 7: only stage 3 reads it",
+        ),
         (zero(stage=3, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: shards lie over all ranks"),
         (zero(stage=2, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: shards lie over all ranks"),
         (
@@ -842,6 +846,12 @@ def test_yaml_numbers_are_decimal(tmp_path: Path, spelled: str) -> None:
 @pytest.mark.parametrize("spelled", ["500", "5e2", "500.0", "5_00", "+500", "!!int 500", "!!float 500", "'500'"])
 def test_yaml_numbers_in_all_spellings(tmp_path: Path, spelled: str) -> None:
     assert load_config(write(tmp_path, "a.yaml", f"train_batch_size: {spelled}\n")).train_batch_size == 500
+
+
+def test_yaml_dates_are_words(tmp_path: Path) -> None:
+    text = "tensorboard: {job_name: 2024-01-01, output_path: 2024-99-99}\n"
+    section = load_config(write(tmp_path, "a.yaml", text)).tensorboard
+    assert (section.job_name, section.output_path) == ("2024-01-01", "2024-99-99")
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.json", '{"train_batch_size": 4}'), ("a.yaml", "train_batch_size: 4")])

@@ -123,18 +123,14 @@ class _Loader(yaml.SafeLoader):
     strings, and the key's own type says what they are worth.
     """
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as the base class has it
-        first: [
-            (tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def construct_number(self, node: yaml.ScalarNode) -> Any:
         text = self.construct_scalar(node)
         if len(text) > MAX_DIGITS:
             raise yaml.MarkedYAMLError(problem=f"a number of {len(text)} characters", problem_mark=node.start_mark)
         return as_number(text)
+
+    def construct_text(self, node: yaml.ScalarNode) -> Any:
+        return self.construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -149,10 +145,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|\+?\.(?:inf|Inf|INF)")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("+-0123456789."))
 for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_text)
 
 
 def _without_duplicates(value: Any, path: str, name: str) -> Any:
