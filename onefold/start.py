@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -16,8 +16,8 @@ from onefold import checkpointing
 from onefold.comm import data_group, init_distributed, local_device
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, num_replicas, solve_batch
 from onefold.engine import Engine
-from onefold.optim.choose import check_shardable, choose, for_disk
-from onefold.optim.schedules import build_scheduler
+from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
+from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan
 from onefold.report.log import logger, set_up_logging
@@ -67,6 +67,11 @@ def initialize(
         settings.optimizer,
         parameters or [parameter for parameter in model.parameters() if parameter.requires_grad],
     )
+    if settings.scheduler is not None and lr_scheduler is None:
+        read_schedule(settings.scheduler.type, settings.scheduler.params)  # a mistake shows before shards are made
+    if group.rank == 0:
+        for line in _unread(settings, optimizer, lr_scheduler, chosen):
+            logger.info("config: %s", line)
     plan = make_plan(settings).for_world(group.size)
     if chosen is not None and plan.shards_states and group.num_shards > 1:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
@@ -100,6 +105,16 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     if config is not None and from_args is not None and config != from_args:
         raise ConfigError(f"two configs: config= and --deepspeed_config {from_args}; pass one")
     return given[0]
+
+
+def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen | None) -> Iterator[str]:
+    """Sections of the config that what was handed to `initialize` leaves without work."""
+    if settings.optimizer is not None and optimizer is not None:
+        yield "optimizer: initialize was handed an optimizer, so nothing reads the section"
+    if settings.scheduler is not None and lr_scheduler is not None:
+        yield "scheduler: initialize was handed an lr_scheduler, so nothing reads the section"
+    if chosen is None and (settings.scheduler is not None or lr_scheduler is not None):
+        yield "scheduler: there is no optimizer whose learning rate it could set"
 
 
 def _scheduler(given: Any, settings: Config, optimizer: ShardedOptimizer | None) -> Any:

@@ -47,7 +47,7 @@ def test_the_full_example_gives_what_it_describes() -> None:
     assert config.zero_optimization.offload_param.device == "cpu"
     assert config.zero_optimization.stage3_param_persistence_threshold == 1_000_000
     assert config.optimizer is not None
-    assert config.optimizer.params["betas"] == [0.9, 0.999]
+    assert config.optimizer.params["betas"] == (0.9, 0.999)
     assert config.scheduler is not None
     assert config.scheduler.type == "WarmupDecayLR"
     assert config.compute_dtype == "fp16"
@@ -114,8 +114,8 @@ def test_every_default_written_out_loads_and_refuses_nothing() -> None:
 
     config = load_config(written(Config))
     assert config.refusals == ()
-    # What only stage 3 or NVMe reads is said even at its default; nothing else is.
-    assert all("only stage 3" in line or line.startswith("aio") for line in config.notices)
+    # What only some stages or NVMe read is said even at its default; nothing else is.
+    assert all("only stage" in line or line.startswith("aio") for line in config.notices), config.notices
 
 
 def test_config_is_frozen_and_passes_through() -> None:
@@ -172,7 +172,8 @@ def test_a_dotted_path_is_its_key() -> None:
         {
             "zero_optimization.reduce_bucket_size": 5,
             "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
-            "zero_optimization.offload_param.pin_memory": False,
+            "zero_optimization.offload_optimizer.device": "cpu",
+            "zero_optimization.offload_optimizer.pin_memory": False,
             "optimizer.type": "AdamW",
             "optimizer.params.lr": 1e-3,
             "bfloat16.enabled": True,
@@ -180,7 +181,7 @@ def test_a_dotted_path_is_its_key() -> None:
     )
     assert config.zero_optimization.reduce_bucket_size == 5
     assert config.zero_optimization.stage == 2
-    assert config.zero_optimization.offload_param.pin_memory is False
+    assert config.zero_optimization.offload_optimizer.pin_memory is False
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-3}
     assert config.bf16.enabled
@@ -301,7 +302,19 @@ def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
         ({"gradient_allreduce_op": "max"}, "one of mean, sum"),
         (zero(offload_optimizer={"device": "gpu"}), "one of none, cpu, nvme"),
         ({"onefold": {"units": "Block"}}, "a list of strings"),
-        ({"elasticity": {"micro_batch_sizes": [1, "two"]}}, "a list of whole numbers"),
+        ({"elasticity": {"micro_batch_sizes": [1, "two"]}}, "micro_batch_sizes[1] = 'two': expected a whole number"),
+        ({"elasticity": {"micro_batch_sizes": 1}}, "micro_batch_sizes = 1: expected a list of whole numbers"),
+        ({"train_batch_size": "010"}, "train_batch_size = '010': expected a whole number"),
+        ({"train_batch_size": 10**400}, "train_batch_size = (a number of many digits): expected a finite number"),
+        ({"train_batch_size": "9" * 5000}, "train_batch_size = '9999"),
+        ({"gradient_predivide_factor": 10**5000}, "gradient_predivide_factor = (a number of many digits)"),
+        (zero(mics_shard_size=-2), "mics_shard_size = -2: expected at least -1"),
+        ({"amp": {"enabled": "yes"}}, "amp.enabled = 'yes': expected true or false"),
+        ({"eigenvalue": {"inner": {"enabled": 1}}}, "eigenvalue.inner.enabled = 1: expected true or false"),
+        ({"tensor_parallel": {"autotp_size": "two"}}, "tensor_parallel.autotp_size = 'two': expected a whole number"),
+        ({"tensor_parallel": {"tp": {"tp_size": -1}}}, "tensor_parallel.tp.tp_size = -1: expected at least 0"),
+        ({"autotuning": {"arg_mappings": {"lr": 3}}}, "autotuning.arg_mappings.lr = 3: expected a string"),
+        ({"pipeline": 3}, "pipeline = 3: expected an object"),
         ({"optimizer": {"type": 3}}, "a string"),
         (
             zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 1.5}),
@@ -314,9 +327,9 @@ def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
         ),
         (
             zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": 3}),
-            "= 3: expected a string or a list of strings",
+            "nvme_path = 3: expected a string",
         ),
-        (zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": ["/a", 3]}), "a string or a list of strings"),
+        (zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": ["/a", 3]}), "nvme_path[1] = 3: expected"),
         (zero(stage=2, offload_optimizer={"device": "cpu", "pipeline_read": "early"}), "expected true or false"),
         (zero(stage=2, offload_optimizer={"device": "cpu", "buffer_size": 0}), "buffer_size = 0: expected at least 1"),
         ({"onefold": {"device_memory": 0}}, "onefold.device_memory = 0: expected a number above 0"),
@@ -361,7 +374,7 @@ def test_steps_per_print(spelled: Any, steps: int | None) -> None:
 def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
     config = load_config({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "betas": ["0.9", 0.999]}}})
     assert config.optimizer is not None
-    assert config.optimizer.params == {"lr": 1e-4, "betas": [0.9, 0.999]}
+    assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.999)}
 
 
 # Contradictions
@@ -473,18 +486,17 @@ def test_what_is_not_offered_loads_but_is_refused(given: dict[str, Any], path: s
         zero(
             offload_optimizer={"device": "none", "nvme_path": None}, offload_param={"device": "none"}, cpu_offload=False
         ),
-        {"amp": {"enabled": False, "opt_level": "O1"}, "eigenvalue": {"enabled": False}, "pipeline": {}},
-        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False, "bits": 8}}}},
-        {
-            "tensorboard": {"enabled": False, "output_path": "logs"},
-            "flops_profiler": {"enabled": False, "top_modules": 3},
-        },
+        {"amp": {"enabled": "false"}, "eigenvalue": {"enabled": False}, "pipeline": {}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+        {"tensorboard": {"enabled": False, "output_path": ""}, "flops_profiler": {"enabled": False, "top_modules": 1}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         zero(stage=2, offload_optimizer={"nvme_path": [], "ratio": None, "pipeline_read": None, "max_in_cpu": 0}),
         {"onefold": {"device_memory": None, "host_memory": "auto", "delayed_host_step": False}},
         {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1, "comms_logger": {"enabled": False}},
-        {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 8}},
-        {"fp16": {"enabled": "auto", "initial_scale_power": 32}},
+        {"fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16}},
+        {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 8}},
+        {"optimizer": {"type": "Adam", "params": {"torch_adam": False, "fp32_optimizer_states": True, "fused": None}}},
+        {"checkpoint": {"keep_last": 2, "keep_every": 10}},
     ],
 )
 def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
@@ -543,6 +555,80 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.enabled"),
+        ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.en"),
+        ({"fp16": {"enabled": "auto", "hysteresis": 3}}, "fp16.hysteresis = 3: nothing reads it without fp16.enabled"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"hysteresis": 3}},
+            "fp16.hysteresis = 3: nothing reads it without fp16.enabled",
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"auto_cast": True}},
+            "fp16.auto_cast = true: nothing reads it without fp16.enabled",
+        ),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}}, "fp16.hysteresis: a fixed fp16.loss_scale"),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}}, "fp16.min_loss_scale: a fixed"),
+        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: it is off"),
+        ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: it is off"),
+        ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: it is off"),
+        ({"tensorboard": {"enabled": False, "output_path": "logs"}}, 'tensorboard.output_path = "logs": nothing'),
+        ({"checkpoint": {"keep_every": 10}}, "checkpoint.keep_every = 10: nothing reads it without checkpoint.keep_l"),
+        (
+            zero(stage=2, offload_optimizer={"device": "none", "ratio": 0.5}),
+            "zero_optimization.offload_optimizer.ratio = 0.5: nothing reads it without zero_optimization.offload_"
+            'optimizer.device (it is "none")',
+        ),
+        (
+            zero(stage=2, offload_optimizer={"device": "none", "pin_memory": False}),
+            "zero_optimization.offload_optimizer.pin_memory = false: nothing reads it",
+        ),
+        (
+            zero(stage=2, offload_optimizer={"device": "cpu", "buffer_count": 7}),
+            "zero_optimization.offload_optimizer.buffer_count = 7: nothing reads it without zero_optimization.offload_"
+            "optimizer.device = nvme",
+        ),
+        (
+            zero(stage=2, offload_param={"pin_memory": False}),
+            "zero_optimization.offload_param.pin_memory = false: only",
+        ),
+        (
+            zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 5}),
+            "zero_optimization.offload_param.max_in_cpu = 5: nothing reads it without",
+        ),
+        (
+            zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/a", "ratio": "auto", "max_in_cpu": 5}),
+            "zero_optimization.offload_optimizer.max_in_cpu: with ratio",
+        ),
+        (
+            zero(stage=2, offload_param={"device": "nvme", "nvme_path": "/a", "buffer_count": 7}),
+            "zero_optimization.offload_param.buffer_count = 7: only stage 3 reads it",
+        ),
+        (zero(stage=3, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: shards lie over all ranks"),
+        (zero(stage=2, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: shards lie over all ranks"),
+        (
+            zero(stage=3, overlap_comm=False, stage3_prefetch_bucket_size=5),
+            "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead",
+        ),
+        (zero(stage=0, allgather_bucket_size=5), "zero_optimization.allgather_bucket_size = 5: only stages 1 to 3"),
+        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer = true: only stages 1 to 3"),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2},
+            "gradient_predivide_factor: prescale_gradients divides",
+        ),
+        ({"gradient_allreduce_op": "sum", "prescale_gradients": True}, "prescale_gradients: gradient_allreduce_op sum"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"fused": True}}},
+            "optimizer.params.fused = true: one fused kernel",
+        ),
+        ({"optimizer": {"type": "SGD", "params": {"foreach": "false"}}}, "optimizer.params.foreach = false: one fused"),
+        ({"optimizer": {"type": "adam", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam = true: one"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}},
+            "optimizer.params.fp32_optimizer_states = false: states are in fp32",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": "false"}}},
+            "optimizer.params.adam_w_mode = false: AdamW always decays apart",
+        ),
         ({"aio": {"queue_depth": 16}}, "aio"),
         ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
         ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing.partition_act"),
@@ -579,8 +665,19 @@ def test_auto_is_a_ratio_and_null_is_none_given(spelled: Any, ratio: float | Non
     assert (config.notices, config.refusals) == ((), ())
 
 
-@pytest.mark.parametrize(("spelled", "paths"), [("/a", ("/a",)), (["/a"], ("/a",)), (["/a", "~/b"], ("/a", "~/b"))])
-def test_one_drive_or_several(spelled: Any, paths: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("spelled", "paths"),
+    [
+        ("/a", ("/a",)),
+        (["/a"], ("/a",)),
+        (["/a", "~/b"], ("/a", "/home/me/b")),
+        ("$DRIVE/x", ("/drive/x",)),
+        (" ${DRIVE} ", ("/drive",)),
+    ],
+)
+def test_one_drive_or_several(spelled: Any, paths: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DRIVE", "/drive")
     nvme = {"device": "nvme", "nvme_path": spelled}
     config = load_config(zero(stage=3, offload_optimizer=nvme, offload_param=nvme))
     assert config.zero_optimization.offload_optimizer.nvme_path == paths
@@ -588,10 +685,31 @@ def test_one_drive_or_several(spelled: Any, paths: tuple[str, ...]) -> None:
     assert (config.notices, config.refusals) == ((), ())
 
 
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize("spelled", ["", "  ", ["/a", ""], "$NO_SUCH_DRIVE/x", "${NO_SUCH_DRIVE}", "~no_such_user/x"])
+def test_a_folder_that_is_none_is_refused(section: str, spelled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_DRIVE", raising=False)
+    with pytest.raises(ConfigError, match=rf"zero_optimization\.{section}\.nvme_path = "):
+        load_config(zero(stage=3, **{section: {"device": "nvme", "nvme_path": spelled}}))
+    config = load_config(zero(stage=3, **{section: {"device": "none", "nvme_path": spelled}}))
+    assert any("nvme_path" in line for line in config.notices), "nothing is made of it, but it is told"
+
+
+def test_a_section_that_offloads_nothing_has_no_say_in_the_other() -> None:
+    cpu = {"device": "cpu", "pin_memory": True}
+    for stage, other in ((3, {"pin_memory": False}), (2, {"device": "cpu", "pin_memory": False})):
+        config = load_config(zero(stage=stage, offload_optimizer=cpu, offload_param=other))
+        assert config.zero_optimization.offload_param.pin_memory
+    assert not load_config(
+        zero(stage=3, offload_param={"device": "cpu", "pin_memory": False})
+    ).zero_optimization.offload_param.pin_memory
+
+
 @pytest.mark.parametrize("name", ["pipeline_read", "pipeline_write"])
 def test_the_pipeline_is_on_unless_it_says_false(name: str) -> None:
     for spelled, read in ((True, True), (False, False), (None, None), ("auto", None)):
-        config = load_config(zero(stage=1, offload_optimizer={"device": "cpu", name: spelled}))
+        nvme = {"device": "nvme", "nvme_path": "/a"}
+        config = load_config(zero(stage=1, offload_optimizer={**nvme, name: spelled}))
         assert getattr(config.zero_optimization.offload_optimizer, name) is read
         assert (config.notices, config.refusals) == ((), ())
 
@@ -602,7 +720,7 @@ def test_offload_is_honoured_in_full_and_quietly() -> None:
             **zero(
                 stage=3,
                 offload_optimizer={"device": "nvme", "nvme_path": "/a", "buffer_count": 3, "buffer_size": 1e7}
-                | {"max_in_cpu": 1e9, "ratio": "auto", "pipeline_read": True, "pipeline_write": False},
+                | {"max_in_cpu": 0, "ratio": "auto", "pipeline_read": True, "pipeline_write": False},
                 offload_param={"device": "nvme", "nvme_path": "/a", "buffer_size": 1e7, "max_in_cpu": 0},
             ),
             "aio": {"single_submit": True, "overlap_events": False, "block_size": 4096, "queue_depth": 16},
@@ -611,7 +729,6 @@ def test_offload_is_honoured_in_full_and_quietly() -> None:
     )
     check_built(config)
     assert config.notices == ()
-    assert config.zero_optimization.offload_optimizer.max_in_cpu == 1_000_000_000
     assert (config.onefold.device_memory, config.onefold.host_memory) == (100.0, 500.0)
     assert config.aio.single_submit
     assert not config.aio.overlap_events
@@ -701,6 +818,13 @@ def test_comments_commas_and_numbers(tmp_path: Path) -> None:
         ("a.yaml", "zero_optimization:\n  stage: 1\n  stage: 2\n", "line 3, column 3: the key 'stage' is given twice"),
         ("a.yaml", "a: [1, 2\n", "line 2"),
         ("a.yaml", "just words", "a config is an object"),
+        ("a.json", '{"a":' * 100_000 + "1" + "}" * 100_000, "nested more than 50 levels deep"),
+        ("a.json", '{"a":' * 60 + "1" + "}" * 60, "nested more than 50 levels deep"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "nested more than 50 levels deep"),
+        ("a.yaml", "a: " + "[" * 5000 + "]" * 5000, "nested more than 50 levels deep"),
+        ("a.yaml", "amp: &x\n  y: *x\n", "nested more than 50 levels deep"),
+        ("a.json", '{\n"train_batch_size": ' + "9" * 5000 + "}", "line 2, column 21: a number of 5000 digits"),
+        ("a.yaml", "train_batch_size: " + "9" * 5000, "line 1, column 19: a number of 5000 characters"),
     ],
 )
 def test_bad_text_says_where(tmp_path: Path, name: str, text: str, told: str) -> None:
@@ -709,6 +833,43 @@ def test_bad_text_says_where(tmp_path: Path, name: str, text: str, told: str) ->
         load_config(path)
     assert str(path) in str(caught.value)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("spelled", ["010", "1:30", "0x10", "0b11", "0o17", "1:30.5", "!!int 010", "2024-01-01", "1_"])
+def test_yaml_numbers_are_decimal(tmp_path: Path, spelled: str) -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size = '.*': expected a whole number"):
+        load_config(write(tmp_path, "a.yaml", f"train_batch_size: {spelled}\n"))
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr = '.*': expected a number"):
+        load_config(write(tmp_path, "b.yaml", f"optimizer: {{type: Adam, params: {{lr: {spelled!r}}}}}\n"))
+
+
+@pytest.mark.parametrize("spelled", ["500", "5e2", "500.0", "5_00", "+500", "!!int 500", "!!float 500", "'500'"])
+def test_yaml_numbers_in_all_spellings(tmp_path: Path, spelled: str) -> None:
+    assert load_config(write(tmp_path, "a.yaml", f"train_batch_size: {spelled}\n")).train_batch_size == 500
+
+
+def test_yaml_dates_are_words(tmp_path: Path) -> None:
+    text = "tensorboard: {job_name: 2024-01-01, output_path: 2024-99-99}\n"
+    section = load_config(write(tmp_path, "a.yaml", text)).tensorboard
+    assert (section.job_name, section.output_path) == ("2024-01-01", "2024-99-99")
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '{"train_batch_size": 4}'), ("a.yaml", "train_batch_size: 4")])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    assert load_config(tmp_path / name).train_batch_size == 4
+
+
+def test_a_dict_that_is_too_deep_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(ConfigError, match="this config: nested more than 50 levels deep"):
+        load_config({"amp": deep})
+    circle: dict[str, Any] = {}
+    circle["amp"] = circle
+    with pytest.raises(ConfigError, match="nested more than 50 levels deep"):
+        load_config(circle)
 
 
 def test_sources_that_are_no_config(tmp_path: Path) -> None:
@@ -786,6 +947,9 @@ def test_accelerate_keys_become_deepspeed_keys() -> None:
         ({**accelerate(), "mixed_precision": "int4"}, "expected no, fp16 or bf16"),
         ({**accelerate(gradient_accumulation_steps=4), "gradient_accumulation_steps": 8}, "keep one of them"),
         ({**accelerate(), "deepspeed_config": 3}, "expected an object"),
+        (accelerate(deepspeed_moe_layer_cls_names=3), "deepspeed_moe_layer_cls_names = 3: expected a list of strings"),
+        (accelerate(zero3_init_flag="maybe"), "deepspeed_config.zero3_init_flag = 'maybe': expected true or false"),
+        (accelerate(deepspeed_config_file=3), "deepspeed_config.deepspeed_config_file = 3: expected a string"),
     ],
 )
 def test_accelerate_errors(given: dict[str, Any], told: str) -> None:

@@ -145,7 +145,7 @@ def refusals() -> None:
         start(net(), config(0), model_parameters=["weight"])
     with pytest.raises(ConfigError):
         start(net(), config(0, optimizer={"type": "AdamX", "params": {}}))
-    with pytest.raises(ConfigError, match=r"learning_rate.*Known"):
+    with pytest.raises(ConfigError, match=r"learning_rate.*did you mean optimizer.params.lr"):
         start(net(), config(0, optimizer={"type": "AdamW", "params": {"learning_rate": 1.0}}))
     stepped = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9)
     for group in stepped.param_groups:

@@ -1,11 +1,21 @@
 """The schedules against their formulas (written out again here) and against values computed by hand."""
 
+import inspect
+import logging
 import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from models import config, more, start, weights_of
+from torch import nn
 
-from onefold.config.errors import ConfigError
+from onefold.config import ConfigError, load_config
+from onefold.config.keys import entries
+from onefold.config.params import SCHEDULES
+from onefold.optim import schedules
 from onefold.optim.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -14,6 +24,7 @@ from onefold.optim.schedules import (
     WarmupDecayLR,
     WarmupLR,
     build_scheduler,
+    check_step_arguments,
 )
 
 
@@ -281,7 +292,6 @@ def test_a_torch_scheduler_by_name():
         ("MultiplicativeLR", "Python function"),
         ("SequentialLR", "other schedulers"),
         ("ChainedScheduler", "other schedulers"),
-        ("ReduceLROnPlateau", "metric"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_with_the_reason(name: str, reason: str):
@@ -310,27 +320,110 @@ def test_a_name_that_is_no_schedule_is_refused(name: str):
         (
             "WarmupLR",
             {"warmup_steps": 5},
-            r"scheduler\.params\.warmup_steps .*did you mean 'warmup_num_steps'.*known: ",
+            r"scheduler\.params\.warmup_steps: .*did you mean scheduler\.params\.warmup_num_steps",
         ),
-        ("WarmupLR", {"optimizer": 5}, r"scheduler\.params\.optimizer "),
+        ("WarmupLR", {"num_warmup_steps": 5}, r"num_warmup_steps: .*did you mean scheduler\.params\.warmup_num_steps"),
+        ("WarmupLR", {"learning_rate": 5}, r"learning_rate: .*did you mean scheduler\.params\.warmup_max_lr"),
+        ("WarmupCosineLR", {"max_steps": 5}, r"max_steps: .*did you mean scheduler\.params\.total_num_steps"),
+        ("WarmupLR", {"optimizer": 5}, r"scheduler\.params\.optimizer: there is no key"),
+        ("CosineAnnealingLR", {"optimizer": 5, "T_max": 3}, r"scheduler\.params\.optimizer: .*has no parameter"),
+        ("CosineAnnealingLR", {"t_max": 3}, r"scheduler\.params\.t_max: .*did you mean scheduler\.params\.T_max"),
+        ("CosineAnnealingLR", {"T_max": 0}, r"scheduler\.params\.T_max = 0: expected at least 1"),
+        ("CosineAnnealingLR", {"T_max": "soon"}, r"scheduler\.params\.T_max = 'soon': expected a whole number"),
+        (
+            "CosineAnnealingLR",
+            {"T_max": 3, "eta_min": math.inf},
+            r"scheduler\.params\.eta_min = inf: expected a finite",
+        ),
+        ("CosineAnnealingWarmRestarts", {"T_0": 0}, r"scheduler\.params\.T_0 = 0: Expected positive integer"),
+        ("StepLR", {"step_size": 2.5}, r"scheduler\.params\.step_size = 2\.5: expected a whole number"),
+        ("StepLR", {"step_size": 3, "gamma": -0.5}, r"scheduler\.params\.gamma = -0\.5: expected at least 0"),
+        ("StepLR", {"step_size": 3, "last_epoch": 4}, r"scheduler\.params\.last_epoch = 4: .*initial_lr"),
+        ("MultiStepLR", {"milestones": [1, "x"]}, r"scheduler\.params\.milestones\[1\] = 'x': expected a whole number"),
+        ("MultiStepLR", {"milestones": 3}, r"scheduler\.params\.milestones = 3: expected a list of whole numbers"),
+        ("LinearLR", {"start_factor": 5}, r"scheduler\.params\.start_factor = 5\.0: "),
+        ("OneCycleLR", {"max_lr": 1, "total_steps": 9, "pct_start": 3}, r"scheduler\.params\.pct_start = 3\.0: "),
+        ("OneCycleLR", {"max_lr": [1.0], "total_steps": 9}, r"scheduler\.params\.max_lr = \(1\.0,\): "),
+        (
+            "OneCycleLR",
+            {"max_lr": 1, "total_steps": 9, "anneal_strategy": "no"},
+            r"anneal_strategy = 'no': expected one",
+        ),
+        ("CyclicLR", {"base_lr": 0, "max_lr": 1, "cycle_momentum": "no"}, r"cycle_momentum = 'no': expected true or"),
+        ("CyclicLR", {"base_lr": 0, "max_lr": 1, "scale_fn": "x"}, r"scale_fn = 'x': .*a config cannot hold"),
+        ("ReduceLROnPlateau", {"mode": "best"}, r"scheduler\.params\.mode = 'best': expected one of min, max"),
+        ("ReduceLROnPlateau", {"factor": 2}, r"scheduler\.params\.factor = 2\.0: "),
         ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps is missing"),
         ("OneCycle", {"cycle_min_lr": 0.1}, r"scheduler\.params\.cycle_max_lr is missing"),
         ("CosineAnnealingLR", {}, r"scheduler\.params\.T_max is missing"),
         ("OneCycleLR", {"max_lr": 0.1}, r"scheduler\.params of OneCycleLR: .*total_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, r"scheduler\.params\.warmup_num_steps must be a whole number above 0"),
-        ("WarmupLR", {"warmup_num_steps": 2.5}, r"scheduler\.params\.warmup_num_steps must be"),
-        ("WarmupLR", {"warmup_num_steps": True}, r"scheduler\.params\.warmup_num_steps must be"),
-        ("WarmupLR", {"warmup_type": "cubic"}, r"scheduler\.params\.warmup_type is 'cubic'; known: 'log', 'linear'"),
-        ("WarmupLR", {"warmup_max_lr": "big"}, r"scheduler\.params\.warmup_max_lr must be a number"),
+        ("WarmupLR", {"warmup_num_steps": 0}, r"scheduler\.params\.warmup_num_steps = 0: expected at least 1"),
+        ("WarmupLR", {"warmup_num_steps": 2.5}, r"scheduler\.params\.warmup_num_steps = 2\.5: expected a whole number"),
+        (
+            "WarmupLR",
+            {"warmup_num_steps": True},
+            r"scheduler\.params\.warmup_num_steps = True: expected a whole number",
+        ),
+        (
+            "WarmupLR",
+            {"warmup_type": "cubic"},
+            r"scheduler\.params\.warmup_type = 'cubic': expected one of log, linear",
+        ),
+        ("WarmupLR", {"warmup_max_lr": "big"}, r"scheduler\.params\.warmup_max_lr = 'big': expected a number"),
+        ("WarmupLR", {"warmup_max_lr": -1}, r"scheduler\.params\.warmup_max_lr = -1: expected at least 0"),
+        ("WarmupLR", {"warmup_max_lr": math.nan}, r"scheduler\.params\.warmup_max_lr = nan: expected a number"),
+        ("WarmupLR", {"warmup_min_lr": [0, True]}, r"scheduler\.params\.warmup_min_lr\[1\] = True: expected a number"),
+        ("LRRangeTest", {"lr_range_test_staircase": "no"}, r"staircase = 'no': expected true or false"),
+        ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_momentum": "no"}, "cycle_momentum = 'no': expected"),
+        ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_max_mom": 1}, "cycle_max_mom = 1: .*below 1"),
+        ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "decay_lr_rate": -1}, "decay_lr_rate = -1: expected at"),
         ("WarmupLR", {"warmup_max_lr": [1.0]}, r"scheduler\.params\.warmup_max_lr has 1 values for 2"),
-        ("WarmupCosineLR", {"total_num_steps": 0}, r"scheduler\.params\.total_num_steps must be"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, r"scheduler\.params\.lr_range_test_step_size must be"),
+        ("WarmupCosineLR", {"total_num_steps": 0}, r"scheduler\.params\.total_num_steps = 0: expected at least 1"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, r"scheduler\.params\.lr_range_test_step_size = 0: expected"),
         ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_first_step_size": -1}, "cycle_first_step_size"),
     ],
 )
 def test_wrong_parameters_name_the_key(name: str, params: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         build_scheduler(name, params, make_optimizer())
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_the_table_of_a_schedule_is_its_signature(name: str):
+    """Names and defaults stand twice: in the class, for those who call it, and in the table that reads a config."""
+    signature = inspect.signature(getattr(schedules, name)).parameters
+    held = {key: value.default for key, value in signature.items() if key != "optimizer"}
+    required = {key for key, default in held.items() if default is inspect.Parameter.empty}
+    table = {key: entry.default for key, entry in entries(SCHEDULES[name]).items()}
+    assert table == {key: None if key in required else default for key, default in held.items()}
+
+
+def test_a_config_is_read_by_the_same_table():
+    given = {"type": "WarmupLR", "params": {"warmup_num_steps": "1e2", "warmup_min_lr": ["0", 1]}}
+    section = load_config({"scheduler": given}).scheduler
+    assert section is not None
+    assert section.params == {"warmup_num_steps": 100, "warmup_min_lr": (0.0, 1.0)}
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.warmup_min_lr = -1: expected at least 0"):
+        load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": -1}}})
+
+
+def test_torchs_numbers_may_be_strings():
+    optimizer = make_optimizer(0.1)
+    schedule = build_scheduler("StepLR", {"step_size": "1", "gamma": "5e-1"}, optimizer)
+    optimizer.step()
+    schedule.step()
+    assert rates_of(optimizer) == [0.05]
+
+
+def test_what_a_scheduler_does_not_take_is_told_before_it_is_called():
+    plateau = build_scheduler("ReduceLROnPlateau", {"patience": "3"}, make_optimizer(0.1))
+    check_step_arguments(plateau, {"metrics": 1.0})
+    check_step_arguments(None, {"metrics": 1.0})
+    check_step_arguments(build_scheduler("WarmupLR", {}, make_optimizer()), {})
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau\.step\(\).*'metrics'.*engine\.step\(lr_kwargs="):
+        check_step_arguments(plateau, {})
+    with pytest.raises(ValueError, match=r"WarmupLR\.step\(\).*'metrics'"):
+        check_step_arguments(build_scheduler("WarmupLR", {}, make_optimizer()), {"metrics": 1.0})
 
 
 def test_auto_and_null_mean_absent_and_whole_floats_are_counts():
@@ -340,3 +433,95 @@ def test_auto_and_null_mean_absent_and_whole_floats_are_counts():
     )
     schedule.step(1)
     assert rates_of(optimizer) == pytest.approx([0.05])
+
+
+# In an engine
+
+
+def plateau(stage: int, kind: str) -> None:
+    """Without its metric a step is refused before it has changed anything, and can then be taken as if never tried."""
+    params = {"factor": 0.5, "patience": 0}
+    more: dict[str, Any] = {"scheduler": {"type": "ReduceLROnPlateau", "params": params}} if kind == "config" else {}
+    given: dict[str, Any] = {}
+    model = nn.Linear(4, 2)
+    if kind == "instance":
+        given["optimizer"] = torch.optim.SGD(model.parameters(), lr=1.0)
+        given["lr_scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(given["optimizer"], **params)
+    elif kind == "callable":
+        given["lr_scheduler"] = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, **params)
+    optimizer = {} if "optimizer" in given else {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    engine = start(model, {**config(stage, gradient_clipping=0), **more, **optimizer}, **given)
+    rates = []
+    for step in range(4):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        before = weights_of(engine.module)
+        with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*'metrics'.*engine\.step\(lr_kwargs="):
+            engine.step()
+        assert engine.global_steps == engine.micro_steps == step
+        assert all(torch.equal(value, before[name]) for name, value in weights_of(engine.module).items())
+        rate = engine.get_lr()[0]
+        engine.step(lr_kwargs={"metrics": 1.0})
+        assert engine.global_steps == engine.micro_steps == step + 1
+        # The gradient of a bias is the batch's two rows.
+        assert torch.allclose(before["bias"] - weights_of(engine.module)["bias"], torch.full((2,), 2 * rate))
+        rates.append(rate)
+    assert rates == [1.0, 1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(2, "config"), (3, "instance"), more(1, "callable")])
+def test_a_scheduler_without_its_metric_changes_nothing(on_ranks, stage, kind):
+    on_ranks(2, plateau, stage, kind)
+
+
+def at_its_end() -> tuple[int, int, int | None]:
+    """torch's OneCycleLR raises in the step after its last one."""
+    section = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 2, "cycle_momentum": False}}
+    engine = start(nn.Linear(4, 2), config(2, scheduler=section))
+    for step in range(3):
+        before = weights_of(engine.module)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        with pytest.raises(ValueError, match="Tried to step 3 times") if step == 2 else nullcontext():
+            engine.step()
+        assert not torch.equal(before["weight"], weights_of(engine.module)["weight"])
+    return engine.global_steps, engine.micro_steps, engine.steps_done()
+
+
+def test_a_step_is_counted_though_its_scheduler_raises(on_ranks):
+    assert on_ranks(2, at_its_end) == [(3, 3, 3)] * 2
+
+
+def told_by(given: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("onefold")
+    logger.addHandler(handler)
+    try:
+        start(nn.Linear(4, 2), {**config(1), "log_level": "info", **settings}, **given)
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if line.startswith(("config: optimizer", "config: scheduler"))]
+
+
+def test_a_section_that_nothing_reads_is_told(on_ranks):
+    scheduler = {"type": "WarmupLR", "params": {}}
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
+    lines, others = on_ranks(2, told_by, {"optimizer": sgd, "lr_scheduler": step_lr}, {"scheduler": scheduler})
+    assert [line for line in lines if "optimizer: initialize was handed an optimizer" in line], lines
+    assert [line for line in lines if "scheduler: initialize was handed an lr_scheduler" in line], lines
+    assert others == [], "one rank speaks"
+    lines, _ = on_ranks(2, told_by, {}, {"scheduler": scheduler, "optimizer": None})
+    assert [line for line in lines if "there is no optimizer whose learning rate" in line], lines
+    assert on_ranks(2, told_by, {}, {"scheduler": scheduler}) == [[], []]
+
+
+def refused_early() -> bool:
+    model = nn.Linear(4, 2)
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.T_max is missing"):
+        start(model, config(3, scheduler={"type": "CosineAnnealingLR", "params": {}}))
+    return model.weight.shape == (2, 4)
+
+
+def test_a_wrong_schedule_is_refused_before_shards_are_made(on_ranks):
+    assert on_ranks(2, refused_early) == [True, True]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onefold.config.errors import ConfigError
-from onefold.config.keys import spellings
+from onefold.config.keys import Key, spellings
 from onefold.config.text import read_source
-from onefold.config.values import as_number, is_absent
+from onefold.config.values import as_number, is_absent, read_as, wrong
 from onefold.config.zero import ZeroOptimization
 
 _MARKS = ("deepspeed_config", "compute_environment", "distributed_type")
@@ -85,7 +85,7 @@ class Translation:
                 inner[section] = {}
             inner = inner[section]
             if not isinstance(inner, dict):
-                raise ConfigError(f"{section} = {inner!r} in deepspeed_config_file: expected an object")
+                raise wrong(f"{section} in deepspeed_config_file", inner, "an object")
         has = inner.get(name)
         if not is_absent(has) and as_number(has) != as_number(value):
             raise ConfigError(f"{source} = {value!r}, but {path} is already {has!r}; keep one of them")
@@ -102,10 +102,11 @@ def translate(document: Mapping[str, Any], folder: str | None = None) -> Transla
     inner = document.get("deepspeed_config")
     inner = {} if inner is None else inner
     if not isinstance(inner, Mapping):
-        raise ConfigError(f"deepspeed_config = {inner!r}: expected an object of keys and values")
+        raise wrong("deepspeed_config", inner, "an object of keys and values")
     result = Translation()
     if not is_absent(inner.get("deepspeed_config_file")):
-        result.document = _named_file(str(inner["deepspeed_config_file"]), folder)
+        path = "deepspeed_config.deepspeed_config_file"
+        result.document = _named_file(read_as(path, inner["deepspeed_config_file"], str, Key("")), folder)
     for name, value in inner.items():
         _deepspeed_key(result, str(name), value, f"deepspeed_config.{name}")
     for name, value in document.items():
@@ -125,10 +126,10 @@ def _deepspeed_key(result: Translation, name: str, value: Any, path: str) -> Non
             result.put(_RENAMED[name], value, path)
     elif name == "deepspeed_moe_layer_cls_names":
         if not is_absent(value):
-            classes = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-            result.put("zero_optimization.leaf_module.classes", classes, path)
+            classes = value.split(",") if isinstance(value, str) else read_as(path, value, tuple[str, ...], Key(""))
+            result.put("zero_optimization.leaf_module.classes", [part.strip() for part in classes], path)
     elif name == "zero3_init_flag":
-        if value is True:
+        if not is_absent(value) and read_as(path, value, bool, Key("")):
             result.notices.append(f"{path} = true: the script that builds the model reads it")
     elif name in spellings(ZeroOptimization):
         # Accelerate drops these without a word; people write them because they expect them to count.
@@ -166,7 +167,7 @@ def _mixed_precision(result: Translation, value: Any) -> None:
     elif value == "fp8":
         result.refusals.append("mixed_precision = fp8: fp8 is outside onefold's scope; use bf16")
     else:
-        raise ConfigError(f"mixed_precision = {value!r}: expected no, fp16 or bf16")
+        raise wrong("mixed_precision", value, "no, fp16 or bf16")
 
 
 def _named_file(name: str, folder: str | None) -> dict[str, Any]:

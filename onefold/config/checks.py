@@ -1,5 +1,6 @@
 """What several keys say together: contradictions raise, old spellings become the new ones."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,8 @@ from onefold.config.errors import ConfigError
 from onefold.config.fates import Found
 from onefold.config.schema import Config
 from onefold.config.sections import OptimizerSection, SchedulerSection
+from onefold.config.values import wrong
+from onefold.config.zero import OffloadOptimizer, OffloadParam
 
 
 def settle_old_spellings(config: Config, found: Found) -> Config:
@@ -27,6 +30,8 @@ def settle_old_spellings(config: Config, found: Found) -> Config:
         found.old_spellings.append(
             "zero_optimization.cpu_offload_use_pin_memory: nothing reads it without zero_optimization.cpu_offload"
         )
+    optimizer = replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True))
+    param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
     return replace(
         config,
         zero_optimization=replace(zero, offload_optimizer=optimizer, offload_param=param),
@@ -34,6 +39,29 @@ def settle_old_spellings(config: Config, found: Found) -> Config:
         optimizer=config.optimizer if _says_something(config.optimizer) else None,
         scheduler=config.scheduler if _says_something(config.scheduler) else None,
     )
+
+
+def _settle_offload(name: str, offload: OffloadParam | OffloadOptimizer, *, read: bool) -> dict[str, Any]:
+    """Folders as they are to be made. A section that offloads nothing has no say in how the other one does."""
+    settled: dict[str, Any] = {}
+    if offload.device == "nvme":
+        path = f"zero_optimization.{name}.nvme_path"
+        settled["nvme_path"] = tuple(_folder(path, folder) for folder in offload.nvme_path)
+    if offload.device == "none" or not read:
+        settled["pin_memory"] = True
+    return settled
+
+
+def _folder(path: str, given: str) -> str:
+    folder = os.path.expanduser(os.path.expandvars(given.strip()))
+    if not folder:
+        raise wrong(path, given, "the name of a folder on the drive")
+    if "$" in folder or folder.startswith("~"):
+        raise ConfigError(
+            f"{path} = {given!r}: {folder!r} is left of it, so it names a variable or a user that is not known here; "
+            "export the variable on every host, or write the folder out"
+        )
+    return folder
 
 
 def _says_something(section: OptimizerSection | SchedulerSection | None) -> bool:

@@ -5,6 +5,7 @@ import sys
 from typing import Any, Literal, get_args, get_origin
 
 from onefold.config.keys import Entry, entries
+from onefold.config.params import OPTIMIZERS, SCHEDULES, PerGroup
 from onefold.config.precision import Dtype
 from onefold.config.schema import Config
 
@@ -28,9 +29,13 @@ start from lie in [examples/configs](../examples/configs).
   or `none` has it as a value.
 * **A dotted path is its key**: `"zero_optimization.stage": 2` is `"zero_optimization": {"stage": 2}`. Two spellings of
   one key have to agree.
+* **A key without effect is noticed**: one that another key, a switch or the stage leaves without work gets a line that
+  says which.
+* **`optimizer.params` and `scheduler.params`** are checked like all other keys, by the tables below, and so are the
+  extra keys of `model_parameters` groups; those of a class of torch by its own signature, and by what it refuses.
 * **Files** may have `//`, `/* */` and `#` comments, trailing commas, and numbers such as `5e8` or `500_000_000`. Whole
-  numbers may be written as floats or strings (`5e8`, `"5e8"`), but `1.5` is not one, nor is `true`. A key given twice
-  is an error.
+  numbers may be written as floats or strings (`5e8`, `"5e8"`), but `1.5` is not one, nor is `true`, nor `010` or
+  `1:30`, which YAML 1.1 reads as 8 and 90. A key given twice is an error.
 * **Accelerate's YAML files** are read too: `zero_stage`, `offload_optimizer_device`, `mixed_precision` and the others
   become the keys below; what starts processes (`num_processes`, ...) is the launcher's.
 * **The batch triangle**: `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x
@@ -63,6 +68,9 @@ def _tables(kind: type, path: str, title: str, doc: str, refused: bool) -> list[
         full = f"{path}.{entry.name}" if path else entry.name
         also = "".join(f" Also spelled `{alias}`." for alias in entry.key.aliases)
         lines += _tables(entry.section, full, f"`{full}`", entry.key.doc + also, entry.key.refused is not None)
+        for names, params in _PARAMS.get(full, {}).items():
+            assert params.__doc__ is not None
+            lines += _tables(params, f"{full}.params", f"`{full}.params` of {names}", params.__doc__, False)
     return lines
 
 
@@ -87,10 +95,19 @@ def _type(entry: Entry) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
-        name = _NAMES[get_args(hint)[0]]
-        return f"{name} or list of {name}s" if entry.key.or_one else f"list of {name}s"
+        kind, *others = get_args(hint)
+        name = _NAMES[kind]
+        many = f"list of {name}s" if Ellipsis in others else f"list of {1 + len(others)} {name}s"
+        return f"{name} or {many}" if entry.key.or_one else many
+    if hint == PerGroup:
+        return "number or list of numbers"
     return _NAMES[hint] + (", auto" if entry.key.auto else "")
 
+
+_PARAMS: dict[str, dict[str, type]] = {
+    "optimizer": {kind.__name__.removesuffix("Params"): kind for kind in OPTIMIZERS.values()},
+    "scheduler": SCHEDULES,
+}
 
 _NAMES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -111,13 +128,20 @@ def _fate(entry: Entry, kind: type) -> str:
         return f"refused {_when(entry)}: {key.refused}"
     if key.notice is not None:
         return f"notice {_when(entry)}: {key.notice}"
-    if key.stage3:
-        return "honoured in stage 3, notice elsewhere"
+    if key.from_stage:
+        stages = "stage 3" if key.from_stage == 3 else f"stages {key.from_stage} to 3"
+        return f"honoured in {stages}{_with(entry)}, notice elsewhere"
     if key.switch is None:
         return "honoured"
     # Whether a setting counts is its switch's fate; a device that is refused today is so for all that goes with it.
     switch = entries(kind)[key.switch].key
-    return f"{'honoured' if switch.refused is None else 'refused'} with `{key.switch}`"
+    return f"{'honoured' if switch.refused is None else 'refused'}{_with(entry)}"
+
+
+def _with(entry: Entry) -> str:
+    if entry.key.switch is None:
+        return ""
+    return f" with `{entry.key.switch}`" + (f" {entry.key.needs}" if entry.key.needs is not None else "")
 
 
 def _when(entry: Entry) -> str:

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from onefold.config.keys import Entry, walk
-from onefold.config.schema import Config
+from onefold.config.schema import FREE_KEYS, Config
 from onefold.config.zero import OffloadOptimizer, OffloadParam
+
+_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
 @dataclass
@@ -17,12 +20,16 @@ class Found:
     given: dict[str, Any] = field(default_factory=dict)
     mentioned: set[str] = field(default_factory=set)
     old_spellings: list[str] = field(default_factory=list)
+    spelled: dict[str, str] = field(default_factory=dict)
+    """Keys as the file spells them, by path."""
+    params: dict[str, type] = field(default_factory=dict)
+    """The sections that `optimizer.params` and `scheduler.params` are read as, by path."""
 
 
 def find_refusals(found: Found) -> list[str]:
     """One line for each value that asks for something that is not offered."""
     return [
-        f"{path}{_shown(entry, value)}: {entry.key.refused}"
+        f"{found.spelled.get(path, path)}{_shown(entry, value)}: {entry.key.refused}"
         for path, entry, value in _given(found)
         if entry.key.refused is not None and entry.asks(value)
     ]
@@ -36,7 +43,8 @@ def find_notices(config: Config, found: Found) -> list[str]:
         "offload_optimizer": config.zero_optimization.offload_optimizer,
     }
     uses_nvme = any(offload.device == "nvme" for offload in offloads.values())
-    for path, entry, value in _given(found):
+    given = list(_given(found))
+    for path, entry, value in given:
         if uses_nvme or not path.startswith("aio."):
             lines += _notice(config, found, path, entry, value)
     if not uses_nvme and any(path.startswith("aio.") for path in found.given):
@@ -44,25 +52,48 @@ def find_notices(config: Config, found: Found) -> list[str]:
     for name, offload in offloads.items():
         if offload.nvme_path and offload.device != "nvme":
             lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {offload.device})")
+    lines += _without_effect(config, {path for path, entry, value in given if entry.asks(value)})
+    return lines
+
+
+def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
+    """Keys that others leave without work, beyond what a switch or a stage says; `asked`: not given as the default."""
     zero, own = config.zero_optimization, config.onefold
     if zero.stage == 3 and zero.offload_param.device != "none" and zero.offload_optimizer.device == "none":
-        lines.append(
+        yield (
             "zero_optimization.offload_param: shards are cast from masters, which rest on the device without "
             "zero_optimization.offload_optimizer; only frozen parameters leave it"
         )
     fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
     for name in ("device_memory", "host_memory"):
         if getattr(own, name) is not None and not fills_tiers:
-            lines.append(f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it')
+            yield f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it'
+    if fills_tiers and zero.offload_optimizer.max_in_cpu:
+        yield (
+            "zero_optimization.offload_optimizer.max_in_cpu: with ratio "
+            '"auto" the host is filled up to onefold.host_memory'
+        )
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
-        lines.append("onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer")
+        yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
-        lines.append("communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers")
-    return lines
+        yield "communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers"
+    if zero.mics_shard_size == 0:
+        yield "zero_optimization.mics_shard_size = 0: shards lie over all ranks, as with -1"
+    if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:
+        yield "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead where overlap_comm is false"
+    if config.gradient_allreduce_op == "sum":
+        divides = ("prescale_gradients", "gradient_predivide_factor")
+        yield from (f"{name}: gradient_allreduce_op sum divides nothing" for name in divides if name in asked)
+    elif config.prescale_gradients and "gradient_predivide_factor" in asked:
+        yield "gradient_predivide_factor: prescale_gradients divides by the number of ranks before adding"
+    if config.fp16.loss_scale > 0 and _scales_loss(config):
+        fixed = (f"fp16.{name}" for name in _DYNAMIC)
+        yield from (f"{path}: a fixed fp16.loss_scale never moves" for path in fixed if path in asked)
 
 
 def _given(found: Found) -> Iterator[tuple[str, Entry, Any]]:
-    for path, entry in walk(Config):
+    params = (walk(kind, section) for section, kind in found.params.items())
+    for path, entry in chain(walk(Config), *params):
         if path in found.given:
             yield path, entry, found.given[path]
 
@@ -70,22 +101,59 @@ def _given(found: Found) -> Iterator[tuple[str, Entry, Any]]:
 def _notice(config: Config, found: Found, path: str, entry: Entry, value: Any) -> Iterator[str]:
     key = entry.key
     section = path.rpartition(".")[0]
-    shown = f"{path}{_shown(entry, value)}"
+    shown = f"{found.spelled.get(path, path)}{_shown(entry, value)}"
     if key.refused is not None and entry.asks(value):
         return  # The refusal says it.
     if key.notice is not None and entry.asks(value):
         yield f"{shown}: {key.notice}"
-    elif key.stage3 and config.zero_optimization.stage != 3 and _expects_something(entry, value):
-        yield f"{shown}: only stage 3 reads it (stage is {config.zero_optimization.stage})"
-    elif key.switch is not None and entry.asks(value) and f"{section}.{key.switch}" not in found.mentioned:
-        yield f"{shown}: nothing reads it without {section}.{key.switch}"
+    elif key.from_stage > config.zero_optimization.stage and _expects_something(entry, value):
+        yield f"{shown}: only {stages_text(key.from_stage)} (stage is {config.zero_optimization.stage})"
+    elif key.switch is not None and entry.asks(value) and not _is_on(config, path, entry):
+        switch = f"{section}.{key.switch}"
+        needed = switch if key.needs is None else f"{switch} = {key.needs}"
+        has = f" (it is {json.dumps(_value_at(config, switch))})" if switch in found.mentioned else ""
+        yield f"{shown}: nothing reads it without {needed}{has}"
+    elif entry.is_free and key.refused is not None and value and not _only_switches(value):
+        yield f"{path}: it is off, so nothing else in it is read"
+
+
+def stages_text(first: int) -> str:
+    """Which stages read a key, after `only`."""
+    return "stage 3 reads it" if first == 3 else f"stages {first} to 3 read it"
+
+
+def _is_on(config: Config, path: str, entry: Entry) -> bool:
+    """Whether what makes a key count does so."""
+    section, key = path.rpartition(".")[0], entry.key
+    if section == "fp16" and entry.name != "auto_cast":
+        return _scales_loss(config)
+    value = _value_at(config, f"{section}.{key.switch}")
+    return bool(value == key.needs) if key.needs is not None else value not in (None, False, "none")
+
+
+def _scales_loss(config: Config) -> bool:
+    # Autocast to fp16 scales its loss by the same keys.
+    return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
+
+
+def _value_at(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _only_switches(value: Any) -> bool:
+    """Whether an object outside the scope says no more than that it is off."""
+    if isinstance(value, dict):
+        return all(name in FREE_KEYS or _only_switches(inner) for name, inner in value.items())
+    return False
 
 
 def _expects_something(entry: Entry, value: Any) -> bool:
-    # false and "none" ask for nothing in any stage; a number was written because somebody expects it to count.
-    if entry.key.asks is not None:
-        return entry.asks(value)
-    return value is not False if isinstance(value, bool | int) else bool(value != entry.default)
+    # A number was written because somebody expects it to count, though it be the default.
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return True if is_number and entry.key.asks is None else entry.asks(value)
 
 
 def _shown(entry: Entry, value: Any) -> str:

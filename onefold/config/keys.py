@@ -9,9 +9,10 @@ Notices and refusals speak only when the value asks for something: by default, w
 """
 
 import dataclasses
+import functools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _METADATA = "onefold"
@@ -34,13 +35,16 @@ class Key:
     """`asks` in words, for the docs."""
     same_as: str | None = None
     """An old spelling whose meaning, and hence fate, is that of another key."""
-    stage3: bool = False
-    """Only stage 3 reads it."""
+    from_stage: int = 0
+    """Only this stage and those above it read it."""
     switch: str | None = None
     """The key of the same section that has to be on for this one to be read."""
+    needs: str | None = None
+    """The value that the switch has to have; None: any that is not off."""
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
+    below: float | None = None
     infinite: bool = False
     """Infinity is a value."""
     flag: bool = False
@@ -96,12 +100,11 @@ class Entry:
 def _without_none(hint: Any) -> tuple[Any, bool]:
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
-        assert len(kinds) == 1, "a key has one type"
-        return kinds[0], True
+        return functools.reduce(operator.or_, kinds), types.NoneType in get_args(hint)
     return hint, False
 
 
-@cache
+@functools.cache
 def entries(kind: type) -> Mapping[str, Entry]:
     """The keys of a section by name, in the order of the file that declares them."""
     hints = get_type_hints(kind)
@@ -116,7 +119,7 @@ def entries(kind: type) -> Mapping[str, Entry]:
     return types.MappingProxyType(found)
 
 
-@cache
+@functools.cache
 def spellings(kind: type) -> Mapping[str, Entry]:
     """Every spelling that a section knows."""
     return types.MappingProxyType({name: entry for entry in entries(kind).values() for name in entry.spellings})

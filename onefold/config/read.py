@@ -4,17 +4,18 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from onefold.config.accelerate import is_accelerate, translate
 from onefold.config.checks import check, settle_old_spellings
 from onefold.config.errors import ConfigError
 from onefold.config.fates import Found, find_notices, find_refusals
-from onefold.config.keys import Entry, entries, spellings
-from onefold.config.schema import Config
+from onefold.config.keys import Entry, Key, entries, spellings
+from onefold.config.params import check_together, params_of
+from onefold.config.schema import FREE_KEYS, Config
 from onefold.config.suggest import unknown_key
-from onefold.config.text import read_source
-from onefold.config.values import free_object, is_absent, read_value
+from onefold.config.text import check_depth, read_source
+from onefold.config.values import free_object, is_absent, read_as, read_value, wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> 
         return source
     folder = None
     if isinstance(source, Mapping):
+        check_depth(source, "this config")
         document = {str(name): copy.deepcopy(value) for name, value in source.items()}
     elif isinstance(source, str | os.PathLike):
         document = read_source(source)
@@ -51,6 +53,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> 
     config: Config = _read_section(Config, [_Item(name, value, name) for name, value in document.items()], "", found)
     config = settle_old_spellings(config, found)
     check(config)
+    config = _read_params(config, found)
     return dataclasses.replace(
         config,
         notices=(*notices, *find_notices(config, found)),
@@ -66,6 +69,26 @@ def check_built(config: Config) -> None:
         raise ConfigError(f"this config asks for what onefold does not offer:{lines}")
 
 
+def read_params(kind: type, params: Mapping[str, Any], path: str, found: Found | None = None) -> dict[str, Any]:
+    """The given parameters of one of onefold's own optimizers or schedules, each in its type and under its own name."""
+    found = Found() if found is None else found
+    _read_section(kind, [_Item(str(name), value, f"{path}.{name}") for name, value in params.items()], path, found)
+    return {name: found.given[f"{path}.{name}"] for name in entries(kind) if f"{path}.{name}" in found.given}
+
+
+def _read_params(config: Config, found: Found) -> Config:
+    for name in ("optimizer", "scheduler"):
+        section = getattr(config, name)
+        kind = params_of(name, section.type) if section is not None else None
+        if kind is not None:
+            path = f"{name}.params"
+            read = read_params(kind, section.params, path, found)
+            check_together({key: entry.default for key, entry in entries(kind).items()} | read, path)
+            found.params[path] = kind
+            config = dataclasses.replace(config, **{name: dataclasses.replace(section, params=read)})
+    return config
+
+
 def _read_section(kind: type, items: Sequence[_Item], path: str, found: Found) -> Any:
     known = spellings(kind)
     given: dict[str, list[_Item]] = {}
@@ -74,7 +97,7 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, found: Found) -
         head, _, rest = item.name.partition(".")
         entry = known.get(head)
         if entry is None or (rest and entry.section is None and not entry.is_free):
-            raise unknown_key(Config, path, item.name, item.path)
+            raise unknown_key(Config, kind, path, item.name, item.path)
         given.setdefault(entry.name, []).append(_Item(rest, item.value, item.path))
     values = {
         name: _read_key(entries(kind)[name], named, f"{path}.{name}" if path else name, found)
@@ -96,9 +119,11 @@ def _read_key(entry: Entry, items: Sequence[_Item], path: str, found: Found) -> 
         return value
     if entry.is_free:
         value = _read_free(_open(items) or (), path)
+        _check_free(entry, value, path)
     else:
         present = _present(entry, items)
         value = _read_scalar(entry, present)
+        found.spelled[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
             found.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
     found.given[path] = value
@@ -121,7 +146,7 @@ def _open(items: Sequence[_Item]) -> list[_Item] | None:
             inner += [_Item(str(name), value, f"{item.path}.{name}") for name, value in item.value.items()]
             present = True
         elif not is_absent(item.value):
-            raise ConfigError(f'{item.path} = {item.value!r}: expected an object, such as {{"...": ...}}')
+            raise wrong(item.path, item.value, 'an object, such as {"...": ...}')
     return inner if present else None
 
 
@@ -134,6 +159,19 @@ def _read_free(items: Sequence[_Item], path: str) -> dict[str, Any]:
                 raise _disagree(path, [spelled[name], item.path], [found[name], value])
             found[name], spelled[name] = value, item.path
     return found
+
+
+def _check_free(entry: Entry, value: dict[str, Any], path: str) -> None:
+    """What is read of an object whose keys are free: switches and sizes, and the values where all have one type."""
+    inner = get_args(entry.hint)[1]
+    for name, held in value.items():
+        full = f"{path}.{name}"
+        if inner is not Any:
+            read_as(full, held, inner, Key(""))
+        elif name in FREE_KEYS:
+            value[name] = read_as(full, held, *FREE_KEYS[name])
+        elif isinstance(held, dict):
+            _check_free(entry, held, full)
 
 
 def _read_scalar(entry: Entry, items: Sequence[_Item]) -> Any:

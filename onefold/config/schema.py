@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from onefold.config.keys import key, section
+from onefold.config.keys import Key, key, section
 from onefold.config.precision import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 from onefold.config.sections import (
     ActivationCheckpointing,
@@ -27,11 +27,18 @@ from onefold.config.sections import (
 )
 from onefold.config.zero import ZeroOptimization
 
+FREE_KEYS: dict[str, tuple[type, Key]] = {
+    "enabled": (bool, Key("")),
+    "autotp_size": (int, Key("", minimum=0)),
+    "tp_size": (int, Key("", minimum=0)),
+}
+"""What is read of the sections outside the scope, wherever it stands in them."""
+
 
 def _switched_on(value: Any) -> bool:
     """Whether a feature outside the scope is asked for: by any `enabled` in it, or, without one, by being there."""
     switches = list(_find("enabled", value))
-    return any(bool(switch) for switch in switches) if switches else bool(value)
+    return any(switches) if switches else bool(value)
 
 
 def _find(name: str, value: Any) -> Any:
@@ -45,7 +52,7 @@ def _find(name: str, value: Any) -> Any:
 
 def _tensor_parallel(value: Any) -> bool:
     sizes = [*_find("autotp_size", value), *_find("tp_size", value)]
-    return any(isinstance(size, int) and size > 1 for size in sizes)
+    return any(size > 1 for size in sizes)
 
 
 def _outside(doc: str) -> Any:
@@ -89,7 +96,9 @@ class Config:
         None, "Level of the `onefold` logger."
     )
     dataloader_drop_last: bool = key(False, "Drop the last, incomplete batch.")
-    zero_allow_untested_optimizer: bool = key(False, "Step optimizer classes that are not known to be elementwise.")
+    zero_allow_untested_optimizer: bool = key(
+        False, "Step optimizer classes that are not known to be elementwise.", from_stage=1
+    )
     zero_force_ds_cpu_optimizer: bool = key(
         True, "Insist on DeepSpeed's host optimizer.", notice="any elementwise optimizer runs on the host"
     )

@@ -209,7 +209,9 @@ class Checkpoint:
     keep_last: int | None = key(
         None, "Keep this many of the newest checkpoints of a folder; all by default.", minimum=1
     )
-    keep_every: int | None = key(None, "With keep_last: keep also the checkpoints of every so many steps.", minimum=1)
+    keep_every: int | None = key(
+        None, "With keep_last: keep also the checkpoints of every so many steps.", switch="keep_last", minimum=1
+    )
     tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
         "Warn", "What to do when ranks save under different tags; rank 0's is taken."
     )
@@ -261,7 +263,7 @@ class Autotuning:
     tuner_type: Literal["gridsearch", "random", "model_based"] = key("gridsearch", "How to search.", switch="enabled")
     tuner_early_stopping: int = key(5, "Experiments without gain before it ends.", switch="enabled")
     tuner_num_trials: int = key(50, "The most experiments.", switch="enabled")
-    arg_mappings: dict[str, Any] = key({}, "Arguments of the script by key.", switch="enabled")
+    arg_mappings: dict[str, str] = key({}, "Arguments of the script by key.", switch="enabled")
     max_train_batch_size: int | None = key(None, "The largest batch.", switch="enabled")
     min_train_batch_size: int | None = key(None, "The smallest batch.", switch="enabled")
     max_train_micro_batch_size_per_gpu: int = key(1024, "The largest micro-batch.", switch="enabled")

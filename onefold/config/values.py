@@ -1,21 +1,29 @@
 """One value of a file, checked against the type that its key declares."""
 
+import collections.abc
 import math
 import re
+import types
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
+from numbers import Real
+from typing import Any, Literal, Union, get_args, get_origin
 
 from onefold.config.errors import ConfigError
-from onefold.config.keys import Entry
+from onefold.config.keys import Entry, Key
 from onefold.config.precision import Dtype
 
-_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d+)?")
+# No leading zeros: YAML 1.1, C and Python 2 read 010 as eight, people as ten.
+_WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
+_NUMBER = re.compile(rf"[+-]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _INFINITE = {"inf", "+inf", "infinity", "+infinity", ".inf"}
 _DTYPES = {
     "fp32": ("fp32", "float32", "float"),
     "bf16": ("bf16", "bfloat16"),
     "fp16": ("fp16", "float16", "half"),
 }
+_LISTS = (tuple, list, collections.abc.Iterable, collections.abc.Sequence)
+MAX_DIGITS = 300
+"""Longer than any number that a key can have; Python itself refuses to read thousands of them."""
 
 
 def is_absent(value: Any, auto: bool = False) -> bool:
@@ -30,36 +38,63 @@ def as_number(value: Any) -> Any:
     text = value.strip()
     if text.lower() in _INFINITE:
         return math.inf
-    if not _NUMBER.fullmatch(text):
+    if len(text) > MAX_DIGITS or not _NUMBER.fullmatch(text):
         return value
     text = text.replace("_", "")
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)
 
 
 def read_value(path: str, value: Any, entry: Entry) -> Any:
     """The value in the type of its key, or a ConfigError that names path, value and what was expected."""
-    hint = entry.hint
-    if entry.key.auto and _is_word(value, "auto"):
+    return read_as(path, value, entry.hint, entry.key)
+
+
+def read_as(path: str, value: Any, hint: Any, key: Key) -> Any:
+    """The value as an annotation wants it: a key's own, or one of a class of torch."""
+    if key.auto and _is_word(value, "auto"):
         return None
+    if get_origin(hint) in (Union, types.UnionType):
+        return _read_either(path, value, hint, key)
     if hint is bool:
         return _boolean(path, value)
     if hint is int or hint is float:
-        return _number(path, value, entry)
+        return _number(path, value, hint, key)
     if hint is str:
         if not isinstance(value, str):
-            raise _wrong(path, value, "a string")
+            raise wrong(path, value, "a string")
         return value
     if hint == Dtype:
         return _dtype(path, value)
     if get_origin(hint) is Literal:
         return _choice(path, value, get_args(hint))
-    assert get_origin(hint) is tuple, f"no reader for {hint}"
-    return _list(path, value, get_args(hint)[0], entry.key.or_one)
+    assert is_readable(hint), f"no reader for {hint}"
+    return _list(path, value, hint, key)
+
+
+def is_readable(hint: Any) -> bool:
+    """Whether a config can hold what an annotation asks for; it cannot hold functions and tensors."""
+    if hint in (bool, int, float, str) or get_origin(hint) is Literal:
+        return True
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(is_readable(kind) for kind in get_args(hint))
+    return get_origin(hint) in _LISTS and all(is_readable(kind) for kind in get_args(hint) if kind is not Ellipsis)
 
 
 def free_object(value: Mapping[str, Any]) -> dict[str, Any]:
     """An object whose keys somebody else knows: what is absent is dropped, numeric strings become numbers."""
     return {str(name): _free(inner) for name, inner in value.items() if not _is_absent_inside(inner)}
+
+
+def wrong(path: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(f"{path} = {shown(value)}: expected {expected}")
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
+        return "(a number of many digits)"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _is_word(value: Any, word: str) -> bool:
@@ -78,41 +113,77 @@ def _free(value: Any) -> Any:
     return as_number(value)
 
 
-def _wrong(path: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(f"{path} = {value!r}: expected {expected}")
+def _read_either(path: str, value: Any, hint: Any, key: Key) -> Any:
+    """One of several types: a list where one is offered and the value is one, else the first that is none."""
+    if value is None and types.NoneType in get_args(hint):
+        return None
+    kinds = [kind for kind in get_args(hint) if is_readable(kind)]
+    fitting = [kind for kind in kinds if (get_origin(kind) in _LISTS) == isinstance(value, list | tuple)]
+    if not fitting:
+        raise wrong(path, value, " or ".join(_kind(kind) for kind in kinds))
+    return read_as(path, value, fitting[0], key)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_kind(kind) for kind in get_args(hint) if is_readable(kind))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
+    if get_origin(hint) not in _LISTS:
+        return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[hint]
+    inner = get_args(hint)
+    name = _kind(inner[0]).partition(" or ")[0].removeprefix("a ")
+    return f"a list of {len(inner)} {name}s" if _is_fixed(hint) else f"a list of {name}s"
+
+
+def _is_fixed(hint: Any) -> bool:
+    return get_origin(hint) is tuple and get_args(hint)[-1] is not Ellipsis
 
 
 def _boolean(path: str, value: Any) -> bool:
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if not isinstance(value, bool):
-        raise _wrong(path, value, "true or false")
+        raise wrong(path, value, "true or false")
     return value
 
 
-def _number(path: str, value: Any, entry: Entry) -> int | float | None:
-    key = entry.key
-    kind = ("auto, or " if key.auto else "") + ("a whole number" if entry.hint is int else "a number")
+def _number(path: str, value: Any, hint: type, key: Key) -> int | float | None:
+    kind = ("auto, or " if key.auto else "") + _kind(hint)
     if isinstance(value, bool) and key.flag:
         return int(value)
     number = as_number(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
-        raise _wrong(path, value, kind)
-    if math.isinf(number):
+    if isinstance(number, bool) or not isinstance(number, Real) or number != number:
+        raise wrong(path, value, kind)
+    number = number if isinstance(number, int | float) else float(number)  # numpy's numbers
+    if abs(number) >= 10**MAX_DIGITS:
         if not key.infinite or number < 0:
-            raise _wrong(path, value, "a finite number")
-        return None if entry.hint is int else number
-    if entry.hint is int and number != int(number):
-        raise _wrong(path, value, kind)
-    number = int(number) if entry.hint is int else float(number)
-    if key.minimum is not None and number < key.minimum:
-        limits = f"{kind} from {key.minimum} to {key.maximum}" if key.maximum is not None else f"at least {key.minimum}"
-        raise _wrong(path, value, limits)
-    if key.maximum is not None and number > key.maximum:
-        raise _wrong(path, value, f"{kind} from {key.minimum} to {key.maximum}")
-    if key.above is not None and number <= key.above:
-        raise _wrong(path, value, f"a number above {key.above}")
+            raise wrong(path, value, "a finite number")
+        return None if hint is int else math.inf
+    if hint is int and number != int(number):
+        raise wrong(path, value, kind)
+    number = int(number) if hint is int else float(number)
+    if not _in_range(number, key):
+        raise wrong(path, value, _range(kind, key))
     return number
+
+
+def _in_range(number: float, key: Key) -> bool:
+    return (
+        (key.minimum is None or number >= key.minimum)
+        and (key.above is None or number > key.above)
+        and (key.maximum is None or number <= key.maximum)
+        and (key.below is None or number < key.below)
+    )
+
+
+def _range(kind: str, key: Key) -> str:
+    if key.above is not None:
+        return f"a number above {key.above}"
+    if key.below is not None:
+        return f"{kind} of at least {key.minimum} and below {key.below}"
+    return f"at least {key.minimum}" if key.maximum is None else f"{kind} from {key.minimum} to {key.maximum}"
 
 
 def _dtype(path: str, value: Any) -> str:
@@ -121,26 +192,26 @@ def _dtype(path: str, value: Any) -> str:
     for name, spelled in _DTYPES.items():
         if text in spelled:
             return name
-    raise _wrong(path, value, "fp32, bf16 or fp16")
+    raise wrong(path, value, "fp32, bf16 or fp16")
 
 
 def _choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
     for choice in choices:
         if isinstance(value, str) and value.strip().lower() == choice.lower():
             return choice
-    raise _wrong(path, value, "one of " + ", ".join(choices))
+    raise wrong(path, value, "one of " + ", ".join(choices))
 
 
-def _list(path: str, value: Any, kind: type, or_one: bool) -> tuple[Any, ...]:
-    name = "string" if kind is str else "whole number"
-    expected = f"a {name} or a list of {name}s" if or_one else f"a list of {name}s"
-    if isinstance(value, list | tuple):
-        listed = value
-    elif or_one:
-        listed = (value,)
-    else:
-        raise _wrong(path, value, expected)
-    found = tuple(listed if kind is str else map(as_number, listed))
-    if any(not isinstance(inner, kind) or isinstance(inner, bool) for inner in found):
-        raise _wrong(path, value, expected)
-    return found
+def _list(path: str, value: Any, hint: Any, key: Key) -> tuple[Any, ...]:
+    kinds = get_args(hint)
+    if not isinstance(value, list | tuple):
+        if not key.or_one:
+            raise wrong(path, value, _kind(hint))
+        value = (value,)
+    if _is_fixed(hint) and len(value) != len(kinds):
+        raise wrong(path, value, _kind(hint))
+    each = kinds if _is_fixed(hint) else kinds[:1] * len(value)
+    return tuple(
+        read_as(f"{path}[{place}]" if len(value) > 1 else path, inner, kind, key)
+        for place, (inner, kind) in enumerate(zip(value, each, strict=True))
+    )

@@ -11,7 +11,8 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 _NVME_PATH = (
-    "Folder on the NVMe drive, or a list of folders on several; required when `device` is nvme, read only then."
+    "Folder on the NVMe drive, or a list of folders on several; required when `device` is nvme, read only then. `~` "
+    "and variables of the environment (`$SCRATCH/swap`) are filled in; one that is not set is an error."
 )
 _BUFFER_SIZE = "Elements of one buffer; a longer shard is streamed through it."
 
@@ -20,14 +21,16 @@ _BUFFER_SIZE = "Elements of one buffer; a longer shard is streamed through it."
 class OffloadParam:
     """Where the parameter shards rest between uses."""
 
-    device: Device = key("none", "Where parameter shards rest.", stage3=True)
-    nvme_path: tuple[str, ...] = key((), _NVME_PATH, or_one=True)
-    buffer_count: int = key(5, "Staging buffers between NVMe and host.", switch="device", minimum=1)
-    buffer_size: int = key(100_000_000, _BUFFER_SIZE, switch="device", minimum=1)
-    max_in_cpu: int = key(
-        1_000_000_000, "Elements kept in host memory when `device` is nvme.", switch="device", minimum=0
+    device: Device = key("none", "Where parameter shards rest.", from_stage=3)
+    nvme_path: tuple[str, ...] = key((), _NVME_PATH, from_stage=3, or_one=True)
+    buffer_count: int = key(
+        5, "Staging buffers between NVMe and host.", from_stage=3, switch="device", needs="nvme", minimum=1
     )
-    pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
+    buffer_size: int = key(100_000_000, _BUFFER_SIZE, from_stage=3, switch="device", needs="nvme", minimum=1)
+    max_in_cpu: int = key(
+        1_000_000_000, "Elements kept in host memory.", from_stage=3, switch="device", needs="nvme", minimum=0
+    )
+    pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", from_stage=3, switch="device")
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,16 @@ class OffloadOptimizer:
         4,
         "Page-locked buffers of the pipeline: read one, update one, write one; fewer than 3 overlap less.",
         switch="device",
+        needs="nvme",
         minimum=1,
     )
-    buffer_size: int = key(8_000_000, _BUFFER_SIZE, switch="device", minimum=1)
+    buffer_size: int = key(8_000_000, _BUFFER_SIZE, switch="device", needs="nvme", minimum=1)
     pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
     pipeline_read: bool | None = key(
-        None, "Read the next states during the step; on unless it says false.", switch="device"
+        None, "Read the next states during the step; on unless it says false.", switch="device", needs="nvme"
     )
     pipeline_write: bool | None = key(
-        None, "Write the last states during the step; on unless it says false.", switch="device"
+        None, "Write the last states during the step; on unless it says false.", switch="device", needs="nvme"
     )
     fast_init: bool = key(False, "Fast start on NVMe.", notice="states start as empty files, which is already fast")
     ratio: float | None = key(
@@ -66,9 +70,7 @@ class OffloadOptimizer:
     cpuadam_cores_perc: float = key(
         0.8, "Share of the cores for DeepSpeed's worker.", notice="the host step uses torch's own threads"
     )
-    max_in_cpu: int = key(
-        0, "Elements whose states stay in host memory when `device` is nvme.", switch="device", minimum=0
-    )
+    max_in_cpu: int = key(0, "Elements whose states stay in host memory.", switch="device", needs="nvme", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,9 @@ class LoCo:
 class LeafModule:
     """Modules that are never cut into smaller units."""
 
-    classes: tuple[str, ...] = key((), "Class names.", stage3=True)
-    names: tuple[str, ...] = key((), "Module names.", stage3=True)
-    name_suffixes: tuple[str, ...] = key((), "Endings of module names.", stage3=True)
+    classes: tuple[str, ...] = key((), "Class names.", from_stage=3)
+    names: tuple[str, ...] = key((), "Module names.", from_stage=3)
+    name_suffixes: tuple[str, ...] = key((), "Endings of module names.", from_stage=3)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class ZeroOptimization:
     allgather_bucket_size: int = key(
         500_000_000,
         "Elements of parameters that may be in flight, and up to which small gathers are joined.",
+        from_stage=1,
         minimum=1,
     )
     contiguous_gradients: bool = key(
@@ -178,7 +181,7 @@ class ZeroOptimization:
         "Elements gathered ahead of their use.",
         aliases=("prefetch_bucket_size",),
         one_spelling=True,
-        stage3=True,
+        from_stage=3,
         minimum=0,
     )
     stage3_param_persistence_threshold: int = key(
@@ -186,7 +189,7 @@ class ZeroOptimization:
         "Parameters of at most so many elements stay whole on every rank.",
         aliases=("param_persistence_threshold",),
         one_spelling=True,
-        stage3=True,
+        from_stage=3,
         minimum=0,
     )
     stage3_model_persistence_threshold: int = key(
@@ -194,7 +197,7 @@ class ZeroOptimization:
         "Elements that may stay whole in all.",
         aliases=("model_persistence_threshold",),
         one_spelling=True,
-        stage3=True,
+        from_stage=3,
         minimum=0,
     )
     stage3_max_live_parameters: int = key(
@@ -202,7 +205,7 @@ class ZeroOptimization:
         "Elements that may be whole at one time.",
         aliases=("max_live_parameters",),
         one_spelling=True,
-        stage3=True,
+        from_stage=3,
         minimum=0,
     )
     stage3_max_reuse_distance: int = key(
@@ -210,7 +213,7 @@ class ZeroOptimization:
         "A unit that is used again within so many elements is not released.",
         aliases=("max_reuse_distance",),
         one_spelling=True,
-        stage3=True,
+        from_stage=3,
         minimum=0,
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
@@ -218,7 +221,7 @@ class ZeroOptimization:
         "Gather whole weights when the model is saved. Accelerate and Trainer ask for it.",
         aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
         one_spelling=True,
-        stage3=True,
+        from_stage=3,
     )
     stage3_module_granularity_threshold: int = key(
         0,
@@ -246,11 +249,11 @@ class ZeroOptimization:
         1,
         "Ranks of a node that hold a second shard for backward (hpZ).",
         minimum=1,
-        stage3=True,
+        from_stage=3,
         asks=lambda value: value > 1,
     )
-    zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", stage3=True)
-    zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", stage3=True)
+    zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", from_stage=3)
+    zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", from_stage=3)
     zero_quantized_gradients: bool = key(False, "Reduce gradients as int8 inside a host and int4 across hosts (qgZ).")
     zeropp_loco_param: LoCo | None = key(
         None, "Error feedback for quantized gradients (a byte a parameter).", switch="zero_quantized_gradients"
@@ -258,7 +261,8 @@ class ZeroOptimization:
     mics_shard_size: int = key(
         -1,
         "Neighbouring ranks that hold one whole model state between them (MiCS); -1: all ranks.",
-        stage3=True,
+        minimum=-1,
+        from_stage=3,
         asks=lambda value: value > 0,
         asks_text="above 0",
     )

@@ -20,6 +20,7 @@ from onefold.engine.wires import wires_of
 from onefold.loader import data_loader
 from onefold.optim.choose import Chosen
 from onefold.optim.nonfinite import NonFiniteError
+from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
 from onefold.plan import Counting, Plan
@@ -179,16 +180,21 @@ class Engine(Weights):
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         at_boundary = self._window.at_boundary
         if at_boundary:
+            check_step_arguments(self.lr_scheduler, lr_kwargs or {})
             with self._timeline.span("step"):
-                self._take_step(self.optimizer, lr_kwargs or {})
+                self._take_step(self.optimizer)
             self.global_steps += 1
             self.global_samples += self.batch.train
-            self._print_progress()
         self._window.micro_steps += 1
         if at_boundary:
-            self._remember_step()
+            try:
+                if self._update.applied and self.lr_scheduler is not None:
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+            finally:  # the step is taken and counted, whatever a scheduler raises
+                self._remember_step()
+            self._print_progress()
 
-    def _take_step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
+    def _take_step(self, optimizer: ShardedOptimizer) -> None:
         self._hooks.check_model()
         if not self._window.managed and self.plan.keeps_whole_gradient:
             # Every step is a boundary, and only now do we know that this is one.
@@ -214,8 +220,6 @@ class Engine(Weights):
                 logger.info("overflow: step skipped, loss scale %g -> %g", before, update.loss_scale.value)
             elif self._group.rank == 0:
                 logger.warning("step skipped: %s", update.problem)
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
 
     def _begin_backward(self, *, owed: int) -> None:
         self._check_present()

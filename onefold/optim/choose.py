@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,49 +11,22 @@ import torch
 from torch import nn
 
 from onefold.config import ConfigError
+from onefold.config.keys import entries, spellings
+from onefold.config.params import OPTIMIZERS, check_together
+from onefold.config.suggest import meant_key
+from onefold.config.values import read_value
 from onefold.optim.instance import InstanceRule, is_forwarded, is_torchs
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
+from onefold.optim.signature import build, read_arguments
 
 Groups = list[dict[str, Any]]
 
-ADAM_DEFAULTS = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": ADAM_DEFAULTS,
-    # As in DeepSpeed: no decay unless asked for.
-    "adamw": ADAM_DEFAULTS,
-    "sgd": {
-        "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
-    },
-    "adagrad": {
-        "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
-        "maximize": False,
-    },
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-}  # fmt: skip
 RULES: dict[str, Rule] = {
     "adam": AdamRule(),
     "adamw": AdamRule(),
     "sgd": SGDRule(),
     "adagrad": AdagradRule(),
     "lion": LionRule(),
-}
-
-# Switches of DeepSpeed's own Adam that choose between kernels; here one fused kernel serves.
-_ADAM_SWITCHES = {
-    "torch_adam",
-    "adam_w_mode",
-    "adamw_mode",
-    "fp32_optimizer_states",
-    "bias_correction",
-    "fused",
-    "foreach",
 }
 
 _ONE_NUMBER = "makes one step size of sums over all parameters"
@@ -204,9 +176,12 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     _check_own_class(optimizer, has_rule=rule is not None)
     groups: Groups = optimizer.param_groups
     if rule is not None:
-        for group in groups:
+        for index, group in enumerate(groups):
             if isinstance(rule, AdamRule):
                 group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
+            # torch checks what its constructor gets, not what stands in a group.
+            _read_group(OPTIMIZERS[known[kind]], group, f"optimizer.param_groups[{index}]")
+            check_together(group, f"optimizer.param_groups[{index}]")
         return Chosen(name, groups, rule, optimizer)
     return Chosen(name, groups, None, optimizer)
 
@@ -232,32 +207,70 @@ def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> Non
 
 
 def _of_name(name: str, params: dict[str, Any], groups: Groups) -> Chosen:
-    key = name.lower()
     _check_anywhere(name)
-    if key in DEFAULTS:
-        defaults = dict(DEFAULTS[key])
-        if key in ("adam", "adamw"):
-            # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode is false.
-            decoupled = key == "adamw" or bool(params.get("adam_w_mode", params.get("adamw_mode", True)))
-            if params.get("bias_correction", True) is not True:
-                raise ConfigError("optimizer.params.bias_correction: only true is implemented; leave it out")
-            params = {k: v for k, v in params.items() if k not in _ADAM_SWITCHES}
-            defaults["decoupled_weight_decay"] = decoupled
-        _check_known(name, params, defaults)
-        defaults.update(params)
-        if "betas" in defaults:
-            defaults["betas"] = tuple(float(beta) for beta in defaults["betas"])
-        _check_rate(defaults)
-        return Chosen(name, [{**defaults, **group} for group in groups], RULES[key], None)
+    if name.lower() in OPTIMIZERS:
+        return Chosen(name, _own_groups(name.lower(), params, groups), RULES[name.lower()], None)
     kind = _torch_class(name)
-    try:
-        instance = kind(groups, **params)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params do not fit torch.optim.{kind.__name__}: {error}") from error
+    read = read_arguments(kind, params, "optimizer.params", "params")
+    for index, group in enumerate(groups):
+        given = {key: value for key, value in group.items() if key != "params"}
+        _check_names(given, list(inspect.signature(kind).parameters), f"model_parameters[{index}]")
+    instance = build(kind, lambda values: kind([dict(group) for group in groups], **values), read, "optimizer.params")
     return Chosen(kind.__name__, instance.param_groups, None, instance)
 
 
-def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _own_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
+    """Groups with every hyperparameter of the rule: the config's, and before them the group's own."""
+    kind = OPTIMIZERS[name]
+    # What only has a notice or a refusal is nothing that a rule reads.
+    rule_reads = [key for key, entry in entries(kind).items() if not (entry.key.notice or entry.key.refused)]
+    defaults = {key: params.get(key, entries(kind)[key].default) for key in rule_reads}
+    if name == "adamw":
+        defaults["decoupled_weight_decay"] = True
+    found = []
+    for index, group in enumerate(groups):
+        path = f"model_parameters[{index}]"
+        _check_names(group, list(spellings(kind)), path)
+        found.append({**defaults, **group, **_read_group(kind, group, path)})
+        check_together(found[-1], path)
+    return found
+
+
+def _read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The hyperparameters of a group, each in its type and under its own name; a tensor stays the one it is."""
+    read = {}
+    for name, value in group.items():
+        entry = spellings(kind).get(name)
+        if entry is None or (value is None and entry.optional):
+            continue
+        plain = read_value(f"{path}.{name}", _plain(value), entry)
+        if entry.key.refused is not None and entry.asks(plain):
+            raise ConfigError(f"{path}.{name} = {plain!r}: {entry.key.refused}")
+        read[entry.name] = value if _has_tensor(value) else plain
+    return read
+
+
+def _check_names(group: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+    """A group may have keys of the user's own, so only what is as good as a known one is taken for a mistake."""
+    for name in group:
+        meant = meant_key(name, known, certain=True) if name not in (*known, "params") else None
+        if meant is not None:
+            raise ConfigError(f"{path}.{name}: no optimizer reads it; did you mean {path}.{meant}?")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(inner, torch.Tensor) for inner in value)
+    )
+
+
+def _torch_class(name: str) -> type[torch.optim.Optimizer]:
     classes = {
         attribute.lower(): kind
         for attribute, kind in vars(torch.optim).items()
@@ -265,28 +278,12 @@ def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     }
     found = classes.get(name.lower())
     if found is None:
-        known = sorted({*DEFAULTS, *classes})
-        near = difflib.get_close_matches(name.lower(), known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        known = sorted({*OPTIMIZERS, *classes})
+        near = meant_key(name, known)
+        hint = f"; did you mean {near}?" if near else ""
         extra = f" ({NOT_ELEMENTWISE[name.lower()]})" if name.lower() in NOT_ELEMENTWISE else ""
-        raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint} Known: {', '.join(known)}")
+        raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint}; known: {', '.join(known)}")
     return found
-
-
-def _check_known(name: str, params: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    for key in params:
-        if key not in defaults:
-            near = difflib.get_close_matches(key, defaults, 1)
-            raise ConfigError(
-                f"optimizer.params.{key} is not a parameter of {name}"
-                f"{f'; did you mean {near[0]}?' if near else ''} Known: {', '.join(sorted(defaults))}"
-            )
-
-
-def _check_rate(hyper: Mapping[str, Any]) -> None:
-    for key in ("lr", "eps", "weight_decay"):
-        if key in hyper and not float(hyper[key]) >= 0:
-            raise ConfigError(f"optimizer.params.{key} is {hyper[key]!r}; it must be a number of at least 0")
 
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:

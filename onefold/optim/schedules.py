@@ -6,20 +6,26 @@ after each applied optimizer step, so iteration -1 gives the rate of the first s
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from onefold.config.errors import ConfigError
+from onefold.config import ConfigError
+from onefold.config.keys import Entry, entries
+from onefold.config.params import SCHEDULES
+from onefold.config.read import read_params
+from onefold.config.suggest import meant_key
+from onefold.config.values import free_object, read_value
+from onefold.optim.signature import build, read_arguments
 
 logger = logging.getLogger(__name__)
 
 PerGroup = float | Sequence[float]
+_PATH = "scheduler.params"
 
 
 class HasParamGroups(Protocol):
@@ -33,7 +39,7 @@ class Schedule:
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration: int = _read("last_batch_iteration", last_batch_iteration)
         self._last_lr: list[float] = []
         self._apply()
 
@@ -85,9 +91,9 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase = lr_range_test_staircase
+        self.step_size: int = _read("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate: float = _read("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase: bool = _read("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
     def _rates_at(self, iteration: int) -> list[float]:
@@ -121,19 +127,23 @@ class OneCycle(Schedule):
         self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
-        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
-        self.decay_step_size = _number("decay_step_size", decay_step_size)
-        self.first_size = _positive("cycle_first_step_size", cycle_first_step_size)
-        self.second_size = (
+        self.decay_lr_rate: float = _read("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate: float = _read("decay_mom_rate", decay_mom_rate)
+        self.decay_step_size: int = _read("decay_step_size", decay_step_size)
+        self.first_size: int = _read("cycle_first_step_size", cycle_first_step_size)
+        self.second_size: int = (
             self.first_size
             if cycle_second_step_size is None
-            else _positive("cycle_second_step_size", cycle_second_step_size)
+            else _read("cycle_second_step_size", cycle_second_step_size)
         )
-        self.first_stairs = cycle_first_stair_count
-        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.cycle_momentum = cycle_momentum
-        if cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
+        self.first_stairs: int = _read("cycle_first_stair_count", cycle_first_stair_count)
+        self.second_stairs: int = (
+            self.first_stairs
+            if cycle_second_stair_count is None
+            else _read("cycle_second_stair_count", cycle_second_stair_count)
+        )
+        self.cycle_momentum: bool = _read("cycle_momentum", cycle_momentum)
+        if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             logger.warning(
                 "OneCycle: cycle_momentum has nothing to do, since %s has no betas", type(optimizer).__name__
             )
@@ -191,10 +201,8 @@ class _Warmup:
 
     def __init__(self, num_steps: int, kind: str) -> None:
         # Two at least: the logarithmic rise divides by log(num_steps).
-        self.num_steps = max(2, _positive("warmup_num_steps", num_steps))
-        if kind not in ("log", "linear"):
-            raise _ParameterError("warmup_type", f"is {kind!r}; known: 'log', 'linear'")
-        self.kind = kind
+        self.num_steps: int = max(2, _read("warmup_num_steps", num_steps))
+        self.kind: str = _read("warmup_type", kind)
 
     def covers(self, iteration: int) -> bool:
         return iteration < self.num_steps
@@ -278,8 +286,8 @@ class WarmupCosineLR(Schedule):
     ) -> None:
         self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
-        self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
+        self.warmup_min_ratio: float = _read("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio: float = _read("cos_min_ratio", cos_min_ratio)
         self.initial_lrs = _initial_rates(optimizer, last_batch_iteration)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -298,35 +306,25 @@ class WarmupCosineLR(Schedule):
         return [rate * ratio for rate in self.initial_lrs]
 
 
-class _ParameterError(ValueError):
-    """A wrong value of one parameter; `build_scheduler` adds the path of the key."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
+# A name means the same in every schedule that has it.
+_ENTRIES: dict[str, Entry] = {name: entry for kind in SCHEDULES.values() for name, entry in entries(kind).items()}
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _ParameterError(name, f"must be a number, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: Any) -> int:
-    """A count of steps: a whole number above 0. JSON's 1e3 is a float, and as good as 1000."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or not float(value).is_integer():
-        raise _ParameterError(name, f"must be a whole number above 0, not {value!r}")
-    return int(value)
+def _read(name: str, value: Any) -> Any:
+    """A parameter in its type and range, as `scheduler.params` has it: JSON's 1e3 is a float, and as good as 1000."""
+    return read_value(f"{_PATH}.{name}", value, _ENTRIES[name])
 
 
 def _per_group(optimizer: HasParamGroups, name: str, value: Any) -> list[float]:
     num_groups = len(optimizer.param_groups)
-    if not isinstance(value, list | tuple):
-        return [_number(name, value)] * num_groups
-    if len(value) != num_groups:
-        raise _ParameterError(
-            name, f"has {len(value)} values for {num_groups} parameter groups; give one number, or one a group"
+    read: float | tuple[float, ...] = _read(name, value)
+    if not isinstance(read, tuple):
+        return [read] * num_groups
+    if len(read) != num_groups:
+        raise ConfigError(
+            f"{_PATH}.{name} has {len(read)} values for {num_groups} parameter groups; give one number, or one a group"
         )
-    return [_number(name, entry) for entry in value]
+    return list(read)
 
 
 def _initial_rates(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
@@ -336,9 +334,9 @@ def _initial_rates(optimizer: HasParamGroups, last_batch_iteration: int) -> list
 
 
 def _total_steps(total_num_steps: Any, warmup_num_steps: Any) -> int:
-    total = _positive("total_num_steps", total_num_steps)
-    if total < _positive("warmup_num_steps", warmup_num_steps):
-        logger.warning("total_num_steps %d is less than warmup_num_steps %d", total, warmup_num_steps)
+    total: int = _read("total_num_steps", total_num_steps)
+    if total < _read("warmup_num_steps", warmup_num_steps):
+        logger.warning("total_num_steps %d is less than warmup_num_steps %s", total, warmup_num_steps)
     return total
 
 
@@ -356,7 +354,6 @@ _REFUSED = {
     "MultiplicativeLR": _CALLABLE,
     "SequentialLR": _NESTED,
     "ChainedScheduler": _NESTED,
-    "ReduceLROnPlateau": "it needs a metric at every step, which `engine.step()` does not have: call it yourself",
 }
 
 
@@ -369,43 +366,51 @@ def _torch_schedules() -> dict[str, type[torch.optim.lr_scheduler.LRScheduler]]:
     }
 
 
+def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class that a config's `scheduler` section names, one of DeepSpeed's five or torch's, and its parameters."""
+    if type in _REFUSED:
+        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]}")
+    known: dict[str, Any] = {**_torch_schedules(), **_SCHEDULES}
+    if type not in known:
+        near = meant_key(type, known)
+        raise ConfigError(
+            f"scheduler.type: {type!r} is not known{f', did you mean {near!r}?' if near else ''}; "
+            f"known: {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
+        )
+    given = free_object(params)  # "auto" and null mean absent, here as everywhere in a config
+    if type not in SCHEDULES:
+        return known[type], read_arguments(known[type], given, _PATH, "optimizer")
+    given = read_params(SCHEDULES[type], given, _PATH)
+    for name, held in inspect.signature(known[type]).parameters.items():
+        if held.default is inspect.Parameter.empty and name not in ("optimizer", *given):
+            raise ConfigError(
+                f"{_PATH}.{name} is missing: {type} needs it; known: {', '.join(entries(SCHEDULES[type]))}"
+            )
+    return known[type], given
+
+
+def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
+    """Before a step changes anything: refuse what `scheduler.step` would refuse after it."""
+    if scheduler is None:
+        return
+    try:
+        inspect.signature(scheduler.step).bind(**lr_kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"engine.step(lr_kwargs={dict(lr_kwargs)}): {type(scheduler).__name__}.step() takes other arguments "
+            f'({error}). Hand over what it needs, as engine.step(lr_kwargs={{"metrics": loss}}) does for '
+            "ReduceLROnPlateau, or leave it out of initialize and step it yourself"
+        ) from error
+
+
 def build_scheduler(
     type: str,
     params: Mapping[str, Any],
     optimizer: Any,
 ) -> Schedule | torch.optim.lr_scheduler.LRScheduler:
-    """Makes the scheduler of a config's `scheduler` section: one of DeepSpeed's five, or a torch class, by name."""
-    if type in _REFUSED:
-        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]}")
-    known: dict[str, Any] = {**_torch_schedules(), **_SCHEDULES}
-    if type not in known:
-        raise ConfigError(
-            f"scheduler.type: {type!r} is not known{_nearest(type, known)}; "
-            f"known: {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
-        )
-    signature = inspect.signature(known[type]).parameters
-    accepted = [name for name in signature if name != "optimizer"]
-    # "auto" and null mean absent, here as everywhere in a config.
-    given = {name: value for name, value in params.items() if value is not None and value != "auto"}
-    for name in given:
-        if name not in accepted:
-            raise ConfigError(
-                f"scheduler.params.{name} is not a parameter of {type}{_nearest(name, accepted)}; "
-                f"known: {', '.join(accepted)}"
-            )
-    for name in accepted:
-        if signature[name].default is inspect.Parameter.empty and name not in given:
-            raise ConfigError(f"scheduler.params.{name} is missing: {type} needs it; known: {', '.join(accepted)}")
-    try:
-        built: Schedule | torch.optim.lr_scheduler.LRScheduler = known[type](optimizer, **given)
-    except _ParameterError as error:
-        raise ConfigError(f"scheduler.params.{error}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"scheduler.params of {type}: {error}; given: {given}") from error
+    """Makes the scheduler of a config's `scheduler` section."""
+    kind, read = read_schedule(type, params)
+    built: Schedule | torch.optim.lr_scheduler.LRScheduler = build(
+        kind, lambda values: kind(optimizer, **values), read, _PATH
+    )
     return built
-
-
-def _nearest(name: str, known: Any) -> str:
-    by_lowercase = {candidate.lower(): candidate for candidate in known}
-    matches = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
-    return f", did you mean {by_lowercase[matches[0]]!r}?" if matches else ""

@@ -1,0 +1,197 @@
+"""The keys of `optimizer.params` and `scheduler.params` for the optimizers and schedules that onefold has itself.
+
+Each is a section like the others, so that its values are read, its keys suggested and its fates told in the same way.
+The defaults are those of the optimizer; a class of torch is read by its own signature instead (`optim.signature`).
+"""
+# ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule wants.
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onefold.config.errors import ConfigError
+from onefold.config.keys import key
+
+_KERNEL = "one fused kernel over flat shards serves; the result is the same"
+_BETA = {"minimum": 0, "below": 1}
+
+Betas = tuple[float, float]
+PerGroup = float | tuple[float, ...]
+"""One number for all parameter groups, or one a group."""
+
+
+@dataclass(frozen=True)
+class _Params:
+    """What every optimizer has."""
+
+    lr: float = key(1e-3, "Learning rate.", minimum=0)
+    weight_decay: float = key(0.0, "Weight decay.", minimum=0)
+
+
+@dataclass(frozen=True)
+class _TorchSwitches:
+    """What torch's classes ask about kernels; the update is the same without."""
+
+    maximize: bool = key(False, "Climb instead of descend.")
+    foreach: bool | None = key(None, "Which of torch's kernels.", notice=_KERNEL)
+    fused: bool | None = key(None, "Which of torch's kernels.", notice=_KERNEL)
+    capturable: bool = key(False, "Kernels for CUDA graphs.", notice=_KERNEL)
+    differentiable: bool = key(
+        False, "Backward through the step.", refused="the step works in place on flat shards; leave it out"
+    )
+
+
+@dataclass(frozen=True)
+class AdamParams(_TorchSwitches, _Params):
+    """Adam. As in DeepSpeed its weight decay is AdamW's unless `adam_w_mode` is false."""
+
+    betas: Betas = key((0.9, 0.999), "Decay of the averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-8, "Added to the root in the denominator.", minimum=0)
+    amsgrad: bool = key(False, "Divide by the largest average of squares so far.")
+    decoupled_weight_decay: bool = key(
+        True, "Decay weights apart from the gradient.", aliases=("adam_w_mode", "adamw_mode")
+    )
+    bias_correction: bool = key(
+        True, "Correct the averages for their start at zero.", refused="only true is implemented; leave it out"
+    )
+    torch_adam: bool = key(False, "torch's Adam instead of DeepSpeed's.", notice=_KERNEL)
+    fp32_optimizer_states: bool = key(
+        True, "Keep states in fp32.", notice="states are in fp32 whatever the compute format"
+    )
+    set_grad_none: bool = key(True, "Drop gradients instead of zeroing.", notice="the engine drops gradients")
+
+
+@dataclass(frozen=True)
+class AdamWParams(AdamParams):
+    """AdamW. As in DeepSpeed there is no weight decay unless it is asked for."""
+
+    decoupled_weight_decay: bool = key(
+        True,
+        "Decay weights apart from the gradient.",
+        aliases=("adam_w_mode", "adamw_mode"),
+        notice="AdamW always decays apart from the gradient, in DeepSpeed too; write Adam",
+    )
+
+
+@dataclass(frozen=True)
+class SGDParams(_TorchSwitches, _Params):
+    """Gradient descent, with torch's momentum."""
+
+    momentum: float = key(0.0, "Decay of the velocity; 0: no velocity.", minimum=0, maximum=1)
+    dampening: float = key(0.0, "Share of the gradient that does not enter the velocity.")
+    nesterov: bool = key(False, "Look ahead along the velocity; needs `momentum`, and `dampening` 0.")
+
+
+@dataclass(frozen=True)
+class AdagradParams(_TorchSwitches, _Params):
+    """Adagrad, with torch's decay of the rate."""
+
+    lr: float = key(1e-2, "Learning rate.", minimum=0)
+    lr_decay: float = key(0.0, "The rate is divided by 1 + this x steps.", minimum=0)
+    initial_accumulator_value: float = key(0.0, "Where the sum of squares starts.", minimum=0)
+    eps: float = key(1e-10, "Added to the root in the denominator.", minimum=0)
+
+
+@dataclass(frozen=True)
+class LionParams(_Params):
+    """The sign of an interpolated momentum; weight decay is apart from the gradient."""
+
+    lr: float = key(1e-4, "Learning rate.", minimum=0)
+    betas: Betas = key((0.9, 0.99), "Weights of the momentum in the step, and in its own update.", **_BETA)
+
+
+OPTIMIZERS: dict[str, type] = {
+    "adam": AdamParams,
+    "adamw": AdamWParams,
+    "sgd": SGDParams,
+    "adagrad": AdagradParams,
+    "lion": LionParams,
+}
+"""By the name in lower case: DeepSpeed does not look at the case either."""
+
+
+def check_together(values: Mapping[str, Any], path: str) -> None:
+    """What several hyperparameters of one group say together; `values` has them all."""
+    if values.get("nesterov") and not (float(values["momentum"]) > 0 and float(values["dampening"]) == 0):
+        raise ConfigError(
+            f"{path}.nesterov = true needs {path}.momentum above 0 and {path}.dampening 0 (they are "
+            f"{values['momentum']} and {values['dampening']}): there is no velocity to look along otherwise"
+        )
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What every schedule has."""
+
+    last_batch_iteration: int = key(-1, "The iteration to go on from; -1: a new schedule.", minimum=-1)
+
+
+@dataclass(frozen=True)
+class LRRangeTestParams(_Schedule):
+    """Raises the rate steadily, to find the largest that still trains."""
+
+    lr_range_test_min_lr: PerGroup = key(1e-3, "The rate to start from.", minimum=0)
+    lr_range_test_step_size: int = key(2000, "Steps of one interval.", minimum=1)
+    lr_range_test_step_rate: float = key(1.0, "The rate grows by this x the first one an interval.", minimum=0)
+    lr_range_test_staircase: bool = key(False, "Grow once an interval instead of every step.")
+
+
+@dataclass(frozen=True)
+class OneCycleParams(_Schedule):
+    """Up and down once while the first beta moves the other way; then both decay."""
+
+    cycle_min_lr: PerGroup | None = key(None, "The rate at both ends of the cycle. Required.", minimum=0)
+    cycle_max_lr: PerGroup | None = key(None, "The rate at its top. Required.", minimum=0)
+    decay_lr_rate: float = key(0.0, "After the cycle the rate is divided by 1 + this x intervals.", minimum=0)
+    cycle_first_step_size: int = key(2000, "Steps on the way up.", minimum=1)
+    cycle_second_step_size: int | None = key(None, "Steps on the way down; as many as up when left out.", minimum=1)
+    cycle_first_stair_count: int = key(0, "Stairs on the way up; 0: a slope.", minimum=0)
+    cycle_second_stair_count: int | None = key(None, "Stairs on the way down; as up when left out.", minimum=0)
+    decay_step_size: int = key(0, "Steps of one interval of decay; 0: no decay.", minimum=0)
+    cycle_momentum: bool = key(True, "Move the first beta the other way.")
+    cycle_min_mom: PerGroup = key(0.8, "The first beta at the top.", **_BETA)
+    cycle_max_mom: PerGroup = key(0.9, "The first beta at both ends.", **_BETA)
+    decay_mom_rate: float = key(0.0, "After the cycle the first beta grows by this x intervals.", minimum=0)
+
+
+@dataclass(frozen=True)
+class WarmupLRParams(_Schedule):
+    """A rise, then one rate for good."""
+
+    warmup_min_lr: PerGroup = key(0.0, "The rate to start from.", minimum=0)
+    warmup_max_lr: PerGroup | None = key(None, "The rate to rise to; left out: each group's own.", minimum=0)
+    warmup_num_steps: int = key(1000, "Steps of the rise; 2 at least.", minimum=1)
+    warmup_type: Literal["log", "linear"] = key("log", "The shape of the rise.")
+
+
+@dataclass(frozen=True)
+class WarmupDecayLRParams(WarmupLRParams):
+    """A rise, then a straight line back."""
+
+    warmup_max_lr: PerGroup | None = key(0.001, "The rate to rise to.", minimum=0)
+    total_num_steps: int | None = key(None, "The step at which the rate is back at its start. Required.", minimum=1)
+
+
+@dataclass(frozen=True)
+class WarmupCosineLRParams(_Schedule):
+    """Shares of each group's own rate: a rise, then half a cosine."""
+
+    total_num_steps: int | None = key(None, "The step at which the cosine ends. Required.", minimum=1)
+    warmup_min_ratio: float = key(0.0, "Share of the rate to start from.", minimum=0)
+    warmup_num_steps: int = key(1000, "Steps of the rise; 2 at least.", minimum=1)
+    cos_min_ratio: float = key(1e-4, "Share of the rate to end at.", minimum=0)
+    warmup_type: Literal["log", "linear"] = key("log", "The shape of the rise.")
+
+
+SCHEDULES: dict[str, type] = {
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+}
+
+
+def params_of(section: str, name: str) -> type | None:
+    """The keys of `optimizer.params` or `scheduler.params` under a `type`; None where it is not onefold's own."""
+    return OPTIMIZERS.get(name.lower()) if section == "optimizer" else SCHEDULES.get(name)
