@@ -39,6 +39,8 @@ COUNT_ALONE = {
     "onefold.collective",
     "onefold.node_size",
     "onefold.units",
+    "onefold.honour_writes",
+    "onefold.nonfinite_gradients",
     "optimizer",
     "scheduler",
     "fp16.enabled",

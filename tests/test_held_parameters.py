@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.comm import local_device
+from onefold.runtime import home_of
 from onefold.runtime.unit import ParameterState
 from onefold.zero import GatheredParameters
 
@@ -377,6 +378,32 @@ def test_writes_reach_the_master_of_any_optimizer(on_ranks):
 
 def test_the_search_for_writes_can_be_turned_off(on_ranks):
     assert on_ranks(2, writes_in_16_bits, "1", "bf16", "SGD", False) == [None, None]
+
+
+def part_of_a_line_written() -> str | None:
+    """Beside what was written, masters keep the digits that 16 bits do not show."""
+    engine = start(net(), settings("1", **precision("bf16")))
+    for step in range(3):
+        x, y = data(step, torch.bfloat16)
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+    weight = engine.module[0].weight
+    before = onefold.utils.safe_get_full_fp32_param(weight)
+    weight.data[0] = 0.125
+    engine.optimizer.param_groups[0].update(lr=0.0)
+    x, y = data(9, torch.bfloat16)
+    engine.backward(F.mse_loss(engine(x), y))
+    engine.step()
+    after = onefold.utils.safe_get_full_fp32_param(weight)
+    if not torch.equal(after[0], torch.full_like(after[0], 0.125)):
+        return "what was written is lost"
+    if torch.equal(before, before.bfloat16().float()):
+        return "masters have no digits beyond 16 bits: this shows nothing"
+    return None if torch.equal(after[1:], before[1:]) else "masters beside it were rounded"
+
+
+def test_a_write_to_part_of_a_line_leaves_other_masters_alone(on_ranks):
+    assert on_ranks(2, part_of_a_line_written) == [None, None]
 
 
 def untouched(plan: str, dtype: str) -> bool:
@@ -860,6 +887,50 @@ def classes_after_the_engine(plan: str) -> str | None:
 @pytest.mark.parametrize("plan", ["1", "3"])
 def test_parameters_are_plain_again_without_an_engine(on_ranks, plan):
     assert on_ranks(2, classes_after_the_engine, plan) == [None, None]
+
+
+# -- loans that fail --------------------------------------------------------------------------------------------
+
+
+def failed_loan() -> str | None:
+    both = Beside("3 nothing kept")
+    both.step()
+    homes = [home_of(p) for p in (both.engine.module[0].weight, both.engine.module[3].weight)]
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    homes[1].borrow = fail
+    problem = refusal(lambda: GatheredParameters(list(both.engine.module.parameters())).__enter__(), "no memory")
+    del homes[1].borrow
+    if problem or unsharded_units(both.engine):
+        return problem or f"still lent: {unsharded_units(both.engine)}"
+    both.step()
+    return both.difference()
+
+
+def test_a_loan_that_fails_half_way_is_undone(on_ranks):
+    assert on_ranks(2, failed_loan) == [None, None]
+
+
+def self_referencing() -> str | None:
+    """Attributes of modules that hold themselves, or a vocabulary, are no outputs."""
+
+    def make() -> nn.Module:
+        model: Any = net()
+        model.loop = {"name": "loop"}
+        model.loop["itself"] = model.loop
+        model[0].vocabulary = {f"word {number}": number for number in range(10_000)}
+        return model
+
+    both = Beside("3 nothing kept", make)
+    for _ in range(2):
+        both.step()
+    return both.difference()
+
+
+def test_attributes_that_hold_themselves_are_no_outputs(on_ranks):
+    assert on_ranks(2, self_referencing) == [None, None]
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------
