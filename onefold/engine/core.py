@@ -384,10 +384,13 @@ def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTie
                 error,
             )
             schedule.give_up()
-        schedule.rest()
         hooks.remove()
+        schedule.rest()
         for home in homes:
-            home.stand_alone()
+            try:
+                home.stand_alone()
+            except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
+                logger.error("weights that rested on a disk are lost with the engine: %s", error)
         homes.clear()
     finally:
         if lower is not None:
