@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import json
 import logging
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -33,6 +36,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint import staging
 from onefold.checkpoint.reader import Checkpoint
+from onefold.comm import Board
 from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 OnRanks = Callable[..., list[Any]]
@@ -789,6 +793,58 @@ def test_a_copy_in_the_background_that_fails_is_told_and_nothing_waits(
         assert [name.partition("/")[0] for name in data] == ["good"]
         assert (latest, same) == ("good", True)
         assert steps >= 3
+
+
+# -- engines that go -----------------------------------------------------------------------------------------------
+
+
+def engines_go() -> Any:
+    """By the garbage collector, by `destroy`, by `del`: what is left to do at exit, and what was waited for."""
+    waits: list[str] = []
+    left: list[weakref.ref[Any]] = []
+    works, registers = Board.wait, atexit.register
+
+    def wait(board: Board, ready: Any, whom: Any, what: str) -> None:
+        waits.append(what)
+        works(board, ready, whom, what)
+
+    def register(function: Any, *args: Any) -> Any:
+        left.append(weakref.ref(function))
+        return registers(function, *args)
+
+    gc.collect()
+    gc.disable()
+    found = []
+    with mock.patch.object(Board, "wait", wait), mock.patch.object(atexit, "register", register):
+        for how in ("garbage", "destroy", "del"):
+            engine = engine_of(60)
+            learn(engine, 1)
+            dist.barrier()
+            there = len([entry for entry in left if entry() is not None])
+            if how == "garbage":
+                circle: list[Any] = [engine]
+                circle.append(circle)
+                waits.clear()
+                del engine, circle
+                if rank() == 1:  # rank 0's is there still
+                    gc.collect()
+                    found.append((how, list(waits)))
+                dist.barrier()
+                gc.collect()
+            elif how == "destroy":
+                engine.destroy()
+            else:
+                del engine
+            dist.barrier()
+            found.append((how, there, len([entry for entry in left if entry() is not None])))
+    gc.enable()
+    return found
+
+
+def test_an_engine_that_goes_leaves_nothing_for_the_exit_and_keeps_no_collector_waiting(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(2, engines_go)
+    assert first == [("garbage", 1, 0), ("destroy", 1, 0), ("del", 1, 0)]
+    assert second == [("garbage", []), *first]
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------

@@ -229,7 +229,8 @@ class Loading(Saving):
         for rank in range(checkpoint.manifest.world_size):
             loose |= checkpoint.loose(rank)
         try:
-            check_loose_like(loose, loose_states(self._units, self.optimizer))
+            if saved["num_steps"]:  # before the first step there are none
+                check_loose_like(loose, loose_states(self._units, self.optimizer))
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.folder / NAME}: {error}") from error
         return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)

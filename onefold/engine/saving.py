@@ -63,7 +63,11 @@ class Saving(Facts):
         self._stop_saving.atexit = False
 
     def __del__(self) -> None:
-        """Where a program is through with an engine, rank 0 may still be about to save a last time."""
+        """Where a program is through with an engine, rank 0 may still be about to save a last time.
+
+        By `del`, that is. The garbage collector calls finalizers first, so the saver has stopped then, and it is not
+        kept waiting.
+        """
         saver = self.__dict__.get("_saver")
         if saver is not None and not sys.is_finalizing() and not hasattr(sys, "last_value"):
             with suppress(RuntimeError):  # the store's host may be gone already
