@@ -646,6 +646,32 @@ def test_without_a_tag_a_reader_takes_what_is_left(
         export(folder / "two", tmp_path / "out")
 
 
+def load_beside(folder: str, spare: str) -> Any:
+    """A job saves "three" and removes "one", the only other, while it is loaded here."""
+    works = files.open_regular
+
+    def opens(path: Any) -> int:
+        if "data-" in str(path) and "one" in Path(path).parts and Path(spare).exists():
+            Path(spare).rename(Path(folder, "three"))
+            Path(folder, "latest").write_text("three")
+            remove(Path(folder, "one"))
+        return works(path)
+
+    engine = engine_of(2)
+    with mock.patch("onefold.checkpoint.reader.open_regular", opens) if rank() == 0 else nullcontext():
+        path, _ = engine.load_checkpoint(folder)
+    return path, told_by(lambda: engine.load_checkpoint(folder, "one"))
+
+
+def test_an_engine_that_loads_beside_a_job_takes_its_latest(on_ranks: OnRanks, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (folder / "two").rename(tmp_path / "spare")
+    (folder / "latest").write_text("one")
+    for path, told in on_ranks(2, load_beside, str(folder), str(tmp_path / "spare")):
+        assert path == f"{folder}/three"
+        assert told.startswith("CheckpointError")
+
+
 def job_with_retention(folder: str, num_saves: int) -> None:
     engine = engine_of(2, checkpoint={"keep_last": 2})
     for number in range(num_saves):
