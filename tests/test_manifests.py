@@ -239,6 +239,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "beyond the file": (lambda m: first_tensor(m)["parts"][0].update(offset=10**6), "do not lie in"),
     "into the header": (lambda m: first_tensor(m)["parts"][0].update(offset=0), "do not lie in"),
     "another file's place": (lambda m: m["files"][0].update(name="../../x"), "files[0].name"),
+    "a file without a name": (lambda m: m["files"][0].update(name="a/\ud800"), "files[0].name"),
     "the data's epoch": (lambda m: m["ranks"][0]["data"].update(epoch="x"), "position in the data"),
     "the schedule": (lambda m: m["state"]["lr_scheduler"].update(last_batch_iteration="x"), "last_batch_iteration"),
     "the schedule is empty": (lambda m: m["state"].update(lr_scheduler={}), "last_batch_iteration"),
@@ -272,7 +273,7 @@ def edit_each(folder: str, stage: int) -> Any:
 @pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 2), more(0, 2), more(3, 1)])
 def test_an_edited_manifest_is_refused_by_its_field(on_ranks: OnRanks, tmp_path: Path, stage: int, world: int) -> None:
     words = {name: told for name, (_, told) in EDITS.items()}
-    words |= {"a key twice": "'world_size' is given twice", "NaN": "NaN is no JSON", "deep": "not a manifest"}
+    words |= {"a key twice": "a key is given twice: 'world_size'", "NaN": "NaN is no JSON", "deep": "not a manifest"}
     for found, path, unlike in on_ranks(world, edit_each, str(tmp_path), stage):
         for name, (told, changed) in found.items():
             assert f"{tmp_path}/bad" in told, (name, told)

@@ -20,7 +20,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise ValueError(f"a key is given twice: {next(name for name in names if names.count(name) > 1)!r}")
     return found
 
 

@@ -137,7 +137,8 @@ class File:
         tree = fields.entries(tree, where, "name", "bytes", "header_bytes", "header_xxh3")
         name = fields.text(tree["name"], f"{where}.name")
         folder, _, file = name.partition("/")
-        if not folder or not file or "/" in file or "\\" in name or "\0" in name or {folder, file} & {".", ".."}:
+        plain = folder and file and name.isprintable() and "/" not in file and "\\" not in name
+        if not plain or {folder, file} & {".", ".."}:
             raise ValueError(f"{where}.name: a file lies in a folder beside the manifest, not at {name!r}")
         nbytes = fields.whole(tree["bytes"], f"{where}.bytes")
         header = fields.whole(tree["header_bytes"], f"{where}.header_bytes", 8, min(nbytes, 8 + MAX_HEADER_BYTES))

@@ -73,10 +73,11 @@ class Weights:
     def _open_file(self, file: Path) -> dict[str, Entry]:
         try:
             descriptor = self._descriptors[file] = open_regular(file)
-        except FileNotFoundError:
-            raise ValueError(f"{self.path}: there is no file {file.name!r} beside it") from None
-        except OSError as error:
-            raise ValueError(f"{file}: cannot be read: {told(error)}") from error
+        except (OSError, UnicodeError) as error:
+            why = told(error) if isinstance(error, OSError) else error
+            raise ValueError(
+                f"{self.path}: there is no file {file.name!r} beside it that can be read: {why}"
+            ) from error
         entries, metadata = read_header(descriptor, file)
         self.metadata |= metadata
         return entries
