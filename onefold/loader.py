@@ -81,12 +81,16 @@ class ResumableLoader(DataLoader[Any]):
 
         If `set_epoch` then asks for another epoch, that one is read from its beginning.
         """
-        for key in ("epoch", "samples", "world_size", "batch_size"):
-            if not isinstance(state, dict) or type(state.get(key)) is not int or state[key] < 0:
-                raise ValueError(f"the saved position in the data must hold {key}, a whole number from 0")
+        self.check_state(state)
         if self._shares is not None:
             self._shares.set_epoch(state["epoch"])
         self._loaded = dict(state)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Whether `load_state_dict` takes it; nothing is changed."""
+        for key in ("epoch", "samples", "world_size", "batch_size"):
+            if not isinstance(state, dict) or type(state.get(key)) is not int or not 0 <= state[key] < 2**62:
+                raise ValueError(f"the saved position in the data must hold {key}, a whole number from 0")
 
     @property
     def _dataset_resumes(self) -> bool:

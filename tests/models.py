@@ -18,6 +18,15 @@ import onefold
 from onefold.runtime import gathered
 
 VOCABULARY = 31
+# Of a checkpoint that no engine has written.
+NO_STATE = {
+    "optimizer": None,
+    "lr_scheduler": None,
+    "loss_scale": None,
+    "counters": dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0),
+    "client_state": {},
+    "config": None,
+}
 
 
 class Block(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import json
 import logging
@@ -16,11 +18,13 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +34,9 @@ from models import config, more, one_in, rank, start
 from torch import nn
 
 import onefold
+from onefold.checkpoint import staging
 from onefold.checkpoint.reader import Checkpoint
+from onefold.comm import Board
 from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 OnRanks = Callable[..., list[Any]]
@@ -711,11 +717,8 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_taken(
             assert (error, result) == ("", ("one", True)), how
             assert number > 0 or any(str(paths[index].parent) in word for word in words), (how, words)
             error, text, _ = tagged[number][index]
-            if (kind, how) == ("manifest", "missing"):  # nothing was ever published there, as far as can be told
-                assert (error, text) == ("", (None, None))
-            else:
-                assert error == "CheckpointError", how
-                assert str(paths[index].parent) in text, how
+            assert error == "CheckpointError", how
+            assert str(paths[index].parent) in text, how
 
 
 def resave(folder: str) -> Any:
@@ -752,6 +755,106 @@ def test_where_no_checkpoint_is_whole_each_is_named_and_nothing_changes(on_ranks
         assert kind == "CheckpointError"
         assert str(paths[0][0]) in words
         assert kept
+
+
+# -- a copy that fails beside training -----------------------------------------------------------------------------
+
+
+def copy_fails(folder: str, whose: int, alone: bool) -> Any:
+    """Optimizer states cannot be copied on one rank: all are told at a step, none waits, and the next save works."""
+    engine = engine_of(60)
+    learn(engine, 1)
+    engine.save_checkpoint(folder, "good")
+    works = staging.copy
+
+    def copy(pairs: Any) -> None:
+        if any(slot.name.startswith("optimizer/") for slot, _ in pairs):
+            raise MemoryError("no memory for a copy")
+        works(pairs)
+
+    told = []
+    with mock.patch.object(staging, "copy", copy) if rank() == whose else nullcontext():
+        if rank() == 0 or not alone:
+            told.append(attempt(lambda: engine.save_checkpoint(folder, "bad", background=True)))
+        for number in range(4):
+            time.sleep(0.3)
+            told.append(attempt(lambda number=number: learn(engine, number)))
+    errors = [(kind, words) for kind, words in told if kind]
+    dist.barrier()
+    left = data_folders(folder), Path(folder, "latest").read_text()
+    steps = engine.global_steps
+    engine.zero_grad()
+    engine.save_checkpoint(folder, "next")
+    other = engine_of(60)
+    other.load_checkpoint(folder)
+    return errors, left, steps, digest(other) == digest(engine)
+
+
+@pytest.mark.parametrize(("world", "whose"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("alone", [False, more(True)])
+def test_a_copy_in_the_background_that_fails_is_told_and_nothing_waits(
+    on_ranks: OnRanks, tmp_path: Path, world: int, whose: int, alone: bool
+) -> None:
+    for errors, (data, latest), steps, same in on_ranks(world, copy_fails, str(tmp_path), whose, alone):
+        # By the call itself where the copy had failed by then, and by the step, at which all ranks are told.
+        assert 1 <= len(errors) <= 2, errors
+        assert {kind for kind, _ in errors} <= {"SaveError", "MemoryError"}, errors
+        assert "no memory for a copy" in errors[0][1] or "see its error" in errors[0][1]
+        assert [name.partition("/")[0] for name in data] == ["good"]
+        assert (latest, same) == ("good", True)
+        assert steps >= 3
+
+
+# -- engines that go -----------------------------------------------------------------------------------------------
+
+
+def engines_go() -> Any:
+    """By the garbage collector, by `destroy`, by `del`: what is left to do at exit, and what was waited for."""
+    waits: list[str] = []
+    left: list[weakref.ref[Any]] = []
+    works, registers = Board.wait, atexit.register
+
+    def wait(board: Board, ready: Any, whom: Any, what: str) -> None:
+        waits.append(what)
+        works(board, ready, whom, what)
+
+    def register(function: Any, *args: Any) -> Any:
+        left.append(weakref.ref(function))
+        return registers(function, *args)
+
+    gc.collect()
+    gc.disable()
+    found = []
+    with mock.patch.object(Board, "wait", wait), mock.patch.object(atexit, "register", register):
+        for how in ("garbage", "destroy", "del"):
+            engine = engine_of(60)
+            learn(engine, 1)
+            dist.barrier()
+            there = len([entry for entry in left if entry() is not None])
+            if how == "garbage":
+                circle: list[Any] = [engine]
+                circle.append(circle)
+                waits.clear()
+                del engine, circle
+                if rank() == 1:  # rank 0's is there still
+                    gc.collect()
+                    found.append((how, list(waits)))
+                dist.barrier()
+                gc.collect()
+            elif how == "destroy":
+                engine.destroy()
+            else:
+                del engine
+            dist.barrier()
+            found.append((how, there, len([entry for entry in left if entry() is not None])))
+    gc.enable()
+    return found
+
+
+def test_an_engine_that_goes_leaves_nothing_for_the_exit_and_keeps_no_collector_waiting(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(2, engines_go)
+    assert first == [("garbage", 1, 0), ("destroy", 1, 0), ("del", 1, 0)]
+    assert second == [("garbage", []), *first]
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import Dataset, IterableDataset
 
 import onefold
-from onefold.checkpoint.manifest import RANGE_BYTES
+from onefold.checkpoint.manifest import RANGE_BYTES, CheckpointError
 from onefold.checkpoint.reader import Checkpoint
 from onefold.runtime import gathered
 from onefold.utils import (
@@ -1003,7 +1003,8 @@ def nothing_there(folder: str) -> Any:
     before = held(engine)
     with heard() as words:
         found = [engine.load_checkpoint(f"{folder}/absent"), engine.load_checkpoint(folder)]
-        found += [engine.load_checkpoint(folder, "absent")]
+    with pytest.raises(CheckpointError, match=r"absent.*has no manifest\.json"):
+        engine.load_checkpoint(folder, "absent")
     return found, differing(before, held(engine)), len(words)
 
 
@@ -1021,10 +1022,12 @@ def heard() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def test_where_nothing_was_saved_there_is_a_warning_and_nothing_changes(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_where_nothing_was_saved_there_is_a_warning_unless_a_tag_was_asked_for(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
     first, second = on_ranks(2, nothing_there, str(tmp_path))
-    assert first == ([(None, None)] * 3, [], 3)
-    assert second == ([(None, None)] * 3, [], 0)
+    assert first == ([(None, None)] * 2, [], 2)
+    assert second == ([(None, None)] * 2, [], 0)
 
 
 BAD_TAGS = ["", ".", "..", "a/b", "/tmp/a", "latest", "a\0b", "x" * 201]

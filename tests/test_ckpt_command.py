@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import config, flip, net, precision, start, train
+from models import NO_STATE, config, flip, net, precision, start, train
 
 from onefold.checkpoint import audit
 from onefold.checkpoint import folder as folders
@@ -299,7 +299,7 @@ def publish(path: Path, tensors: dict[str, torch.Tensor], *, forget: str = "") -
         file = data / "rank-00000.safetensors"
     record = write_shard(file, [Slot.whole(f"model/{name}", tensor) for name, tensor in tensors.items()], {})
     stored = join_parts(part for part in record.numbered(0) if part[0] != f"model/{forget}")
-    manifest = Manifest("made", "2026-01-01T00:00:00+00:00", 0, 1, (record.file,), stored, {}, {}, [{}])
+    manifest = Manifest("made", "2026-01-01T00:00:00+00:00", 0, 1, (record.file,), stored, {}, NO_STATE, [{}])
     folders.publish(path, manifest, save_latest=True)
     return file, manifest
 

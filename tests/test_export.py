@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, config, flip, net, precision, start, train
+from models import NO_STATE, Net, config, flip, net, precision, start, train
 from torch import nn
 
 from onefold.checkpoint import folder as folders
@@ -211,7 +211,7 @@ def publish(path: Path, tensors: Tensors) -> None:
         files=(record.file,),
         tensors=join_parts(record.numbered(0)),
         parameters=dict.fromkeys(tensors, 0),
-        state={},
+        state=NO_STATE,
         ranks=[{}],
     )
     folders.publish(path, manifest, save_latest=True)

@@ -25,9 +25,13 @@ from test_offload import CPU, nvme
 from test_offload_cases import everything_of, files_in, one_step, our_threads, same
 
 import onefold
+from onefold.runtime.descent import _take_over
 from onefold.tier import host
+from onefold.tier.bus import Arrival
+from onefold.tier.device import Pool
 from onefold.tier.host import HostShortage
 from onefold.tier.nvme import SwapError
+from onefold.tier.sources import Buffers
 
 KEYS: dict[str, Callable[[str], tuple[int, dict[str, Any]]]] = {
     "1 disk": lambda folder: (1, {"offload_optimizer": nvme(folder)}),
@@ -267,6 +271,137 @@ def retire_after_error(kind: str, folder: str) -> tuple[str, str]:
 @pytest.mark.parametrize("kind", ["2 disk", "3 disk disk"])
 def test_the_same_model_may_have_a_new_engine_after_an_io_error(on_ranks, tmp_path, kind):
     assert on_ranks(1, retire_after_error, kind, str(tmp_path)) == [("", "")]
+
+
+class Raises(torch.optim.RMSprop):
+    """From some step on it raises what no library expects, on whichever thread steps it."""
+
+    elementwise = True
+    raising = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Raises.raising:
+            raise ZeroDivisionError("my own optimizer")
+        return super().step(closure)
+
+
+def optimizer_raises(kind: str, folder: str, saves: str, leave: str, num_steps: int, late: bool) -> dict[str, Any]:
+    stage, keys = KEYS[kind](folder)
+    more = {"onefold": {"delayed_host_step": True}} if late else {}
+    settings = config(stage, zero_optimization={**keys, "overlap_comm": True}, **precision("bf16"), **more)
+    settings.pop("optimizer")
+
+    def engine_of(model: torch.nn.Module) -> onefold.Engine:
+        return start(model, settings, optimizer=Raises(model.parameters(), lr=0.01))
+
+    engine = engine_of(net())
+    model = engine.module
+    train(engine, 2)
+    engine.save_checkpoint(saves)
+    Raises.raising = True
+    x, y = batches(1)[0]
+    found: dict[str, Any] = {"told": [within(20, lambda: one_step(engine, x, y)) for _ in range(num_steps)]}
+    if num_steps > 1:
+        within(20, engine.zero_grad)
+        found["save"] = within(20, lambda: engine.save_checkpoint(str(Path(saves, "bad"))))
+    found["saved"] = Path(saves, "bad", "latest").exists()
+    engine._lower.worker.submit(int).result()  # the host has done what it was asked, and failed
+    Raises.raising = False
+    if leave == "destroy":
+        found["destroy"] = within(20, engine.destroy)
+        again = engine_of(model)
+    else:  # the next `initialize` retires it
+        made: list[onefold.Engine] = []
+        found["destroy"] = within(20, lambda: made.append(engine_of(model)))
+        if not made:
+            return found
+        again = made[0]
+    again.load_checkpoint(saves)
+    found["resumed"] = train(again, 2, seed=8).losses
+    again.destroy()
+    reference = engine_of(net())
+    train(reference, 2)
+    found["expected"] = train(reference, 2, seed=8).losses
+    reference.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "leave", "num_steps", "late"),
+    [
+        (1, "2 disk", "destroy", 3, False),
+        (2, "3 disk disk", "initialize", 1, False),
+        (1, "2 disk", "destroy", 1, True),
+        more(1, "3 disk", "destroy", 3, False),
+        more(1, "1 disk", "destroy", 1, False),
+        more(1, "3 disk disk", "initialize", 1, True),
+    ],
+)
+def test_an_engine_whose_optimizer_raised_on_the_host_can_be_left(
+    on_ranks, tmp_path, world, kind, leave, num_steps, late
+):
+    for got in on_ranks(world, optimizer_raises, kind, str(tmp_path), str(tmp_path / "saves"), leave, num_steps, late):
+        errors = [told for told in got["told"] if told[0]]
+        assert all("my own optimizer" in text for _, text in errors), got["told"]
+        if num_steps > 1:
+            assert errors, got
+            assert "my own optimizer" in got["save"][1] or "the last step failed half-way" in got["save"][1]
+        assert not got["saved"]
+        assert got["destroy"] == ("", "")
+        assert late or got["resumed"] == got["expected"]  # a delayed step is not exact
+
+
+def lost_disk(folder: str) -> tuple[Any, ...]:
+    engine = make("3 disk disk", folder)
+    model = engine.module
+    train(engine, 1)
+    engine.settle()
+    with failing("preadv", times=10**9):
+        told = within(20, engine.destroy)
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    read = within(20, lambda: weights_of(model))
+    return told, sum(hooks), files_in(Path(folder)), our_threads(), read[0]
+
+
+def test_an_engine_whose_disk_is_gone_can_be_left(on_ranks, tmp_path):
+    told, hooks, files, threads, read = on_ranks(1, lost_disk, str(tmp_path))[0]
+    assert (told, hooks, files, threads) == (("", ""), 0, [], [])
+    assert read not in ("", "hang"), "weights that could not be read were handed out"
+
+
+def test_a_landing_that_fails_gives_its_buffer_back():
+    """There are two of them: after two failures a third would wait for ever."""
+
+    class Fails(Arrival):
+        def wait(self) -> None:
+            raise RuntimeError("the device is gone")
+
+    landings = Buffers(2, 64, pinned=False)
+    target = torch.zeros(16)
+    for _ in range(3):
+        buffer = landings.try_take()
+        assert buffer is not None
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            _take_over(Fails(), landings, buffer, buffer.view(torch.float32), target, add=True)
+    buffer = landings.try_take()
+    assert buffer is not None
+    _take_over(Arrival(), landings, buffer, buffer.view(torch.float32).fill_(2), target, add=True)
+    assert target.tolist() == [2.0] * 16
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_pool_counts_what_is_out_when_it_is_cleared(device):
+    """On "meta", as on a GPU, it keeps nothing that is given back."""
+    pool = Pool(torch.device(device))
+    one, other = pool.take(8, torch.float32), pool.take(4, torch.float32)
+    pool.give_back(other)
+    assert pool.num_bytes == (48 if device == "cpu" else 32)
+    pool.clear()
+    assert pool.num_bytes == 32
+    pool.give_back(one)
+    assert pool.num_bytes == (32 if device == "cpu" else 0)
+    pool.clear()
+    assert pool.num_bytes == 0
 
 
 def read_again(kind: str, folder: str, after: int) -> list[tuple[str, str]]:

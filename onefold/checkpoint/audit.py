@@ -5,15 +5,27 @@ Nothing here changes a file. `onefold ckpt` shows what is found.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.folder import LATEST, Found, data_folders, examine, is_deepspeeds, list_tags, read_latest
+from onefold.checkpoint.files import open_regular, told
+from onefold.checkpoint.folder import (
+    LATEST,
+    Found,
+    data_folders,
+    examine,
+    is_deepspeeds,
+    is_tag_folder,
+    list_tags,
+    read_latest,
+    removal,
+)
 from onefold.checkpoint.header import DTYPE_NAMES, read_into
-from onefold.checkpoint.manifest import NAME, RANGE_BYTES, CheckpointError, File, Manifest, Part, checksum
+from onefold.checkpoint.manifest import NAME, RANGE_BYTES, CheckpointError, File, Manifest, Part, RemovedError, checksum
 
 # -- what is there ---------------------------------------------------------------------------------------------------
 
@@ -26,10 +38,6 @@ def list_all(folder: Path) -> list[Found]:
     known = {found.tag for found in ours}
     others = sorted(entry for entry in folder.iterdir() if entry.name not in known and entry.is_dir())
     return ours + [examine(entry) for entry in others if is_deepspeeds(entry)]
-
-
-def is_tag_folder(folder: Path) -> bool:
-    return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
 def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
@@ -75,9 +83,10 @@ def unpublished_bytes(found: Found) -> int:
 
 def bytes_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # a save removes its notes meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+    with suppress(FileNotFoundError):  # a folder that a job removes meanwhile
+        for path in folder.rglob("*"):
+            with suppress(OSError):  # a save removes its notes meanwhile
+                total += path.stat().st_size if path.is_file() else 0
     return total
 
 
@@ -214,7 +223,11 @@ def verify(found: Found, advance: Callable[[int], None]) -> Iterator[Damage]:
             parts.setdefault(part.file, []).append((name, stored.dtype.itemsize, part))
     for number, file in enumerate(found.manifest.files):
         inside = sorted(parts.get(number, []), key=lambda entry: entry[2].offset)
-        yield from _verify_file(found.folder / file.name, file, inside, advance)
+        for damage in _verify_file(found.folder / file.name, file, inside, advance):
+            gone = removal(found.folder, found.manifest)
+            if gone:
+                raise RemovedError(gone)
+            yield damage
 
 
 def _verify_file(
@@ -222,14 +235,14 @@ def _verify_file(
 ) -> Iterator[Damage]:
     """A file's size, its header, then its tensors in the order they lie there."""
     try:
-        opened = path.open("rb", buffering=0)
+        opened = os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {told(error)}"
         yield Damage(str(path), problem, tuple(dict.fromkeys(name for name, _, _ in parts)))
         advance(file.nbytes)
         return
     with opened:
-        size = path.stat().st_size
+        size = os.fstat(opened.fileno()).st_size
         if size != file.nbytes:
             yield Damage(str(path), f"{size} bytes, {file.nbytes} were written: truncated or overwritten")
         header = memoryview(bytearray(file.header_bytes))

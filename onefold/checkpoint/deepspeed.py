@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 
+from onefold.checkpoint.files import read_small
 from onefold.checkpoint.pickles import Record, read_torch_file
 
+MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 UNIVERSAL = "this is DeepSpeed's universal format; give the checkpoint that it was converted from"
@@ -146,7 +148,7 @@ def _find(folder: Path, tag: str | None) -> Path:
         if not (folder / "latest").is_file():
             universal = (folder / "latest_universal").is_file()
             raise ValueError(f"{folder}: {UNIVERSAL if universal else 'has no file `latest` that names a checkpoint'}")
-        tag = (folder / "latest").read_text().strip()
+        tag = read_small(folder / "latest", MAX_TAG_BYTES).decode().strip()
     if tag in ("", "..") or Path(tag).name != tag or not (folder / tag).is_dir():
         raise ValueError(f"{folder}: has no checkpoint {tag!r}")
     return folder / tag

@@ -21,9 +21,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from onefold.checkpoint.folder import Found, choose, examine, is_deepspeeds, list_tags, sync
-from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest
-from onefold.checkpoint.reader import Checkpoint
+from onefold.checkpoint.folder import (
+    Found,
+    choose,
+    examine,
+    is_deepspeeds,
+    is_tag_folder,
+    list_tags,
+    read_latest,
+    sync,
+)
+from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, RemovedError
+from onefold.checkpoint.reader import TRIES, Checkpoint
 from onefold.checkpoint.safetensors import Writer, parse_size
 from onefold.report.log import logger
 
@@ -39,6 +48,7 @@ _MAX_NAMED = 5
 Progress = Callable[[str, int, int], None]
 """Told after each tensor: its name, the bytes read so far, the bytes there are to read."""
 Model = TypeVar("Model", bound=nn.Module)
+T = TypeVar("T")
 
 
 class ExportError(ValueError):
@@ -62,13 +72,28 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Fou
     """The one that is meant, sound or not: a tag's folder, or in a folder of tags `tag`, or `latest`, or the newest.
 
     Never another one in its place: resuming may take an older checkpoint where the latest is damaged, but nobody wants
-    older weights exported without being asked.
+    older weights exported without being asked. Where a job removes what `latest` named, `latest` is read again.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
-    if tag is None and ((folder / NAME).exists() or is_deepspeeds(folder)):
+    if tag is None and is_tag_folder(folder):
         return examine(folder)
+    for _ in range(TRIES):
+        found = _find_once(folder, tag)
+        if tag is not None or not found.problems or (not found.removed and _latest(folder) in (None, found.tag)):
+            break
+    return found
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        return read_latest(folder)
+    except CheckpointError:
+        return None
+
+
+def _find_once(folder: Path, tag: str | None) -> Found:
     try:
         candidates, warnings = choose(folder, tag)
     except ValueError as error:  # of a tag that cannot be one
@@ -85,11 +110,24 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Fou
 def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Checkpoint:
     """The one that is meant, or an error: see `find_checkpoint`."""
     found = find_checkpoint(path, tag)
-    if found.manifest is None or found.problems:
-        others = [other.tag for other in list_tags(found.folder.parent) if not other.problems]
-        hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
-        raise CheckpointError("; ".join(found.problems) + hint)
-    return Checkpoint(found.folder, found.manifest)
+    others = [other.tag for other in list_tags(found.folder.parent) if not other.problems] if found.problems else []
+    hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
+    return Checkpoint.of(found, hint)
+
+
+def _read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Checkpoint], T]) -> T:
+    """Work on the one that is meant. Where a job removes it meanwhile, on the next that is meant, unless one was named;
+    where it saves to that tag again, on what is there then.
+    """
+    named = tag is not None or is_tag_folder(Path(path))
+    for left in reversed(range(TRIES)):
+        try:
+            with open_checkpoint(path, tag) as checkpoint:
+                return work(checkpoint)
+        except RemovedError:
+            if not left or (named and not Path(path, tag or "", NAME).exists()):
+                raise
+    raise AssertionError
 
 
 # -- which tensors ---------------------------------------------------------------------------------------------------
@@ -181,7 +219,8 @@ def export(
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file; weights are written to a folder, which may hold several files")
-    with open_checkpoint(path, tag) as checkpoint:
+
+    def work(checkpoint: Checkpoint) -> Exported:
         if folder.resolve().is_relative_to(checkpoint.folder.resolve()):
             raise ExportError(f"{folder} is inside the checkpoint {checkpoint.folder}: choose a folder outside it")
         choice = _Choice.of(checkpoint, DTYPES[dtype], exclude_frozen=exclude_frozen)
@@ -200,6 +239,8 @@ def export(
             logger.warning("finite values beyond what %s can hold became infinite in: %s", dtype, _spell(read.beyond))
         nbytes = sum(choice.nbytes(name) for name in choice.dtypes)
         return Exported(checkpoint.folder, tuple(folder / name for name in names), len(choice.dtypes), nbytes)
+
+    return _read_one(path, tag, work)
 
 
 def _spell(names: Sequence[str]) -> str:
@@ -302,7 +343,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     With `lazy_mode` the values are still on disk: `value.contiguous()` reads that one, `.shape` and `.dtype` are known.
     """
-    with open_checkpoint(checkpoint_dir, tag) as checkpoint:
+
+    def work(checkpoint: Checkpoint) -> dict[str, Any]:
         choice = _Choice.of(checkpoint, torch.float32, exclude_frozen=exclude_frozen_parameters)
         found: dict[str, Any]
         if lazy_mode:
@@ -313,6 +355,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
         else:
             found = {name: choice.read(name) for name in choice.dtypes}
         return found | {alias: found[name] for alias, name in choice.aliases.items()}
+
+    return _read_one(checkpoint_dir, tag, work)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -22,9 +22,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from onefold.checkpoint.files import open_regular, read_small, told
+from onefold.checkpoint.header import read_into
 from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, checksum
 
 LATEST = "latest"
+_MAX_LATEST_BYTES = 4096
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
 _PARTIAL = re.compile(rf"\.(manifest\.json|latest|zero_to_fp32\.py)-[0-9a-f]{{8}}\.partial|\.{_DATA.pattern}")
@@ -48,7 +51,9 @@ def check_tag(tag: object) -> str:
 
 def data_folders(tag_folder: Path) -> list[str]:
     """The folders of saves to a tag, published or not."""
-    return sorted(entry.name for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir())
+    with suppress(FileNotFoundError):  # removed meanwhile
+        return sorted(entry.name for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir())
+    return []
 
 
 @contextmanager
@@ -158,6 +163,8 @@ class Found:
     folder: Path
     manifest: Manifest | None
     problems: tuple[str, ...]
+    removed: bool = False
+    """While it was looked at, by whoever owns it: no damage."""
 
     @property
     def is_somebodys(self) -> bool:
@@ -168,13 +175,22 @@ class Found:
     def age(self) -> tuple[str, int, str]:
         """Sorts older before newer."""
         if self.manifest is None:
-            changed = datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat()
+            try:
+                changed = datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat()
+            except OSError:  # removed meanwhile
+                changed = ""
             return (changed, 0, self.tag)
         return (self.manifest.saved, self.manifest.global_steps, self.tag)
 
 
 def is_deepspeeds(path: Path) -> bool:
-    return any(path.glob("*_model_states.pt"))
+    with suppress(FileNotFoundError):  # removed meanwhile
+        return any(path.glob("*_model_states.pt"))
+    return False
+
+
+def is_tag_folder(folder: Path) -> bool:
+    return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
 def examine(folder: Path) -> Found:
@@ -184,24 +200,47 @@ def examine(folder: Path) -> Found:
     except (CheckpointError, OSError) as error:
         hint = f"; it is DeepSpeed's: onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
         return Found(folder.name, folder, None, (f"{error}{hint}",))
-    return Found(folder.name, folder, manifest, tuple(_file_problems(folder, manifest)))
+    problems = tuple(_file_problems(folder, manifest))
+    gone = removal(folder, manifest) if problems else ""
+    return Found(folder.name, folder, manifest, (gone,) if gone else problems, removed=bool(gone))
+
+
+def removal(folder: Path, manifest: Manifest) -> str:
+    """What to say where the data of a manifest that was read before is not the tag's any more; "" where it is."""
+    try:
+        now = Manifest.read(folder)
+    except CheckpointError:
+        if (folder / NAME).exists():  # damaged, which is another matter
+            return ""
+        return (
+            f"{folder} was removed while it was read: by a job's retention (checkpoint.keep_last), or by onefold ckpt "
+            "rm. Read one that stays, or keep more (checkpoint.keep_last, keep_every)"
+        )
+    if now.data_folders == manifest.data_folders:
+        return ""
+    return f"{folder} was replaced while it was read: its tag was saved to again. Read it again"
 
 
 def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     for file in manifest.files:
         path = folder / file.name
         try:
-            size = path.stat().st_size
-            if size != file.nbytes:
-                yield f"{path}: {size} bytes, {file.nbytes} were written: truncated or overwritten"
-                continue
-            with path.open("rb") as opened:
-                if checksum(opened.read(file.header_bytes)) != file.header_checksum:
-                    yield f"{path}: the header is damaged: its checksum does not fit"
+            descriptor = open_regular(path)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size != file.nbytes:
+                    yield f"{path}: {size} bytes, {file.nbytes} were written: truncated or overwritten"
+                    continue
+                header = memoryview(bytearray(file.header_bytes))
+                read_into(descriptor, header, 0)
+            finally:
+                os.close(descriptor)
+            if checksum(header) != file.header_checksum:
+                yield f"{path}: the header is damaged: its checksum does not fit"
         except FileNotFoundError:
             yield f"{path}: is missing"
         except OSError as error:
-            yield f"{path}: cannot be read: {error.strerror}"
+            yield f"{path}: cannot be read: {told(error)}"
 
 
 def list_tags(save_dir: Path) -> list[Found]:
@@ -212,17 +251,20 @@ def list_tags(save_dir: Path) -> list[Found]:
     for entry in save_dir.iterdir():
         with suppress(OSError):
             if entry.is_dir() and ((entry / NAME).exists() or any(_DATA.fullmatch(e.name) for e in entry.iterdir())):
-                found.append(examine(entry))
+                one = examine(entry)
+                if entry.is_dir():  # else a job's retention has removed it meanwhile
+                    found.append(one)
     return sorted(found, key=lambda tag: tag.age, reverse=True)
 
 
 def read_latest(save_dir: Path) -> str | None:
     try:
-        return check_tag((save_dir / LATEST).read_bytes().decode().strip())
+        return check_tag(read_small(save_dir / LATEST, _MAX_LATEST_BYTES).decode().strip())
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {error}") from None
+        what = told(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {what}") from None
 
 
 def choose(save_dir: Path, tag: str | None) -> tuple[list[Found], list[str]]:

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from onefold.checkpoint import fields
+from onefold.checkpoint.files import read_small
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -162,9 +165,7 @@ def write_header(
 
 def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor."""
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes are too many for an index")
-    weight_map = _parse(path.read_bytes(), path).get("weight_map")
+    weight_map = _parse(read_small(path, MAX_HEADER_BYTES), path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: has no weight_map from tensors to files")
     for name, file_name in weight_map.items():
@@ -180,13 +181,8 @@ def write_index(path: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def _parse(text: bytes, file: Path) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a key is given twice")
-        return dict(pairs)
-
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=once)
+        parsed = fields.parse(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(parsed, dict):

@@ -87,8 +87,16 @@ def weight_reads(checkpoint: Checkpoint, target: Target, *, strict: bool) -> lis
         if source is None:
             if strict and name not in left_out:
                 problems.append(f"missing in the checkpoint: {name} {list(shape)}")
-        elif (there := checkpoint.stored(f"model/{source}").shape) != shape:
-            problems.append(f"another shape: {name} is {list(shape)} in the model, {list(there)} in the checkpoint")
+            continue
+        there = checkpoint.stored(f"model/{source}")
+        # What lies in runs is of floats; a buffer may be of anything.
+        dtype = outside[name].dtype if name in outside else torch.float32
+        if there.shape != shape:
+            problems.append(
+                f"another shape: {name} is {list(shape)} in the model, {list(there.shape)} in the checkpoint"
+            )
+        elif there.dtype.is_floating_point != dtype.is_floating_point or not torch.can_cast(there.dtype, dtype):
+            problems.append(f"another kind: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
     if strict:
         problems += [f"not in the model: {name}" for name in names.unexpected(list(shapes))]
     if problems:

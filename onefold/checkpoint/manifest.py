@@ -9,13 +9,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from onefold.checkpoint.header import DTYPE_NAMES, DTYPES, MAX_DIMS
+from onefold.checkpoint import fields
+from onefold.checkpoint.files import read_small, told
+from onefold.checkpoint.header import DTYPE_NAMES, DTYPES, MAX_DIMS, MAX_HEADER_BYTES
 
 FORMAT = "onefold-checkpoint"
 VERSION = 1
@@ -24,6 +27,12 @@ NAME = "manifest.json"
 # A part has one checksum for each stretch of this many bytes, so that a rank that needs a piece of it can check what
 # it reads without reading the rest.
 RANGE_BYTES = 4 << 20
+# A terabyte needs some 10 MB. Nobody is made to read more than this into memory.
+MAX_BYTES = 1 << 30
+
+STATE_KEYS = ("optimizer", "lr_scheduler", "loss_scale", "counters", "client_state", "config")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+RANK_KEYS = ("rng", "data", "loose")
 
 _HEAD = '{"xxh3":"%016x","manifest":'
 _HEAD_BYTES = len(_HEAD % 0)
@@ -31,6 +40,10 @@ _HEAD_BYTES = len(_HEAD % 0)
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or does not fit; the message says which file, what is wrong, what to do."""
+
+
+class RemovedError(CheckpointError):
+    """A checkpoint was removed or replaced while it was read, by whoever owns it."""
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -52,11 +65,12 @@ class Part:
         return {"file": self.file, "start": self.start, "stop": self.stop, "offset": self.offset, "xxh3": sums}
 
     @staticmethod
-    def from_json(tree: Any) -> Part:
-        file, start, stop, offset = numbers = [tree[key] for key in ("file", "start", "stop", "offset")]
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"a part has file, start, stop and offset from 0 up, not {numbers}")
-        return Part(file, start, stop, offset, tuple(int(text, 16) for text in tree["xxh3"]))
+    def from_json(tree: Any, where: str) -> Part:
+        keys = ("file", "start", "stop", "offset")
+        tree = fields.entries(tree, where, *keys, "xxh3")
+        file, start, stop, offset = (fields.whole(tree[key], f"{where}.{key}") for key in keys)
+        sums = fields.items(tree["xxh3"], f"{where}.xxh3")
+        return Part(file, start, stop, offset, tuple(fields.hexadecimal(text, f"{where}.xxh3") for text in sums))
 
 
 @dataclass(frozen=True)
@@ -80,19 +94,28 @@ class Stored:
         return {"dtype": DTYPE_NAMES[self.dtype], "shape": self.shape, "parts": parts}
 
     @staticmethod
-    def from_json(tree: Any) -> Stored:
-        shape = tuple(tree["shape"])
-        if len(shape) > MAX_DIMS or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"a shape is a short list of sizes, not {shape}")
-        stored = Stored(DTYPES[tree["dtype"]], shape, tuple(Part.from_json(part) for part in tree["parts"]))
+    def from_json(tree: Any, where: str) -> Stored:
+        tree = fields.entries(tree, where, "dtype", "shape", "parts")
+        dtype = DTYPES.get(fields.text(tree["dtype"], f"{where}.dtype"))
+        if dtype is None:
+            raise ValueError(f"{where}.dtype: {tree['dtype']!r} is no dtype of safetensors")
+        shape = tuple(fields.whole(size, f"{where}.shape") for size in fields.items(tree["shape"], f"{where}.shape"))
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"{where}.shape has {len(shape)} dimensions, more than {MAX_DIMS}")
+        parts = fields.items(tree["parts"], f"{where}.parts")
+        stored = Stored(
+            dtype, shape, tuple(Part.from_json(part, f"{where}.parts[{n}]") for n, part in enumerate(parts))
+        )
         end = 0
         for part in stored.parts:
             nbytes = (part.stop - part.start) * stored.dtype.itemsize
-            if part.start != end or part.stop < part.start or len(part.checksums) != math.ceil(nbytes / RANGE_BYTES):
-                raise ValueError(f"parts must follow each other, with a checksum each {RANGE_BYTES} bytes: {part}")
+            if part.start != end or part.stop < part.start or len(part.checksums) != -(-nbytes // RANGE_BYTES):
+                raise ValueError(
+                    f"{where}.parts must follow each other, with a checksum each {RANGE_BYTES} bytes: {part}"
+                )
             end = part.stop
         if end != stored.numel:
-            raise ValueError(f"the parts end at element {end} of {stored.numel}")
+            raise ValueError(f"{where}.parts end at element {end} of {stored.numel}")
         return stored
 
 
@@ -110,11 +133,16 @@ class File:
         return {"name": self.name, "bytes": self.nbytes, "header_bytes": self.header_bytes, "header_xxh3": sums}
 
     @staticmethod
-    def from_json(tree: Any) -> File:
-        folder, _, file = str(tree["name"]).partition("/")
-        if not folder or not file or "/" in file or "\\" in tree["name"] or {folder, file} & {".", ".."}:
-            raise ValueError(f"a file lies in a folder beside the manifest, not at {tree['name']!r}")
-        return File(tree["name"], int(tree["bytes"]), int(tree["header_bytes"]), int(tree["header_xxh3"], 16))
+    def from_json(tree: Any, where: str) -> File:
+        tree = fields.entries(tree, where, "name", "bytes", "header_bytes", "header_xxh3")
+        name = fields.text(tree["name"], f"{where}.name")
+        folder, _, file = name.partition("/")
+        plain = folder and file and name.isprintable() and "/" not in file and "\\" not in name
+        if not plain or {folder, file} & {".", ".."}:
+            raise ValueError(f"{where}.name: a file lies in a folder beside the manifest, not at {name!r}")
+        nbytes = fields.whole(tree["bytes"], f"{where}.bytes")
+        header = fields.whole(tree["header_bytes"], f"{where}.header_bytes", 8, min(nbytes, 8 + MAX_HEADER_BYTES))
+        return File(name, nbytes, header, fields.hexadecimal(tree["header_xxh3"], f"{where}.header_xxh3"))
 
 
 @dataclass(frozen=True)
@@ -166,49 +194,137 @@ class Manifest:
             "tensors": {name: stored.as_json() for name, stored in self.tensors.items()},
         }
         text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        if len(text) > MAX_BYTES - _HEAD_BYTES - 2:
+            raise ValueError(f"a manifest of {len(text)} bytes: it may have {MAX_BYTES}. Keep large data in tensors")
         return (_HEAD % checksum(text)).encode() + text + b"}\n"
 
     @staticmethod
     def from_text(text: bytes, path: Path) -> Manifest:
+        """Whatever the text says is checked before any of it is used: it may be edited, and signed again."""
         body = text[_HEAD_BYTES:-2]
         if text[:_HEAD_BYTES] != (_HEAD % checksum(body)).encode() or text[-2:] != b"}\n":
             raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not fit its text")
         try:
-            tree = json.loads(body)
-            if tree["format"] != FORMAT or tree["version"] != VERSION or tree["range_bytes"] != RANGE_BYTES:
-                raise ValueError(
-                    f"format {tree['format']} version {tree['version']}; this onefold reads version {VERSION}"
-                )
-            files = tuple(File.from_json(file) for file in tree["files"])
-            tensors = {name: Stored.from_json(stored) for name, stored in tree["tensors"].items()}
-            if any(part.file >= len(files) for stored in tensors.values() for part in stored.parts):
-                raise ValueError("a part names a file that is not listed")
-            return Manifest(
-                tag=tree["tag"],
-                saved=tree["saved"],
-                global_steps=tree["global_steps"],
-                world_size=tree["world_size"],
-                files=files,
-                tensors=tensors,
-                parameters=tree["parameters"],
-                state=tree["state"],
-                ranks=tree["ranks"],
-                aliases=tree["aliases"],
-                left_out=tree["left_out"],
-                writer=tree["writer"],
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a manifest that this onefold reads: {error!r}") from error
+            return _from_tree(fields.parse(body))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a manifest that this onefold reads: {error}") from error
 
     @staticmethod
     def read(folder: Path) -> Manifest:
         """The manifest of a tag's folder."""
         path = folder / NAME
         try:
-            text = path.read_bytes()
-        except FileNotFoundError:
+            text = read_small(path, MAX_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {told(error)}") from error
         return Manifest.from_text(text, path)
+
+
+_KEYS = (
+    "format", "version", "writer", "tag", "saved", "global_steps", "world_size", "range_bytes", "files", "parameters",
+    "aliases", "left_out", "state", "ranks", "tensors",
+)  # fmt: skip
+
+
+def _from_tree(tree: Any) -> Manifest:
+    tree = fields.entries(tree, "the manifest", "format", "version", "range_bytes")
+    known = {"format": FORMAT, "version": VERSION, "range_bytes": RANGE_BYTES}
+    if any(type(tree[key]) is not type(value) or tree[key] != value for key, value in known.items()):
+        raise ValueError(f"it has {fields.spell({key: tree[key] for key in known})}; this onefold reads {known}")
+    tree = fields.entries(tree, "the manifest", *_KEYS)
+    for key in ("tag", "saved", "writer"):
+        fields.text(tree[key], key)
+    try:
+        datetime.fromisoformat(tree["saved"])
+    except ValueError:
+        raise ValueError(f"saved must be a time in ISO 8601, not {fields.spell(tree['saved'])}") from None
+    files = tuple(File.from_json(file, f"files[{n}]") for n, file in enumerate(fields.items(tree["files"], "files")))
+    if len({file.name for file in files}) < len(files):
+        raise ValueError("files: a name is given twice")
+    tensors = {
+        name: Stored.from_json(stored, f"tensors.{name}")
+        for name, stored in fields.entries(tree["tensors"], "tensors").items()
+    }
+    for name, stored in tensors.items():
+        for part in stored.parts:
+            nbytes = (part.stop - part.start) * stored.dtype.itemsize
+            if part.file >= len(files):
+                raise ValueError(f"tensors.{name}: a part is in file {part.file}, which is not listed")
+            file = files[part.file]
+            if not file.header_bytes <= part.offset <= file.nbytes - nbytes:
+                raise ValueError(f"tensors.{name}: {nbytes} bytes at {part.offset} do not lie in {file.name}")
+    manifest = Manifest(
+        tag=tree["tag"],
+        saved=tree["saved"],
+        global_steps=fields.whole(tree["global_steps"], "global_steps"),
+        world_size=fields.whole(tree["world_size"], "world_size", least=1),
+        files=files,
+        tensors=tensors,
+        parameters=fields.entries(tree["parameters"], "parameters"),
+        state=tree["state"],
+        ranks=fields.items(tree["ranks"], "ranks"),
+        aliases=fields.entries(tree["aliases"], "aliases"),
+        left_out=fields.items(tree["left_out"], "left_out"),
+        writer=tree["writer"],
+    )
+    _check_names(manifest)
+    _check_state(manifest)
+    return manifest
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Parameters are stored or left out; what is tied is tied to such a one."""
+    for name in manifest.left_out:
+        if fields.text(name, "left_out") not in manifest.parameters or manifest.parameters[name] is not None:
+            raise ValueError(f"left_out: {name!r} is no frozen parameter")
+    left_out = set(manifest.left_out)
+    known = left_out | {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
+    for name in manifest.parameters:
+        if name not in known:
+            raise ValueError(f"parameters: {name!r} is neither stored nor left out")
+    for alias, name in manifest.aliases.items():
+        if fields.text(name, f"aliases.{alias}") not in known or f"model/{alias}" in manifest.tensors:
+            raise ValueError(f"aliases: {alias!r} stands for {name!r}; the latter alone must be stored")
+    for name in manifest.tensors:
+        if name.startswith("optimizer/"):
+            trained = name.removeprefix("optimizer/").rpartition("/")[0]
+            if manifest.parameters.get(trained) is None:
+                raise ValueError(f"tensors: {name!r} is a state of what is no trained parameter")
+
+
+def _check_state(manifest: Manifest) -> None:
+    """The state of the job and of the ranks, as far as it can be told before it is decoded."""
+    state = fields.entries(manifest.state, "state", *STATE_KEYS)
+    counters = fields.entries(state["counters"], "state.counters", *COUNTERS)
+    for key in COUNTERS:
+        fields.whole(counters[key], f"state.counters.{key}")
+    if counters["global_steps"] != manifest.global_steps:
+        raise ValueError(f"global_steps is {manifest.global_steps}, but {counters['global_steps']} in state.counters")
+    num_groups = None
+    if state["optimizer"] is not None:
+        optimizer = fields.entries(state["optimizer"], "state.optimizer", "name", "num_steps", "groups")
+        if optimizer["name"] is not None:
+            fields.text(optimizer["name"], "state.optimizer.name")
+        fields.whole(optimizer["num_steps"], "state.optimizer.num_steps")
+        groups = fields.items(optimizer["groups"], "state.optimizer.groups")
+        for number, group in enumerate(groups):
+            fields.entries(group, f"state.optimizer.groups[{number}]")
+        num_groups = len(groups)
+    for name, of in manifest.parameters.items():
+        if of is not None and fields.whole(of, f"parameters.{name}") >= (2**31 if num_groups is None else num_groups):
+            raise ValueError(f"parameters: {name!r} is in group {of}, but state.optimizer has {num_groups} groups")
+    for key in ("lr_scheduler", "loss_scale", "config"):
+        if state[key] is not None:
+            fields.entries(state[key], f"state.{key}")
+    fields.entries(state["client_state"], "state.client_state")
+    if len(manifest.ranks) != manifest.world_size:
+        raise ValueError(f"world_size is {manifest.world_size}, but ranks has {len(manifest.ranks)} entries")
+    for number, own in enumerate(manifest.ranks):
+        fields.entries(own, f"ranks[{number}]")
+        if own:  # an imported checkpoint has nothing of its ranks
+            fields.entries(own, f"ranks[{number}]", *RANK_KEYS)
 
 
 def join_parts(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], Part]]) -> dict[str, Stored]:

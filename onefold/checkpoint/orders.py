@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onefold.checkpoint import folder
-from onefold.checkpoint.manifest import Manifest, join_parts
+from onefold.checkpoint.files import read_small
+from onefold.checkpoint.manifest import MAX_BYTES, Manifest, join_parts
 from onefold.checkpoint.shards import Record, Slot
 from onefold.report.log import logger
 
@@ -94,7 +95,7 @@ def record_name(rank: int) -> str:
 
 def read_record(path: Path, rank: int) -> Record:
     try:
-        record = Record.from_json(json.loads((path / record_name(rank)).read_bytes()))
+        record = Record.from_json(json.loads(read_small(path / record_name(rank), MAX_BYTES)))
         size = (path.parent / record.file.name).stat().st_size
     except FileNotFoundError:
         raise SaveError(

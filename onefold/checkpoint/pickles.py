@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.checkpoint.files import open_regular
+
 # More than in any honest file: nested containers, and containers met for each byte of the pickle (repeated ones count).
 MAX_DEPTH, MAX_REPETITION = 100, 100
 
@@ -95,7 +97,7 @@ class _Archive:
     """The zip file: where its entries lie, and its bytes."""
 
     def __init__(self, file: Path) -> None:
-        with file.open("rb") as opened:
+        with os.fdopen(open_regular(file), "rb") as opened:
             if opened.read(4) != b"PK\x03\x04":
                 raise RefusedPickle(
                     "not a zip file as torch.save writes it. Formats before torch 1.6 (also written with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import random
 import sys
 from types import ModuleType
@@ -29,41 +30,54 @@ def capture(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check(state: Any, device: torch.device) -> None:
+    """Whether all of a captured state can be restored here; nothing is changed."""
+    if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
+        raise ValueError("the random state must hold python and torch, and may hold numpy and cuda")
+    for name in state.keys() - (set() if _has_cuda(state, device) else {"cuda"}):
+        try:
+            _try(name, state[name], device)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"the saved random state of {name} cannot be restored: {error}") from error
+
+
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Go on from captured states. Nothing is changed unless all of them are sound.
 
     The state of a GPU is left aside where there is none, and a generator of which nothing was captured stays as it is.
     """
-    if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
-        raise ValueError("the random state must hold python and torch, and may hold numpy and cuda")
-    has_cuda = device.type == "cuda" and "cuda" in state
-    for name in state.keys() - ({"cuda"} if not has_cuda else set()):
-        try:
-            _try(name, state[name], device)
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
-            raise ValueError(f"the saved random state of {name} cannot be restored: {error}") from error
+    check(state, device)
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
         importlib.import_module("numpy.random").set_state(state["numpy"])
         _forget()
-    if has_cuda:
+    if _has_cuda(state, device):
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _has_cuda(state: dict[str, Any], device: torch.device) -> bool:
+    return device.type == "cuda" and "cuda" in state
 
 
 def _try(name: str, saved: Any, device: torch.device) -> None:
     """Give the state to a generator that nobody uses."""
     if name == "python":
         random.Random().setstate(saved)
+        # What the generator itself does not look at.
+        if not all(type(word) is int for word in saved[1]) or not (saved[2] is None or _is_finite(saved[2])):
+            raise ValueError("its words are no whole numbers, or its next normal number is none")
     elif name == "numpy":
         numpy_random = importlib.import_module("numpy.random")
         kind = type(numpy_random.get_bit_generator())
         if not isinstance(saved, dict) or saved["bit_generator"] != kind.__name__:
             raise ValueError(f"it is not of a {kind.__name__}, which this process uses")
-        if kind is numpy_random.MT19937:  # numpy itself would read beyond the words
-            key, position = saved["state"]["key"], saved["state"]["pos"]
-            if key.shape != (624,) or not 0 <= position <= 624:
+        if kind is numpy_random.MT19937:  # numpy itself would read beyond the words, and looks at nothing else
+            key, position, has_next = saved["state"]["key"], saved["state"]["pos"], saved["has_gauss"]
+            if key.shape != (624,) or type(position) is not int or not 0 <= position <= 624:
                 raise ValueError(f"a position {position} in words of shape {key.shape}")
+            if type(has_next) is not int or has_next not in (0, 1) or not _is_finite(saved["gauss"]):
+                raise ValueError("its next normal number is none")
         numpy_random.RandomState(kind(0)).set_state(saved)
     else:
         generator = torch.Generator(device if name == "cuda" else "cpu")
@@ -71,6 +85,10 @@ def _try(name: str, saved: Any, device: torch.device) -> None:
         if not isinstance(saved, torch.Tensor) or (saved.dtype, saved.shape) != (fresh.dtype, fresh.shape):
             raise ValueError(f"it is not a tensor of {fresh.numel()} bytes")
         generator.set_state(saved)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, float) and math.isfinite(number)
 
 
 def _numpy_state(numpy_random: ModuleType) -> dict[str, Any]:

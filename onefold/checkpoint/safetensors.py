@@ -14,6 +14,7 @@ from typing import Self
 
 import torch
 
+from onefold.checkpoint.files import open_regular, told
 from onefold.checkpoint.folder import sync
 from onefold.checkpoint.header import (
     DTYPE_NAMES,
@@ -70,9 +71,13 @@ class Weights:
             self._entries[name] = headers[file_name][name]
 
     def _open_file(self, file: Path) -> dict[str, Entry]:
-        if not file.is_file():
-            raise ValueError(f"{self.path}: there is no file {file.name!r} beside it")
-        descriptor = self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = self._descriptors[file] = open_regular(file)
+        except (OSError, UnicodeError) as error:
+            why = told(error) if isinstance(error, OSError) else error
+            raise ValueError(
+                f"{self.path}: there is no file {file.name!r} beside it that can be read: {why}"
+            ) from error
         entries, metadata = read_header(descriptor, file)
         self.metadata |= metadata
         return entries

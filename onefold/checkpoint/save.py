@@ -335,7 +335,13 @@ class Saver:
             raise
 
         def work() -> None:
-            copy_rest()
+            try:
+                copy_rest()
+            except Exception as error:
+                # Told before anything is waited for: other ranks, and this one's next step, wait for the copy.
+                self._parts.fail(order, error)
+                then()
+                raise
             self._parts.write(order, slots + more, own)
             then()
 

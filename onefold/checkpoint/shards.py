@@ -57,9 +57,10 @@ class Record:
     @staticmethod
     def from_json(tree: Any) -> Record:
         parts = tuple(
-            (name, DTYPES[dtype], tuple(shape), Part.from_json(part)) for name, dtype, shape, part in tree["parts"]
+            (name, DTYPES[dtype], tuple(shape), Part.from_json(part, name))
+            for name, dtype, shape, part in tree["parts"]
         )
-        return Record(File.from_json(tree["file"]), parts, tree["own"])
+        return Record(File.from_json(tree["file"], "file"), parts, tree["own"])
 
     def numbered(self, file: int) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Part]]:
         for name, dtype, shape, part in self.parts:

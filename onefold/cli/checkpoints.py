@@ -19,7 +19,8 @@ from onefold.checkpoint import audit, folder
 from onefold.checkpoint.audit import Damage, bytes_under, spell, unpublished_bytes
 from onefold.checkpoint.export import find_checkpoint
 from onefold.checkpoint.folder import LATEST, Found, data_folders, is_deepspeeds, list_tags
-from onefold.checkpoint.manifest import CheckpointError
+from onefold.checkpoint.manifest import CheckpointError, RemovedError
+from onefold.checkpoint.reader import TRIES
 from onefold.cli.export import bytes_bar
 from onefold.train.progress import format_bytes
 
@@ -40,7 +41,7 @@ def _existing(path: str) -> Path:
 
 def show_list(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
-    latest, problem = audit.latest_of(path.resolve().parent if audit.is_tag_folder(path) else path)
+    latest, problem = audit.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
     rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
     if options.json:
         facts = {"folder": str(path), "latest": latest, "problem_of_latest": problem, "checkpoints": rows}
@@ -152,13 +153,19 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def show_damage(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
-    is_one = options.tag is not None or audit.is_tag_folder(path)
-    chosen = list_tags(path) if options.all and not is_one else []
-    chosen = chosen or [find_checkpoint(path, options.tag)]
-    if any(is_deepspeeds(found.folder) for found in chosen if found.manifest is None):
-        raise CheckpointError("; ".join(problem for found in chosen for problem in found.problems))
-    problem = None if is_one else audit.latest_of(path)[1]
-    results = _verify(chosen)
+    is_one = options.tag is not None or folder.is_tag_folder(path)
+    for left in reversed(range(TRIES)):
+        chosen = list_tags(path) if options.all and not is_one else []
+        chosen = chosen or [find_checkpoint(path, options.tag)]
+        if any(is_deepspeeds(found.folder) for found in chosen if found.manifest is None):
+            raise CheckpointError("; ".join(problem for found in chosen for problem in found.problems))
+        problem = None if is_one else audit.latest_of(path)[1]
+        try:
+            results = _verify(chosen)
+            break
+        except RemovedError:  # by a job's retention: what is the latest now, or what there is now
+            if is_one or not left:
+                raise
     is_fine = not problem and not any(damages for _, damages in results)
     if options.json:
         rows = [

@@ -363,8 +363,8 @@ class Engine(Weights):
 
     def destroy(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
-        self._saver.stop()
-        with suppress(OSError):  # told below, and by the step that failed
+        self._stop_saving()
+        with suppress(Exception):  # told below, and by the step that failed
             self._flush()
         _let_go(self._schedule, self._hooks, self._homes, self._lower)
         while self._compiled:
@@ -426,13 +426,20 @@ def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTie
     try:
         try:
             schedule.settle_all()
-        except OSError as error:
-            logger.warning("the engine goes after a step that failed, and leaves weights of no step: %s", error)
+        except Exception as error:  # whatever a user's optimizer raised on the host, or a disk: the engine goes
+            logger.warning(
+                "the engine goes after a step that failed, and leaves weights of no step: %s: %s",
+                type(error).__name__,
+                error,
+            )
             schedule.give_up()
-        schedule.rest()
         hooks.remove()
+        schedule.rest()
         for home in homes:
-            home.stand_alone()
+            try:
+                home.stand_alone()
+            except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
+                logger.error("weights that rested on a disk are lost with the engine: %s", error)
         homes.clear()
     finally:
         if lower is not None:

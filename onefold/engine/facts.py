@@ -38,9 +38,21 @@ class Facts(nn.Module):
     _pool: Pool
     _collective_name: str
     _parked: list[Parked]
+    # Why weights and states are a mixture of what they were and of a checkpoint, or "".
+    _half_loaded: str = ""
 
     def _check_present(self) -> None:
-        """After `offload_states` there is nothing on the device to work with."""
+        """After `offload_states` there is nothing on the device to work with, and after a load that failed half-way
+        nothing that belongs together.
+        """
+        self._check_reloaded()
+        if self._half_loaded:
+            raise RuntimeError(
+                f"{self._half_loaded}. Its weights and states are partly those of before: the engine neither computes "
+                "nor saves until load_checkpoint succeeds; or make another with onefold.initialize"
+            )
+
+    def _check_reloaded(self) -> None:
         if self._parked:
             raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
 

@@ -13,8 +13,10 @@ import torch
 
 from onefold.checkpoint import folder, rng
 from onefold.checkpoint.load import MisfitError, Read, Target, fill, groups_for, state_reads, verify, weight_reads
-from onefold.checkpoint.manifest import CheckpointError
+from onefold.checkpoint.manifest import NAME, CheckpointError
 from onefold.checkpoint.reader import Checkpoint
+from onefold.checkpoint.slots import loose_states
+from onefold.checkpoint.sound import check_groups, check_loose_like, check_schedule, check_taken
 from onefold.engine.saving import Saving
 from onefold.report.log import logger
 from onefold.runtime import gathered, home_of
@@ -42,6 +44,8 @@ class Opened:
     own: dict[str, Any]
     same_world: bool
     whole: dict[str, torch.Tensor]
+    groups: list[dict[str, Any]]
+    """Hyperparameters for each group of the optimizer."""
     reads: list[Read]
 
 
@@ -60,11 +64,14 @@ class Loading(Saving):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Take a checkpoint up, saved by any plan on any number of ranks. All ranks call this together.
 
-        Returns its path and the client state it was saved with; (None, None) where `load_dir` holds no checkpoint.
-        Without a `tag`, what `latest` names; where that is damaged or incomplete, the newest that is not, with a
-        warning. Gradients that no step has used yet are dropped.
+        Returns its path and the client state it was saved with. Without a `tag`, what `latest` names; where that is
+        damaged or incomplete, the newest that is not, with a warning; (None, None) where `load_dir` holds no checkpoint
+        at all. A `tag` that is not there is an error. Gradients that no step has used yet are dropped.
+
+        A load that is refused changes nothing. Only an error while values are written (of the disk, or of
+        `custom_load_fn`) leaves an engine that does nothing until another load succeeds.
         """
-        self._check_present()
+        self._check_reloaded()
         if self.optimizer is not None:
             self.optimizer.flush()
         self._saver.finish()
@@ -79,28 +86,31 @@ class Loading(Saving):
             exactly=not load_module_only and (load_optimizer_states or self.optimizer is None),
             custom=custom_load_fn,
         )
-        names = self._candidates(Path(load_dir), tag)
-        for position, name in enumerate(names):
+        names, tried = self._candidates(Path(load_dir), tag), list[str]()
+        while names:
             with ExitStack() as stack:
-                problem, found = self._read(Path(load_dir, name), asked, stack)
+                problem, found = self._read(Path(load_dir, names[0]), asked, stack)
                 if found is not None:
                     return str(found.checkpoint.folder), self._take_up(found, asked)
-            if position + 1 == len(names):
+            tried.append(names.pop(0))
+            if not names and tag is None:  # a job that goes on beside may have saved others, and removed these
+                names = self._candidates(Path(load_dir), tag, tried)
+            if not names:
                 other = "" if tag is not None else f". {load_dir} has no other complete checkpoint to take instead"
                 raise CheckpointError(f"{problem}{other}")
-            self._warn(f"{problem}: taking checkpoint {names[position + 1]} instead")
+            self._warn(f"{problem}: taking checkpoint {names[0]} instead")
         return None, None
 
     def _warn(self, message: str) -> None:
         if self._group.rank == 0:
             logger.warning("%s", message)
 
-    def _candidates(self, load_dir: Path, tag: str | None) -> list[str]:
+    def _candidates(self, load_dir: Path, tag: str | None, tried: Sequence[str] = ()) -> list[str]:
         """The tags to try, best first, as rank 0 sees them. None where there is nothing to load."""
         text = error = ""
         if self._group.rank == 0:
             try:
-                text = "\n".join(_find_candidates(load_dir, tag))
+                text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
         told = self._schedule.order.agreement.tell("load_checkpoint", f"{error}\0{text}")
@@ -115,16 +125,21 @@ class Loading(Saving):
 
         def prepare() -> None:
             checkpoint = stack.enter_context(Checkpoint.open(path))
+            checkpoint.check_headers()
             state = checkpoint.state
             same_world = checkpoint.manifest.world_size == self._group.size
             own = checkpoint.own(self._group.rank if same_world else 0) if asked.exactly else {}
             reads = [] if asked.custom else weight_reads(checkpoint, self._target, strict=asked.strict)
             whole = self._whole_state(checkpoint) if asked.custom else {}
+            groups: list[dict[str, Any]] = []
             if asked.optimizer:
                 reads += self._state_reads(checkpoint, state["optimizer"], asked)
+                groups = groups_for(checkpoint, self._target, state["optimizer"]["groups"])
+            found = Opened(checkpoint, state, own, same_world, whole, groups, reads)
+            self._check_small(found, asked)
             if self.global_steps:  # there is something to lose
                 verify(checkpoint, reads)
-            opened.append(Opened(checkpoint, state, own, same_world, whole, reads))
+            opened.append(found)
 
         undo = self.optimizer.remember_states() if self.optimizer is not None else lambda: None
         try:
@@ -135,8 +150,43 @@ class Loading(Saving):
         if problem:
             undo()
             return problem, None
+        # From here on values are written. `_take_up` ends this; an error before it leaves it as it is, on all ranks.
+        self._half_loaded = f"load_checkpoint of {path} failed half-way on some rank"
         problem = self._agree(lambda: fill(opened[0].checkpoint, opened[0].reads))
+        if problem:
+            self._half_loaded = f"load_checkpoint of {path} failed half-way: {problem}"
         return problem, None if problem else opened[0]
+
+    def _check_small(self, found: Opened, asked: Asked) -> None:
+        """Everything but tensors is tried before a tensor is written: what takes it must not fail then."""
+        path, state = found.checkpoint.folder / NAME, found.state
+        try:
+            if asked.optimizer:
+                assert self.optimizer is not None
+                check_groups(found.groups, self.optimizer.param_groups)
+            if self._restores_schedule(found, asked):
+                check_schedule(state["lr_scheduler"], self.lr_scheduler)
+                check_taken(state["lr_scheduler"], self.lr_scheduler, self._groups(), "state.lr_scheduler")
+            if self._restores_data(found, asked):
+                loader = self.training_dataloader
+                if hasattr(loader, "check_state"):
+                    loader.check_state(found.own["data"])
+                else:
+                    check_taken(found.own["data"], loader, [], "data")
+            if asked.exactly and found.same_world and found.own:
+                rng.check(found.own["rng"], self.device)
+        except MisfitError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def _restores_schedule(self, found: Opened, asked: Asked) -> bool:
+        has_state = asked.scheduler and found.state["lr_scheduler"] is not None
+        return has_state and hasattr(self.lr_scheduler, "load_state_dict")
+
+    def _restores_data(self, found: Opened, asked: Asked) -> bool:
+        has_position = asked.exactly and found.own.get("data") is not None
+        return has_position and hasattr(self.training_dataloader, "load_state_dict")
 
     @property
     def _target(self) -> Target:
@@ -178,6 +228,11 @@ class Loading(Saving):
         loose: dict[str, Any] = {}
         for rank in range(checkpoint.manifest.world_size):
             loose |= checkpoint.loose(rank)
+        try:
+            if saved["num_steps"]:  # before the first step there are none
+                check_loose_like(loose, loose_states(self._units, self.optimizer))
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.folder / NAME}: {error}") from error
         return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)
 
     # -- going on -----------------------------------------------------------------------------------------------
@@ -192,19 +247,21 @@ class Loading(Saving):
         if asked.optimizer:
             assert self.optimizer is not None
             self.optimizer.num_steps = state["optimizer"]["num_steps"]
-            values = groups_for(found.checkpoint, self._target, state["optimizer"]["groups"])
-            if not self.optimizer.take_groups(values):
+            if not self.optimizer.take_groups(found.groups):
                 self._warn(
                     f"{found.checkpoint.folder}: its optimizer keeps other states than {self.optimizer.name} here: the "
                     "learning rate and all else that a group has stay as this job's config says"
                 )
             self.optimizer.take_attributes(state["optimizer"].get("attributes", {}))
             self._restore_loss_scale(state["loss_scale"] or {})
-        if asked.scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+        if self._restores_schedule(found, asked):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        elif asked.scheduler and state["lr_scheduler"] is None:
+            self._warn(f"{found.checkpoint.folder} holds no state of a schedule: the learning rate's starts anew")
         if asked.job:
-            self._restore_job(found, exactly=asked.exactly)
+            self._restore_job(found, asked)
         self._remember_step()
+        self._half_loaded = ""
         client_state: dict[str, Any] = state["client_state"]
         return client_state
 
@@ -234,16 +291,16 @@ class Loading(Saving):
         if "iteration" in saved and "iteration" in scale.state_dict():
             scale.load_state_dict(saved)
 
-    def _restore_job(self, found: Opened, *, exactly: bool) -> None:
+    def _restore_job(self, found: Opened, asked: Asked) -> None:
         counters = found.state["counters"]
         self.global_steps = counters["global_steps"]
         self.global_samples = counters["global_samples"]
         self.skipped_steps = counters["skipped_steps"]
         self._window.resume(counters["micro_steps"])
         self._update.forget_norm()
-        if not exactly:
+        if not asked.exactly:
             return
-        if found.own.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
+        if self._restores_data(found, asked):
             self.training_dataloader.load_state_dict(found.own["data"])
         if not found.same_world:
             self._warn(
@@ -251,8 +308,10 @@ class Loading(Saving):
                 f"{self._group.size}: weights and states are the same to the bit, random numbers go on from this "
                 "job's own seed"
             )
-        elif found.own.get("rng") is not None:
+        elif found.own:
             rng.restore(found.own["rng"], self.device)
+        else:
+            self._warn(f"{found.checkpoint.folder} holds no random numbers: they go on from this job's own seed")
 
 
 def _kind(optimizer: str) -> str:
@@ -261,18 +320,22 @@ def _kind(optimizer: str) -> str:
     return "adam" if name in ("adam", "adamw", "fusedadam", "deepspeedcpuadam") else name
 
 
-def _find_candidates(load_dir: Path, tag: str | None) -> Sequence[str]:
+def _find_candidates(load_dir: Path, tag: str | None, tried: Sequence[str]) -> Sequence[str]:
     found, warnings = folder.choose(load_dir, tag)
+    if tried:  # what else there is was told before
+        return [entry.tag for entry in found if not entry.problems and entry.tag not in tried]
     for warning in warnings:
         logger.warning("%s", warning)
     good = [entry.tag for entry in found if not entry.problems]
-    if not good and not any(entry.is_somebodys for entry in found):
-        logger.warning("%s holds no checkpoint%s", load_dir, f" {tag!r}" if tag is not None else "")
+    # What `latest` names was published once, whatever is left of it.
+    was_published = (load_dir / folder.LATEST).exists() or any(entry.is_somebodys for entry in found)
+    if not good and tag is None and not was_published:
+        logger.warning("%s holds no checkpoint", load_dir)
         return []
     bad = takewhile(lambda entry: entry.problems, found)
     problems = [f"checkpoint {entry.tag} cannot be loaded: {'; '.join(entry.problems)}" for entry in bad]
     if not good:
-        raise CheckpointError(". ".join(problems))
+        raise CheckpointError(". ".join([*problems, *([] if problems else warnings)]))
     for problem in problems:
         logger.warning("%s. Taking checkpoint %s instead", problem, good[0])
     return good

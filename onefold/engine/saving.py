@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from onefold.checkpoint import rng
 from onefold.checkpoint.load import buffer_name
 from onefold.checkpoint.manifest import checksum
 from onefold.checkpoint.orders import Head, Order, Retention, SaveError
+from onefold.checkpoint.redact import without_secrets
 from onefold.checkpoint.save import LINGER, Saver
 from onefold.checkpoint.shards import Slot
 from onefold.checkpoint.slots import groups_of, loose_states, outside_runs, own_slots
+from onefold.checkpoint.tagged import ClientStateError
 from onefold.comm import Board
 from onefold.engine.facts import Facts
 from onefold.report.log import logger
@@ -53,11 +56,18 @@ class Saving(Facts):
         )
         if self.optimizer is not None:
             self.optimizer.let_change = self._saver.let_change
-        weakref.finalize(self, self._saver.stop).atexit = False
-        atexit.register(_leave, weakref.ref(self), weakref.ref(self._saver))
+        leave = partial(_leave, weakref.ref(self), weakref.ref(self._saver))
+        atexit.register(leave)
+        # Called by `destroy`, or when the engine is deleted, whichever comes first; at exit `leave` does more.
+        self._stop_saving = weakref.finalize(self, _stop, self._saver, leave)
+        self._stop_saving.atexit = False
 
     def __del__(self) -> None:
-        """Where a program is through with an engine, rank 0 may still be about to save a last time."""
+        """Where a program is through with an engine, rank 0 may still be about to save a last time.
+
+        By `del`, that is. The garbage collector calls finalizers first, so the saver has stopped then, and it is not
+        kept waiting.
+        """
         saver = self.__dict__.get("_saver")
         if saver is not None and not sys.is_finalizing() and not hasattr(sys, "last_value"):
             with suppress(RuntimeError):  # the store's host may be gone already
@@ -92,7 +102,7 @@ class Saving(Facts):
         self._saver.save(
             str(save_dir),
             tag,
-            lambda: self._head(dict(client_state or {}), exclude_frozen_parameters),
+            lambda: self._head(client_state, exclude_frozen_parameters),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             background=self.settings.checkpoint.async_save if background is None else background,
@@ -117,7 +127,11 @@ class Saving(Facts):
             raise SaveError(f"{message}; checkpoint.tag_validation is Fail")
         logger.warning("%s: rank 0's is taken", message)
 
-    def _head(self, client_state: dict[str, Any], exclude_frozen: bool) -> Head:
+    def _head(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> Head:
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise ClientStateError(
+                f"client_state must be a dict, or None, not a {type(client_state).__name__}: put it into one"
+            )
         if self._window.is_open:
             raise SaveError(
                 "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them: save "
@@ -128,7 +142,11 @@ class Saving(Facts):
         # What is a parameter and lies in no run (quantized weights, whole numbers) is not trained here.
         parameters = groups_of(self._units) | {n: None for n, t in outside.items() if isinstance(t, nn.Parameter)}
         return Head(
-            state={**self._job_state(), "client_state": client_state, "config": self.settings.raw},
+            state={
+                **self._job_state(),
+                "client_state": dict(client_state or {}),
+                "config": without_secrets(self.settings.raw),
+            },
             parameters=parameters,
             aliases=aliases,
             left_out=[name for name, group in parameters.items() if group is None] if exclude_frozen else [],
@@ -213,6 +231,12 @@ def _leave(engine: Callable[[], Saving | None], of: Callable[[], Saver | None]) 
             if owner is not None and not hasattr(sys, "last_value"):
                 saver.linger(owner, seconds=None)
         saver.stop()
+
+
+def _stop(saver: Saver, leave: Callable[[], None]) -> None:
+    """The engine goes before the process does."""
+    atexit.unregister(leave)
+    saver.stop()
 
 
 def _digest(tensor: torch.Tensor) -> int:

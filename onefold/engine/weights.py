@@ -48,6 +48,7 @@ class Weights(Parking):
 
         Safetensors unless the file name ends otherwise (`pytorch_model.bin` is pickled by torch).
         """
+        self._check_present()
         self._flush()
         save_weights(
             self.module,

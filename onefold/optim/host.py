@@ -70,8 +70,8 @@ class HostStep:
     def _check(self) -> None:
         if self._failed is not None:
             raise RuntimeError(
-                "an earlier step failed on the host, and some of its states are stepped and some are not: load a "
-                "checkpoint into a new engine"
+                f"an earlier step failed on the host ({type(self._failed).__name__}: {self._failed}), and some of its "
+                "states are stepped and some are not: load a checkpoint into a new engine"
             ) from self._failed
 
     def start(self, pieces: Sequence[Piece], step: Step) -> None:

@@ -84,9 +84,11 @@ def _take_over(
     add: bool,
 ) -> None:
     """On the host's thread: what has come down joins what waits there."""
-    arrival.wait()
-    if add:
-        target.add_(landed)
-    else:
-        target.copy_(landed)
-    landings.give_back(buffer)
+    try:
+        arrival.wait()
+        if add:
+            target.add_(landed)
+        else:
+            target.copy_(landed)
+    finally:  # a unit that comes later waits for it
+        landings.give_back(buffer)

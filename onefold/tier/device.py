@@ -39,6 +39,6 @@ class Pool:
             self.num_bytes -= buffer.nbytes
 
     def clear(self) -> None:
-        """Forget the free buffers; those still out are their holders'."""
+        """Forget the free buffers; those still out are their holders', and counted until they come back."""
+        self.num_bytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
         self._free.clear()
-        self.num_bytes = 0
