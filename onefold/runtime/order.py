@@ -381,6 +381,7 @@ class Order:
         return [[self.units[index] for index in batch] for batch in batches]
 
     def forget_units(self) -> None:
+        self._guard.close()
         for held in (self.units, self._trained, self._events, self._programs, self.refresh_batches):
             held.clear()
         for also in (self._finished, self._reduced, self._used):
