@@ -1,11 +1,15 @@
 """Programs that end in every way, many times: `python exits.py STAGE COUNT PATH...` prints the exit codes as JSON.
 
 Each rank is a fork of this process, which has imported everything, and falls through to the end of this file: its
-interpreter finalizes as that of any program.
+interpreter finalizes as that of any program. With FRESH=1 in the environment ranks are new processes instead.
+
+A thread that is in the store or in the backend while the interpreter finalizes aborts the process, now and then.
+So the last thing a rank does before is to count its threads: it ends with code 77 where one is left.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -47,6 +51,14 @@ PATHS = {
     "ranks differ": [1, 1],
 }
 TIMEOUT = 60.0
+THREAD_LEFT = 77
+
+
+def count_threads() -> None:
+    left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if left:
+        print(f"threads are left: {left}", file=sys.stderr, flush=True)
+        os._exit(THREAD_LEFT)
 
 
 def config_of(path: str, stage: int) -> dict[str, Any]:
@@ -63,10 +75,15 @@ def config_of(path: str, stage: int) -> dict[str, Any]:
     }
 
 
+kept: list[onefold.Engine] = []
+
+
 def program(path: str, stage: int, rank: int, folder: str) -> None:
     width = 32 if path == "ranks differ" and rank else 16
     blocks = (nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(3))
     engine = onefold.initialize(model=nn.Sequential(*blocks), config=config_of(path, stage))[0]
+    if path != "no engine left":
+        kept.append(engine)  # as in most programs, until the interpreter itself goes
 
     def step() -> None:
         engine.backward(engine(torch.randn(4, 16)).pow(2).mean())
@@ -130,7 +147,11 @@ def wait_for(pids: list[int]) -> list[int | str]:
 
 
 role: tuple[str, int] | None = None
-if __name__ == "__main__":
+if __name__ != "__main__":
+    pass
+elif sys.argv[1] == "--rank":
+    role, stage, folder = (sys.argv[2], int(os.environ["RANK"])), int(sys.argv[3]), sys.argv[4]
+else:
     stage, count, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     results: dict[str, dict[str, int]] = {}
     for path in sys.argv[4:] or PATHS:
@@ -141,6 +162,8 @@ if __name__ == "__main__":
                 if not pid:
                     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
                     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                    if os.environ.get("FRESH"):
+                        os.execv(sys.executable, [sys.executable, __file__, "--rank", path, str(stage), folder])
                     role = path, rank
                     break
                 pids.append(pid)
@@ -151,8 +174,10 @@ if __name__ == "__main__":
             found[key] = found.get(key, 0) + 1
         if role is not None:
             break
-    if role is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        program(role[0], stage, role[1], os.path.join(folder, f"{role[0]} {os.getpid()}"))
-    else:
+    if role is None:
         print(json.dumps(results))
+
+if role is not None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(count_threads)  # the first to be registered is the last to run
+    program(role[0], stage, role[1], os.path.join(folder, f"{role[0]} {os.environ['MASTER_PORT']}"))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.agreement import Agreement
-from onefold.comm.watch import Disagreement, Watch, watch_world
+from onefold.comm.watch import Disagreement, Watch, name_ranks, watch_world
 
 # A rank that has not come is named in a warning after this long; the error comes at the process group's timeout.
 WARN_SECONDS = 60.0
@@ -84,16 +84,16 @@ class _Round:
                 missing = self._missing()
                 gone = [rank for rank in missing if self._watch.has_left(rank)]
                 if gone:
-                    raise Disagreement(f"{self._what}: {_ranks(gone)} ended before coming to it")
+                    raise Disagreement(f"{self._what}: {name_ranks(gone)} ended before coming to it")
                 if now - started > WARN_SECONDS and missing and not warned:
                     warned = True
                     logger.warning(
                         "%s: rank %d has waited %.0f s for %s, which has not come to it; the wait ends after %.0f s",
-                        self._what, self._watch.rank, now - started, _ranks(missing), limit,
+                        self._what, self._watch.rank, now - started, name_ranks(missing), limit,
                     )  # fmt: skip
             if now - started > limit and (missing := self._missing()):
                 raise Disagreement(
-                    f"{self._what}: {_ranks(missing)} did not come to it within {limit:.0f} s, the timeout of the "
+                    f"{self._what}: {name_ranks(missing)} did not come to it within {limit:.0f} s, the timeout of the "
                     "process group: every rank must make the same engines, in the same order"
                 )
             time.sleep(pause)
@@ -116,7 +116,7 @@ class _Round:
         differing = [rank for rank, digest in enumerate(digests) if digest == digests[other]]
         verb = "differs" if len(differing) == 1 else "differ"
         return (
-            f"{self._what}: {_ranks(differing)} {verb} from rank 0: {first_difference(first, second)}. "
+            f"{self._what}: {name_ranks(differing)} {verb} from rank 0: {first_difference(first, second)}. "
             "Every rank must build the same model, with the same config and optimizer"
         )
 
@@ -157,10 +157,6 @@ def _text(items: Sequence[Item]) -> bytes:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _timeout(world: dist.ProcessGroup) -> float:

@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
@@ -42,7 +42,9 @@ _IDLE = 2.0
 _JOIN_SECONDS = 10.0
 # At the end, for threads that wait for other ranks, before their connections are broken.
 _WOKEN_SECONDS = 1.0
-ENDED = "the end of its program"
+# Words for places that the advice depends on.
+INITIALIZE, INIT = "onefold.initialize", "onefold.zero.Init"
+BEGIN, ENDED = "the beginning of a pass", "the end of its program"
 
 logger = logging.getLogger("onefold")
 
@@ -330,43 +332,46 @@ def is_stuck(notes: dict[int, Note]) -> bool:
 
 def describe(notes: dict[int, Note]) -> str:
     """Which ranks wait for what, and what to do about it."""
-    by_operation: dict[str, list[str]] = {}
+    by_operation: dict[str, list[int]] = {}
     for rank in sorted(notes):
-        by_operation.setdefault(notes[rank].what, []).append(str(rank))
-    stands = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} at {what}" for what, ranks in by_operation.items()
-    )
-    return f"the ranks wait for different collectives: {stands}. {advice(notes.values())}"
+        by_operation.setdefault(notes[rank].what, []).append(rank)
+    stands = "; ".join(f"{name_ranks(ranks)} at {what}" for what, ranks in by_operation.items())
+    return f"the ranks wait for different collectives: {stands}. {_advice(notes, by_operation)}"
 
 
-def advice(notes: Iterable[Note]) -> str:
-    """What to do about ranks that have parted."""
-    notes = list(notes)
-    whats = {note.what for note in notes}
-    if any(not note.ours for note in notes):
+def _advice(notes: dict[int, Note], by_operation: dict[str, list[int]]) -> str:
+    if any(not note.ours for note in notes.values()):
         return (
             "A rank in a call of its own cannot serve the others: let every rank use the engine equally often before "
             "that call (in an evaluation: as many batches on every rank), or put the call where all ranks come to it"
         )
-    if any(what.startswith((INITIALIZE, INIT)) for what in whats):
+    if any(what.startswith((INITIALIZE, INIT)) for what in by_operation):
         return "Let every rank make the same engines, and zero.Init models, in the same order"
-    if ENDED in whats:
+    if ENDED in by_operation:
         return "Let every rank take as many steps as the others, and save as often, before its program ends"
-    if BEGIN in whats:
-        return RETRY
+    return advice_on_parting(by_operation.get(BEGIN, []), by_operation)
+
+
+def advice_on_parting(beginners: Sequence[int], whats: Iterable[str]) -> str:
+    """What to do about programs that make different calls; `beginners`: ranks that began another forward."""
+    within_pass = not any("GatheredParameters" in what or "load_checkpoint" in what for what in whats)
+    if beginners and within_pass:
+        return (
+            f"{name_ranks(beginners).capitalize()} began a new forward while others were still in the pass, at its "
+            "backward or step. If an error in a forward was caught there and another batch tried: catch errors before "
+            "the forward, or skip the batch on all ranks; else let all ranks call forward, backward and step equally "
+            "often"
+        )
     return (
-        "Their programs have parted: let every rank call the same modules in the same order, or put the modules that "
-        "only some ranks run into one unit with zero_optimization.leaf_module (or onefold.utils.set_z3_leaf_modules)"
+        "Their programs have parted: let every rank make the same calls, of the same modules in the same order, or put "
+        "the modules that only some ranks run into one unit with zero_optimization.leaf_module (or "
+        "onefold.utils.set_z3_leaf_modules)"
     )
 
 
-INITIALIZE, INIT = "onefold.initialize", "onefold.zero.Init"
-BEGIN = "the beginning of a pass"
-RETRY = (
-    "One rank began a new forward while others were still in the pass, at its backward or step. If it caught an error "
-    "in a forward and tried another batch: find bad batches before the forward, or skip the batch on all ranks; "
-    "otherwise let every rank call forward, backward and step equally often"
-)
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
 
 _worlds = count(1)
 _watch: Watch | None = None
