@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, rank, start
+from models import config, net, rank, start
 from ranks import RankPool
 from test_alike import heard, layers
 from torch import nn
 
 import onefold
+from onefold.comm import watch
+from onefold.comm.watch import Note, is_stuck, of_backend
 
 Heard = tuple[str, str, float, str]
 
@@ -147,14 +151,15 @@ def busy(kind: str) -> Heard:
         until = time.monotonic() + 3
         if rank() and kind == "sleep":
             time.sleep(3)
-        while rank() and time.monotonic() < until:
-            if kind == "computes":
-                torch.ones(64, 64) @ torch.ones(64, 64)
-            elif kind == "collectives":
-                dist.all_reduce(torch.zeros(3), group=others)
-            elif kind == "a slow collective":
-                time.sleep(3 if rank() == 1 else 0)
-                dist.all_reduce(torch.zeros(3), group=others)
+        while rank() and kind == "computes" and time.monotonic() < until:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        if rank() and kind == "a slow collective":
+            time.sleep(3 if rank() == 1 else 0)
+            dist.all_reduce(torch.zeros(3), group=others)
+        going = torch.ones(())
+        while rank() and kind == "collectives" and going:
+            going.fill_(time.monotonic() < until)
+            dist.all_reduce(going, dist.ReduceOp.MIN, group=others)
         step(engine)
 
     return heard(act)

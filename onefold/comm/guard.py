@@ -51,5 +51,5 @@ class Guard:
 
         Only those count: they will not launch more, so that where ranks part does not depend on who was faster.
         """
-        notes = self._watch.others_notes().values()
+        notes = self._watch.others_notes(alive=False).values()
         return max((note.progress for note in notes if note.passes == self.passes and note.heard), default=0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.comm.watch import watch_world
@@ -53,7 +54,7 @@ def init_distributed(
     timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES)))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
-    store: dist.Store | None = None
+    store: Store | None = None
     if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank = rank if rank >= 0 else int(os.environ["RANK"])
         world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
@@ -69,22 +70,22 @@ def init_distributed(
         )
 
 
-def _make_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
     """Where ranks find each other: nowhere for one rank; else a server on rank 0 that listens at MASTER_ADDR alone,
     where torch's own listens on all interfaces. None: torch's own has to do, which other ranks cannot tell from ours.
     """
     if world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener: int | None = None
     if rank == 0:
         listener = _listen(host, port)
         if listener is None:
             return None
-    store = dist.TCPStore(
+    store = TCPStore(
         host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
-    return dist.PrefixStore("default_pg", store)  # as torch has it, whose ranks may be among the clients
+    return PrefixStore("default_pg", store)  # as torch has it, whose ranks may be among the clients
 
 
 def _listen(host: str, port: int) -> int | None:

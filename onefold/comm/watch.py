@@ -36,6 +36,7 @@ from onefold.comm.stacks import MainThread
 
 PATIENCE = 3.0
 _PERIOD = 0.25
+_STALE = 4 * _PERIOD
 # Without an engine the thread ends when nobody has waited for this long.
 _IDLE = 2.0
 # The thread answers to its end within a look; a store whose host is gone may take longer.
@@ -98,7 +99,7 @@ class Watch:
         self._number = 0
         self._last_wait = 0.0
         self._beat = 0
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats: dict[int, tuple[int, float, float]] = {}
         self._before: dict[int, Note] = {}
         self._main = MainThread()
         self._called: dist.ProcessGroup | None = None
@@ -155,22 +156,25 @@ class Watch:
             if not self._holders:
                 self._end()
 
-    def others_notes(self) -> dict[int, Note]:
-        """What other ranks wait for now."""
+    def others_notes(self, *, alive: bool = True) -> dict[int, Note]:
+        """What other ranks wait for now. A rank that has gone on writes no more, and hosts' clocks differ, so only what
+        changes is known to be `alive`; a note that was only just read may be an old one.
+        """
         notes: dict[int, Note] = {}
         with suppress(RuntimeError):
             for rank in range(self.size):
-                if rank != self.rank and self.store.check([self.key("wait", rank)]):
+                if rank != self.rank and self.store.check([self.key("left", rank)]):
+                    notes[rank] = Note(0, ENDED, lasts=True)
+                elif rank != self.rank and self.store.check([self.key("wait", rank)]):
                     *fields, beat = json.loads(self.store.get(self.key("wait", rank)))
-                    last, since = self._beats.get(rank, (None, 0.0))
+                    now = time.monotonic()
+                    last, changed, read = self._beats.get(rank, (None, float("-inf"), now))
                     if beat != last:
-                        self._beats[rank] = (beat, time.monotonic())
-                    # A rank that has gone on writes no more, and hosts' clocks differ: only what changes is fresh.
-                    if last is not None and (beat != last or time.monotonic() - since < 4 * _PERIOD):
+                        changed, read = (now, now) if last is not None else (changed, now)
+                        self._beats[rank] = (beat, changed, read)
+                    if last is not None and now - (changed if alive else read) < _STALE:
                         note = Note(*fields)
                         notes[rank] = note if note.ranks is None else replace(note, ranks=tuple(note.ranks))
-                elif rank != self.rank and self.store.check([self.key("left", rank)]):
-                    notes[rank] = Note(0, ENDED, lasts=True)
         return notes
 
     def has_left(self, rank: int) -> bool:
@@ -190,7 +194,7 @@ class Watch:
             mine = self._note()
             assert mine is not None
             self._publish(mine)
-            notes = {**self.others_notes(), self.rank: mine}
+            notes = {**self.others_notes(alive=False), self.rank: mine}
             if len({note.what for note in notes.values()}) > 1:
                 self.verdict = describe(notes)
             else:
