@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
-from onefold.comm import data_group, init_distributed, local_device
+from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
+from onefold.comm.watch import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, num_replicas, solve_batch
 from onefold.engine import Engine
+from onefold.engine.alike import items_of
 from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
@@ -49,14 +51,15 @@ def initialize(
         raise ValueError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
         raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
+    if dist.is_initialized():
+        watch_world()  # which tells ranks that have come so far, should this one end before
     settings = load_config(_config_source(args, config, config_params))
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    check_topology(settings, dist.get_world_size())
-    group = data_group(settings.onefold.node_size, num_replicas(settings, dist.get_world_size()))
-    device = local_device()
-    set_up_logging(settings.log_level, speaks=group.rank == 0)
-    if group.rank == 0:
+    world, is_first = watch_world().size, watch_world().rank == 0
+    check_topology(settings, world)
+    set_up_logging(settings.log_level, speaks=is_first)
+    if is_first:
         for notice in settings.notices:
             logger.info("config: %s", notice)
     checkpointing.read_config(settings)
@@ -69,20 +72,24 @@ def initialize(
     )
     if settings.scheduler is not None and lr_scheduler is None:
         read_schedule(settings.scheduler.type, settings.scheduler.params)  # a mistake shows before shards are made
-    if group.rank == 0:
+    if is_first:
         for line in _unread(settings, optimizer, lr_scheduler, chosen):
             logger.info("config: %s", line)
-    plan = make_plan(settings).for_world(group.size)
-    if chosen is not None and plan.shards_states and group.num_shards > 1:
+    plan = make_plan(settings).for_world(world)
+    if chosen is not None and plan.shards_states and world > num_replicas(settings, world):
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
     if chosen is not None and plan.states.tier is Tier.NVME:
         chosen = for_disk(chosen)
-    batch = solve_batch(settings, group.size)
-    engine = Engine(model, settings, batch, plan, chosen, group, device)
+    batch = solve_batch(settings, world)
+    number = watch_world().rounds + 1
+    if world > 1:
+        agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, batch, chosen, lr_scheduler))
+    group = data_group(settings.onefold.node_size, num_replicas(settings, world))
+    engine = Engine(model, settings, batch, plan, chosen, group, local_device())
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    if group.rank == 0:
+    if is_first:
         logger.info("DeepSpeed info: onefold engine\n%s", engine.describe())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -26,7 +26,15 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from onefold.checkpoint.weights import load_safetensors
-from onefold.comm import Ledger, data_group, init_distributed, local_device, make_collective
+from onefold.comm import (
+    Agreement,
+    Ledger,
+    agree_in_meeting,
+    data_group,
+    init_distributed,
+    local_device,
+    make_collective,
+)
 from onefold.config import Config, load_config
 from onefold.engine.parking import OffloadStateTypeEnum
 from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
@@ -106,6 +114,7 @@ class Init:
         self._precision = base if dtype is None else Precision(dtype, base.accumulate, base.communicate)
         self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
         self._collective = make_collective("auto", self._group, self._ledger, self._device)
+        self._agreement = Agreement(self._group, self._ledger)
         self._handles: list[Any] = []
         self._owners: list[weakref.ref[nn.Module]] = []
         self._open: list[Home] = []
@@ -163,6 +172,8 @@ class Init:
         if not found:
             return
         with torch._C.DisableTorchFunction():
+            shapes = {n: f"{tuple(p.shape)} {p.dtype}" for members in found.values() for n, p in members}
+            agree_in_meeting(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
             runs = [
                 Run(
                     RunShape(

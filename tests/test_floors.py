@@ -87,8 +87,8 @@ AROUND = {"checkpoint", "cli", "train", "compat", "env_report"}
 
 def test_the_package_stays_small():
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 17_500
-    assert sum(lines.values()) < 26_500
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 19_000
+    assert sum(lines.values()) < 28_000
 
 
 def test_importing_onefold_does_nothing():

@@ -49,21 +49,31 @@ class Job:
     master_port: int | None = None
     max_restarts: int = 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody but this host need know where ranks meet."""
+        return self.num_nodes == 1 and self.master_port is None
+
     def launch_config(self, log_dir: str) -> LaunchConfig:
         """The same job in torchrun's terms."""
-        alone = self.num_nodes == 1 and self.master_port is None
+        alone = self.is_alone
         # With static rendezvous restarted ranks would find the addresses of the dead ones in the old store; with c10d
         # they meet anew, and the node ranks follow from that.
         backend = "c10d" if alone or self.max_restarts > 0 else "static"
+        configs: dict[str, Any] = {"store_type": "file"} if alone else {}
+        configs |= {"rank": self.node_rank} if backend == "static" else {}
         return LaunchConfig(
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
             nproc_per_node=self.ranks_per_node,
             run_id=f"onefold_{os.getpid()}" if alone else "onefold",
             rdzv_backend=backend,
-            # Alone, the agent takes a free port; with others, everybody must know the address beforehand.
-            rdzv_endpoint="localhost:0" if alone else f"{self.master_addr or 'localhost'}:{self.master_port or 29500}",
-            rdzv_configs={"rank": self.node_rank} if backend == "static" else {},
+            # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know
+            # the address beforehand.
+            rdzv_endpoint=os.path.join(log_dir, "rendezvous")
+            if alone
+            else f"{self.master_addr or 'localhost'}:{self.master_port or 29500}",
+            rdzv_configs=configs,
             # A host often cannot resolve its own name, and alone it need not.
             local_addr="localhost" if self.num_nodes == 1 else None,
             max_restarts=self.max_restarts,
@@ -74,8 +84,9 @@ class Job:
 def run_ranks(program: Program, job: Job) -> int:
     """Run `program` in every rank of this host until all are done; the exit code the command should end with."""
     _quiet_the_agent()
-    if job.max_restarts > 0:
-        # Else the restarted ranks find the addresses of the dead ones in the store that they share with the agent.
+    if job.max_restarts > 0 or job.is_alone:
+        # Else the restarted ranks find the addresses of the dead ones in the store that they share with the agent; and
+        # the agent's listens on all interfaces, that of the ranks where the job is.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.ranks_per_node)))

@@ -9,14 +9,16 @@ import torch
 from onefold.comm.agreement import Agreement
 from onefold.comm.board import Board, Silent
 from onefold.comm.collective import Collective, Gathering, Lost, Pending, Reduction, Source, broadcast_from
+from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
-from onefold.comm.guard import Disagreement, Guard
+from onefold.comm.guard import Guard
 from onefold.comm.ledger import Ledger, Row
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_host
 from onefold.comm.native import Native
 from onefold.comm.quantized import Feedback, Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
+from onefold.comm.watch import Disagreement, of_backend, watch_world
 
 __all__ = [
     "Agreement",
@@ -28,6 +30,7 @@ __all__ = [
     "Gathering",
     "Group",
     "Guard",
+    "Item",
     "Ledger",
     "Lost",
     "Native",
@@ -40,6 +43,8 @@ __all__ = [
     "Source",
     "StagedExchange",
     "Wires",
+    "agree",
+    "agree_in_meeting",
     "broadcast_from",
     "data_group",
     "init_distributed",
@@ -47,6 +52,8 @@ __all__ = [
     "local_rank",
     "make_collective",
     "num_ranks_on_host",
+    "of_backend",
+    "watch_world",
 ]
 
 

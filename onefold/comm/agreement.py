@@ -14,7 +14,8 @@ from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 
 ROW = 16
-_PAUSE = 0.02
+# How long to sleep between two looks at a meeting: doubled up to the longest, so that a short wait ends promptly.
+_SHORTEST, _LONGEST = 0.0001, 0.02
 
 
 class Agreement:
@@ -28,7 +29,7 @@ class Agreement:
     def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:
         """Every rank's row, in rank order. `what` names the meeting for the hang guard.
 
-        `meanwhile` is called again and again until everybody has come.
+        `meanwhile` is called again and again until everybody has come, once the wait lasts.
         """
         assert len(row) <= ROW
         mine = torch.tensor([*row, *[0] * (ROW - len(row))], dtype=torch.int64)
@@ -44,9 +45,12 @@ class Agreement:
         with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
             work = dist.all_gather(rows, mine, group=self.group.host_group, async_op=True)
             assert work is not None
+            pause = _SHORTEST
             while meanwhile is not None and not work.is_completed():
-                meanwhile()
-                time.sleep(_PAUSE)
+                if pause >= _LONGEST:
+                    meanwhile()
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
             work.wait()
         return torch.stack(rows)
 

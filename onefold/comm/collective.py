@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Protocol
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.comm.watch import start_beside
 
 
 @dataclass
@@ -188,8 +188,7 @@ class Lane:
             except BaseException as error:
                 done.set_exception(error)
 
-        # A process that fails must be able to end while others keep it waiting.
-        Thread(target=run, name="onefold-wires", daemon=True).start()
+        start_beside(run, "onefold-wires")
         return Pending(done.result)
 
 

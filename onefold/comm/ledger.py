@@ -39,35 +39,41 @@ class Ledger:
         try:
             yield
         finally:
-            self._row(operation, group).seconds += time.perf_counter() - start
+            spent = time.perf_counter() - start
+            with self._lock:  # threads of wires are timed too
+                self._row(operation, group).seconds += spent
 
     def rows(self) -> list[Row]:
-        return sorted(self._rows.values(), key=lambda row: (row.group, row.operation))
+        """The lines as they are now, by group and operation."""
+        with self._lock:
+            rows = [replace(row) for row in self._rows.values()]
+        return sorted(rows, key=lambda row: (row.group, row.operation))
 
     def bytes(self, operation: str) -> int:
-        return sum(row.bytes for row in self._rows.values() if row.operation == operation)
+        return sum(row.bytes for row in self.rows() if row.operation == operation)
 
     def calls(self, operation: str) -> int:
-        return sum(row.calls for row in self._rows.values() if row.operation == operation)
+        return sum(row.calls for row in self.rows() if row.operation == operation)
 
     def copy(self) -> Ledger:
         """The counts as they are now."""
         other = Ledger()
-        other._rows = {key: replace(row) for key, row in self._rows.items()}
+        other._rows = {(row.operation, row.group): row for row in self.rows()}
         return other
 
     def since(self, earlier: Ledger) -> Ledger:
         """What was counted after an earlier copy."""
         later = self.copy()
-        for key, before in earlier._rows.items():
-            row = later._row(*key)
+        for before in earlier.rows():
+            row = later._row(before.operation, before.group)
             row.calls -= before.calls
             row.bytes -= before.bytes
             row.seconds -= before.seconds
         return later
 
     def clear(self) -> None:
-        self._rows.clear()
+        with self._lock:
+            self._rows.clear()
 
     def table(self) -> str:
         """The rows as text."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -11,7 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from onefold.comm.watch import watch_world
 
 DATA_AXIS = "data"
 DEFAULT_TIMEOUT_MINUTES = 10.0
@@ -43,26 +49,76 @@ def init_distributed(
         raise RuntimeError("dist_init_required is False, but torch.distributed is not initialized")
     if "WORLD_SIZE" not in os.environ and world_size <= 0:
         rank, world_size = 0, 1
-        init_method = init_method or f"tcp://127.0.0.1:{_free_port()}"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    minutes = float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES))
+    timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES)))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
-    dist.init_process_group(
-        backend=dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"),
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout or timedelta(minutes=minutes),
+    store: Store | None = None
+    if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        rank = rank if rank >= 0 else int(os.environ["RANK"])
+        world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
+        store = _make_store(rank, world_size, timeout)
+    with _gloo_on_loopback() if world_size == 1 else nullcontext():
+        dist.init_process_group(
+            backend=dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+            init_method=init_method if store is None else None,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+
+
+def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
+    """Where ranks find each other: nowhere for one rank; else a server on rank 0 that listens at MASTER_ADDR alone,
+    where torch's own listens on all interfaces. None: torch's own has to do, which other ranks cannot tell from ours.
+    """
+    if world_size == 1:
+        return HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener: int | None = None
+    if rank == 0:
+        listener = _listen(host, port)
+        if listener is None:
+            return None
+    store = TCPStore(
+        host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
+    return PrefixStore("default_pg", store)  # as torch has it, whose ranks may be among the clients
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _listen(host: str, port: int) -> int | None:
+    """A listening socket at this address; None where it is none of this host's, or a name: hosts may each see another
+    address behind it.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return None
+    found = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((str(address), port))
+        found.listen(2048)
+        return found.detach()
+    except OSError:
+        found.close()
+        return None
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """A world of one rank talks to nobody, but gloo opens a socket all the same."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if name is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def local_rank() -> int:
@@ -158,9 +214,11 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
     assert world is not None, "init_distributed comes first"
     if _mesh is None or _mesh[0] is not world:
         kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
-        group = mesh.get_group(DATA_AXIS)
-        host = dist.new_group(backend="gloo") if kind == "cuda" else group
+        alone = dist.get_world_size() == 1
+        with watch_world().waiting("the process groups"), _gloo_on_loopback() if alone else nullcontext():
+            mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
+            group = mesh.get_group(DATA_AXIS)
+            host = dist.new_group(backend="gloo") if kind == "cuda" else group
         _mesh = (world, mesh, host)
     on_host = node_size_of(dist.get_world_size(), node_size)
     return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host, replicas)

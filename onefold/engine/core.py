@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective
+from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective, of_backend
 from onefold.config import Batch, Config
 from onefold.engine.tiers import make_lower, settle_drafts
 from onefold.engine.weights import Weights
@@ -67,6 +67,7 @@ class Engine(Weights):
         self._group = group
         self._window = Window(batch, managed=config.managed_gradient_accumulation)
         self._scaled_backward: weakref.ref[_ScaledBackward] | None = None
+        self._interrupted: str | None = None
         self._parked = []
         self._precision = make_precision(config)
 
@@ -117,6 +118,9 @@ class Engine(Weights):
         watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, self._schedule, self, watch=watch)
         weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes, self._lower).atexit = False
+        guard = self._schedule.order.agreement.guard
+        guard.watch()
+        weakref.finalize(self, guard.close).atexit = False
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -154,9 +158,15 @@ class Engine(Weights):
                 scaled = loss.float() * self._update.loss_scale.value if self._update.scales_loss else loss
                 scaled.backward(retain_graph=retain_graph)
                 self._schedule.end_backward()
-            except BaseException as error:
-                if not isinstance(error, Disagreement):  # after that no rank can be reached any more
+            except Exception as error:
+                if not isinstance(error, Disagreement) and not of_backend(error):  # else no rank can be reached
                     self.abort_backward()
+                raise
+            except BaseException as error:
+                if self._group.size == 1:
+                    self.abort_backward()
+                else:  # Ctrl-C enters no collective: other ranks may never come to it
+                    self._interrupted = type(error).__name__
                 raise
         if self.settings.memory_breakdown:
             memory_status("after backward")
@@ -231,6 +241,11 @@ class Engine(Weights):
 
     def abort_backward(self) -> None:
         """A backward raised: its window's gradients are dropped, and the window starts over."""
+        if self._interrupted is not None:
+            raise RuntimeError(
+                f"a backward of this engine was interrupted ({self._interrupted}) while other ranks counted on it: "
+                "call initialize again on every rank, and load the last checkpoint"
+            )
         self._schedule.abort_backward()
         self._update.losses.clear()
         if self._window.restart():

@@ -29,6 +29,7 @@ import torch
 
 from onefold.comm import Agreement, Disagreement, broadcast_from
 from onefold.comm.ledger import Ledger
+from onefold.comm.watch import BEGIN, advice_on_parting
 from onefold.plan import Moment, Plan, Program, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.flights import Flights
@@ -60,7 +61,7 @@ class Wish(IntEnum):
 
 
 _WORDS = {
-    Wish.BEGIN: "the beginning of a pass",
+    Wish.BEGIN: BEGIN,
     Wish.END: "the end of a backward",
     Wish.PART: "a use of a module that earlier passes did not make:",
     Wish.STEP: "the step",
@@ -314,10 +315,8 @@ class Order:
 
     def _differ(self, rows: list[list[int]]) -> str:
         stands = "; ".join(f"rank {rank} is at {self._say(row)}" for rank, row in enumerate(rows))
-        return (
-            f"the ranks have parted: {stands}. Let every rank make the same calls, or put the modules that only some "
-            "ranks run into one unit with zero_optimization.leaf_module (or onefold.utils.set_z3_leaf_modules)"
-        )
+        beginners = [rank for rank, row in enumerate(rows) if row[0] == Wish.BEGIN]
+        return f"the ranks have parted: {stands}. {advice_on_parting(beginners, map(self._say, rows))}"
 
     def _say(self, row: list[int]) -> str:
         wish = Wish(row[0])
@@ -381,6 +380,7 @@ class Order:
         return [[self.units[index] for index in batch] for batch in batches]
 
     def forget_units(self) -> None:
+        self._guard.close()
         for held in (self.units, self._trained, self._events, self._programs, self.refresh_batches):
             held.clear()
         for also in (self._finished, self._reduced, self._used):

@@ -1,0 +1,419 @@
+"""One thread a process that looks for hangs: ranks compare what they wait for; if they differ, all of them raise.
+
+[Note: comparing notes]
+The hot path only writes down what it waits for. The thread looks four times a second. While a wait lasts it keeps a
+note in the store of the process group and reads the others'; a rank that waits in a call of its own inside
+torch.distributed has a note too ([Note: a rank that left no note]), and one that has ended left a last one. Only when
+every rank has such a note, each has stood for `PATIENCE`, they still stand at the next look, and they do not all name
+one operation, is the job stuck: ranks that are merely slow have no note. Calls of a program's own are not compared with
+each other, only with ours. The verdict goes to the store, every rank logs it, and a moment later each breaks its
+connections, which is the one way to wake a thread that waits in the backend: our waits then raise the verdict, the
+program's own calls whatever the backend says.
+
+The thread runs while an engine stands, and a little longer around waits without one; it is joined when the last engine
+goes and when the process ends, since a thread inside the store or the backend aborts a process that finalizes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.stacks import MainThread
+
+PATIENCE = 3.0
+_PERIOD = 0.25
+_STALE = 4 * _PERIOD
+# Without an engine the thread ends when nobody has waited for this long.
+_IDLE = 2.0
+# The thread answers to its end within a look; a store whose host is gone may take longer.
+_JOIN_SECONDS = 10.0
+# At the end, for threads that wait for other ranks, before their connections are broken.
+_WOKEN_SECONDS = 1.0
+# Words for places that the advice depends on.
+INITIALIZE, INIT = "onefold.initialize", "onefold.zero.Init"
+BEGIN, ENDED = "the beginning of a pass", "the end of its program"
+
+logger = logging.getLogger("onefold")
+
+
+class Disagreement(RuntimeError):
+    """Ranks are not made alike, wait for different things, or one of them has left."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank waits for. `passes`, `progress`, `heard`: where it is in the program that all ranks follow."""
+
+    number: int
+    what: str
+    passes: int = 0
+    progress: int = 0
+    heard: bool = False
+    ours: bool = True
+    """False: a call of its program's own."""
+    ranks: tuple[int, ...] | None = None
+    """Whom such a call waits for; None: all."""
+    lasts: bool = False
+    """It has lasted for `PATIENCE`."""
+
+
+class Traveller(Protocol):
+    """Where a rank is in a program that all ranks follow."""
+
+    passes: int
+    progress: int
+    asked: bool
+
+
+class Watch:
+    """The waits of this rank in one process group, and the thread that looks at them."""
+
+    def __init__(self, world: dist.ProcessGroup, generation: int) -> None:
+        self.world = world
+        self.rank, self.size = dist.get_rank(world), dist.get_world_size(world)
+        self.verdict: str | None = None
+        # How often ranks have compared what they are made of, and the digest they agreed on last.
+        self.rounds = 0
+        self.agreed = ""
+        # A connection of its own: a wait of the main thread in the store would make this one wait too.
+        store = dist.distributed_c10d._get_default_store()
+        self.store: Any = store.clone() if self.size > 1 else store  # type: ignore[attr-defined]
+        self._prefix = f"onefold/{generation}/"
+        self._breakable: list[dist.ProcessGroup] = [world] if _is_gloo(world) else []
+        self._waiting: tuple[int, str, Traveller | None] | None = None
+        self._since = 0.0
+        self._number = 0
+        self._last_wait = 0.0
+        self._beat = 0
+        self._beats: dict[int, tuple[int, float, float]] = {}
+        self._before: dict[int, Note] = {}
+        self._main = MainThread()
+        self._called: dist.ProcessGroup | None = None
+        self._break_at: float | None = None
+        self._holders: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._starting = threading.Lock()
+        self._over = False
+
+    # -- what waits call ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, what: str, traveller: Traveller | None = None) -> Iterator[None]:
+        """Around anything that waits for other ranks."""
+        if self.size == 1:
+            yield
+            return
+        before = (self._waiting, self._since)
+        self._number += 1
+        self._since = self._last_wait = time.monotonic()
+        self._waiting = (self._number, what, traveller)
+        if self._thread is None:
+            self._start()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, Disagreement) or not of_backend(error):
+                raise
+            raise Disagreement(self._explain(error)) from error
+        finally:
+            self._waiting, self._since = before
+
+    def check(self) -> None:
+        """For waits that the backend does not wake: raise once it is certain that the job is stuck."""
+        if self.verdict is not None:
+            raise Disagreement(self.verdict)
+
+    def may_break(self, group: dist.ProcessGroup) -> None:
+        """A group whose connections are broken when the job is stuck."""
+        if _is_gloo(group) and group not in self._breakable:
+            self._breakable.append(group)
+
+    def hold(self, holder: int) -> None:
+        """Watch until every holder has let go, also while nobody waits."""
+        if self.size > 1:
+            self._holders.add(holder)
+            self._start()
+
+    def let_go(self, holder: int) -> None:
+        """The last one to let go ends the thread."""
+        if holder in self._holders:
+            self._holders.discard(holder)
+            if not self._holders:
+                self._end()
+
+    def others_notes(self, *, alive: bool = True) -> dict[int, Note]:
+        """What other ranks wait for now. A rank that has gone on writes no more, and hosts' clocks differ, so only what
+        changes is known to be `alive`; a note that was only just read may be an old one.
+        """
+        notes: dict[int, Note] = {}
+        with suppress(RuntimeError):
+            for rank in range(self.size):
+                if rank != self.rank and self.store.check([self.key("left", rank)]):
+                    notes[rank] = Note(0, ENDED, lasts=True)
+                elif rank != self.rank and self.store.check([self.key("wait", rank)]):
+                    *fields, beat = json.loads(self.store.get(self.key("wait", rank)))
+                    now = time.monotonic()
+                    last, changed, read = self._beats.get(rank, (None, float("-inf"), now))
+                    if beat != last:
+                        changed, read = (now, now) if last is not None else (changed, now)
+                        self._beats[rank] = (beat, changed, read)
+                    if last is not None and now - (changed if alive else read) < _STALE:
+                        note = Note(*fields)
+                        notes[rank] = note if note.ranks is None else replace(note, ranks=tuple(note.ranks))
+        return notes
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank's process has ended."""
+        left: bool = self.store.check([self.key("left", rank)])
+        return left
+
+    def key(self, *words: object) -> str:
+        return self._prefix + "/".join(map(str, words))
+
+    def _explain(self, error: RuntimeError) -> str:
+        """The backend gave a wait up: by our own verdict, by another rank's, or because a rank is gone."""
+        with suppress(RuntimeError):
+            if self.verdict is None and self.store.check([self.key("verdict")]):
+                self.verdict = self.store.get(self.key("verdict")).decode()
+        if self.verdict is None:
+            mine = self._note()
+            assert mine is not None
+            self._publish(mine)
+            notes = {**self.others_notes(alive=False), self.rank: mine}
+            if len({note.what for note in notes.values()}) > 1:
+                self.verdict = describe(notes)
+            else:
+                self.verdict = f"rank {self.rank}: {mine.what} failed, another rank has left or is gone: {error}"
+        return self.verdict
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._over:
+                self._stop = threading.Event()
+                self._thread = threading.Thread(target=self._run, args=(self._stop,), name="onefold-watch", daemon=True)
+                self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(_PERIOD):
+            if dist.group.WORLD is not self.world:
+                break
+            with suppress(RuntimeError):  # the store's host may be gone already
+                self.look()
+            if not self._holders and self._waiting is None and time.monotonic() - self._last_wait > _IDLE:
+                break
+        if self._thread is threading.current_thread():
+            self._thread = None
+            if self._waiting is not None and dist.group.WORLD is self.world:  # one that began meanwhile
+                self._start()
+
+    def _end(self, *, for_good: bool = False) -> None:
+        self._over = self._over or for_good
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
+
+    def leave(self) -> None:
+        """The process ends: nobody need wait for this rank, and no thread may stay in the store."""
+        self._end(for_good=True)
+        if self.size > 1:
+            with suppress(RuntimeError):
+                self.store.set(self.key("left", self.rank), "1")
+
+    def look(self) -> None:
+        """One look at this rank's wait, and if it lasts at the other ranks'."""
+        if self._break_at is not None:
+            if time.monotonic() > self._break_at:
+                self._break_at = None
+                self.break_connections()
+            return
+        waits = self._waiting is not None
+        mine = self._note() if waits and time.monotonic() - self._since >= _PERIOD else None
+        mine = mine if waits else self._note_of_the_program()
+        if mine is None:
+            self._before = {}
+            return
+        self._publish(mine)
+        if not mine.lasts:
+            return
+        if self.store.check([self.key("verdict")]):
+            self._conclude(self.store.get(self.key("verdict")).decode())
+            return
+        notes = {**self.others_notes(), self.rank: mine}
+        if len(notes) < self.size or not is_stuck(notes):
+            self._before = {}
+        elif notes != self._before:
+            self._before = notes
+        else:
+            told = self.store.compare_set(self.key("verdict"), "", describe(notes)).decode()
+            self._conclude(told)
+
+    def _conclude(self, verdict: str) -> None:
+        self.verdict = verdict
+        logger.error("%s", verdict)
+        # Every rank looks once more before any connection breaks, so that all say the same.
+        self._break_at = time.monotonic() + 2 * _PERIOD
+
+    def _note(self) -> Note | None:
+        waiting, waited = self._waiting, time.monotonic() - self._since
+        if waiting is None:
+            return None
+        number, what, at = waiting
+        lasts = waited >= PATIENCE
+        if at is None:
+            return Note(number, what, lasts=lasts)
+        if not at.asked:
+            with suppress(RuntimeError):
+                at.asked = self.store.check([self.mark(at.passes)])
+        return Note(number, what, at.passes, at.progress, at.asked, lasts=lasts)
+
+    def mark(self, passes: int) -> str:
+        """Where a rank says that it wants to be heard in a pass."""
+        return self.key("asks", passes)
+
+    def _note_of_the_program(self) -> Note | None:
+        call = self._main.look(PATIENCE)
+        if call is None:
+            return None
+        self._called = call.group
+        return Note(0, call.what, ours=False, ranks=call.ranks, lasts=True)
+
+    def _publish(self, note: Note) -> None:
+        with suppress(RuntimeError):  # the store's host may be gone already
+            self._beat += 1
+            self.store.set(self.key("wait", self.rank), json.dumps([*astuple(note), self._beat]))
+
+    def break_connections(self) -> None:
+        """Let every wait in these groups raise, here and on their other ranks."""
+        for group in dict.fromkeys([*self._breakable, *([self._called] if self._called is not None else [])]):
+            members = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
+            # A receive that times out makes gloo close the pairs of its group, and every wait on them raises.
+            with suppress(RuntimeError):
+                if members and _is_gloo(group):
+                    work = dist.irecv(torch.zeros(1), members[0], group=group, tag=(1 << 20) + 1)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
+
+
+# Gloo's errors have no class of their own; most name its file.
+_GLOO_SAYS = ("gloo/", "pair closure", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def of_backend(error: BaseException) -> bool:
+    """Whether the network or the store failed, and not what travels through it."""
+    plain = type(error) is RuntimeError and any(words in str(error) for words in _GLOO_SAYS)
+    return plain or isinstance(error, dist.DistError)
+
+
+def is_stuck(notes: dict[int, Note]) -> bool:
+    """Whether these notes, one of each rank, can never come together."""
+    ours = {rank for rank, note in notes.items() if note.ours}
+    if not ours or not all(note.lasts for note in notes.values()):
+        return False
+    if len(ours) == len(notes):
+        return len({note.what for note in notes.values()}) > 1
+    # A program's own call among ranks that all make such calls may only be slow.
+    calls = [note for note in notes.values() if not note.ours]
+    return all(note.ranks is None or ours.intersection(note.ranks) for note in calls)
+
+
+def describe(notes: dict[int, Note]) -> str:
+    """Which ranks wait for what, and what to do about it."""
+    by_operation: dict[str, list[int]] = {}
+    for rank in sorted(notes):
+        by_operation.setdefault(notes[rank].what, []).append(rank)
+    stands = "; ".join(f"{name_ranks(ranks)} at {what}" for what, ranks in by_operation.items())
+    return f"the ranks wait for different collectives: {stands}. {_advice(notes, by_operation)}"
+
+
+def _advice(notes: dict[int, Note], by_operation: dict[str, list[int]]) -> str:
+    if any(not note.ours for note in notes.values()):
+        return (
+            "A rank in a call of its own cannot serve the others: let every rank use the engine equally often before "
+            "that call (in an evaluation: as many batches on every rank), or put the call where all ranks come to it"
+        )
+    if any(what.startswith((INITIALIZE, INIT)) for what in by_operation):
+        return "Let every rank make the same engines, and zero.Init models, in the same order"
+    if ENDED in by_operation:
+        return "Let every rank take as many steps as the others, and save as often, before its program ends"
+    return advice_on_parting(by_operation.get(BEGIN, []), by_operation)
+
+
+def advice_on_parting(beginners: Sequence[int], whats: Iterable[str]) -> str:
+    """What to do about programs that make different calls; `beginners`: ranks that began another forward."""
+    within_pass = not any("GatheredParameters" in what or "load_checkpoint" in what for what in whats)
+    if beginners and within_pass:
+        return (
+            f"{name_ranks(beginners).capitalize()} began a new forward while others were still in the pass, at its "
+            "backward or step. If an error in a forward was caught there and another batch tried: catch errors before "
+            "the forward, or skip the batch on all ranks; else let all ranks call forward, backward and step equally "
+            "often"
+        )
+    return (
+        "Their programs have parted: let every rank make the same calls, of the same modules in the same order, or put "
+        "the modules that only some ranks run into one unit with zero_optimization.leaf_module (or "
+        "onefold.utils.set_z3_leaf_modules)"
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+_worlds = count(1)
+_watch: Watch | None = None
+_beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def watch_world() -> Watch:
+    """The watch over the ranks of the default process group."""
+    global _watch
+    world = dist.group.WORLD
+    assert world is not None, "init_distributed comes first"
+    if _watch is None or _watch.world is not world:
+        if _watch is not None:
+            _watch._end(for_good=True)
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+        _watch = Watch(world, next(_worlds))
+    return _watch
+
+
+def start_beside(run: Callable[[], None], name: str) -> None:
+    """A thread that may wait for other ranks. A process that fails can end all the same: they are woken by force."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _beside.add(thread)
+    thread.start()
+
+
+def _leave() -> None:
+    """Before the interpreter finalizes: a thread that is inside the backend then would abort the process."""
+    for patience in (_WOKEN_SECONDS, _JOIN_SECONDS):
+        deadline = time.monotonic() + patience
+        for thread in list(_beside):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if _watch is not None and any(thread.is_alive() for thread in _beside):
+            _watch.break_connections()
+    if _watch is not None:
+        _watch.leave()
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend(group))

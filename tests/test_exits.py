@@ -1,0 +1,40 @@
+"""Programs end as they say: no path to the exit ends in an abort, a hang, or with a thread left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from exits import PATHS
+
+SCRIPT = Path(__file__).with_name("exits.py")
+FEW = ["normal", "save in the background", "early break", "exception", "Ctrl-C"]
+
+
+def ends(folder: Path, stage: int, count: int, *paths: str) -> dict[str, dict[str, int]]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(stage), str(count), str(folder), *paths],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
+
+
+def test_programs_end_with_their_own_exit_codes(tmp_path):
+    found = ends(tmp_path, 3, 1, *FEW)
+    assert found == {path: {json.dumps(PATHS[path]): 1} for path in FEW}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_hundred_programs_end_with_their_own_exit_codes(tmp_path, stage):
+    found = ends(tmp_path, stage, 6)
+    assert found == {path: {json.dumps(codes): 6} for path, codes in PATHS.items()}

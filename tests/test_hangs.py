@@ -1,0 +1,233 @@
+"""Hangs around engines: each rank hears within seconds who waits where, also of calls of the program's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import config, net, rank, start
+from ranks import RankPool
+from test_alike import heard, layers
+from torch import nn
+
+import onefold
+from onefold.comm import watch
+from onefold.comm.watch import Note, is_stuck, of_backend
+
+Heard = tuple[str, str, float, str]
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Ranks of their own: these tests break connections."""
+    pools: list[RankPool] = []
+
+    def start_and_run(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+        pools.append(RankPool(world))
+        return pools[-1].run(case, *args)
+
+    yield start_and_run
+    for pool in pools:
+        pool.stop()
+
+
+def engine_of(stage: int, model: nn.Module | None = None) -> onefold.Engine:
+    return start(model or layers(), config(stage, log_level="warning"))
+
+
+def step(engine: onefold.Engine, model_input: torch.Tensor | None = None) -> None:
+    x = torch.randn(4, 16) if model_input is None else model_input
+    engine.backward(engine(x).pow(2).mean())
+    engine.step()
+
+
+def stuck(kind: str, stage: int) -> Heard:
+    odd = rank() == 1
+
+    def act() -> None:
+        engine = engine_of(stage)
+        step(engine)
+        if kind == "engines" and not odd:
+            engine_of(stage)
+        elif kind == "barrier" and odd:
+            dist.barrier()
+        elif kind == "all_reduce" and odd:
+            dist.all_reduce(torch.zeros(3))
+        elif kind == "asynchronous" and odd:
+            work = dist.all_reduce(torch.zeros(3), async_op=True)
+            work.wait()
+        elif kind == "another group":
+            group = dist.new_group([0, 1])
+            if odd:
+                dist.barrier(group)
+        elif kind == "evaluation":
+            total = torch.zeros(())
+            with torch.no_grad():
+                for _ in range(3 - rank()):
+                    total += engine(torch.randn(4, 16)).mean()
+            dist.all_reduce(total)
+        elif kind == "save" and odd:
+            dist.barrier()
+        elif kind == "save":
+            engine.load_checkpoint("/nonexistent")
+        step(engine)
+
+    return heard(act)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "words"),
+    [
+        ("engines", 2, ["rank 0 at onefold.initialize, engine 2", "rank 1 at reduction of", "the same engines"]),
+        ("engines", 3, ["rank 0 at onefold.initialize, engine 2", "rank 1 at the beginning of a pass"]),
+        ("barrier", 2, ["rank 1 at its own torch.distributed.barrier()", "test_hangs.py:", "rank 0 at reduction of"]),
+        ("barrier", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
+        ("all_reduce", 3, ["rank 1 at its own torch.distributed.all_reduce()", "test_hangs.py:"]),
+        ("asynchronous", 3, ["rank 1 at its own wait()", "test_hangs.py:"]),
+        ("another group", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
+        ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "as many batches"]),
+        ("save", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at load_checkpoint"]),
+    ],
+)
+def test_a_hang_is_named_on_every_rank(own_ranks, kind, stage, words):
+    found = own_ranks(2, stuck, kind, stage)
+    for name, text, seconds, said in found:
+        assert name in ("Disagreement", "RuntimeError"), found  # a call of the program's own has the backend's error
+        told = text if name == "Disagreement" else said
+        assert [word for word in words if word not in told] == [], (name, text, said)
+        assert seconds < 15  # on a busy machine; the thread finds it within 5
+    assert "Disagreement" in {name for name, _, _, _ in found}, found
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, bad: bool = False) -> torch.Tensor:
+        x = self.first(x)
+        if bad:
+            raise ValueError("a bad sample")
+        return self.second(x)
+
+
+def tries_again(at: int) -> Heard:
+    def act() -> None:
+        engine = engine_of(3, Fragile())
+        for number in range(3):
+            try:
+                loss = engine(torch.randn(4, 16), number == at and rank() == 1).pow(2).mean()
+            except ValueError:
+                loss = engine(torch.randn(4, 16)).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+
+    return heard(act)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_retry_on_one_rank_gets_advice_that_fits(own_ranks, at):
+    for name, text, seconds, _ in own_ranks(2, tries_again, at):
+        assert name == "Disagreement", text
+        assert "Rank 1 began a new forward while others were still in the pass" in text
+        assert "skip the batch on all ranks" in text
+        assert "leaf_module" not in text
+        assert seconds < 15
+
+
+def busy(kind: str) -> Heard:
+    """Rank 0 waits for much longer than the guard's patience, but nothing is stuck."""
+    watch.PATIENCE = 0.5
+
+    def act() -> None:
+        engine = engine_of(3)
+        step(engine)
+        others = dist.new_group([1, 2])
+        until = time.monotonic() + 3
+        if rank() and kind == "sleep":
+            time.sleep(3)
+        while rank() and kind == "computes" and time.monotonic() < until:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        if rank() and kind == "a slow collective":
+            time.sleep(3 if rank() == 1 else 0)
+            dist.all_reduce(torch.zeros(3), group=others)
+        going = torch.ones(())
+        while rank() and kind == "collectives" and going:
+            going.fill_(time.monotonic() < until)
+            dist.all_reduce(going, dist.ReduceOp.MIN, group=others)
+        step(engine)
+
+    return heard(act)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "computes", "collectives", "a slow collective"])
+def test_slow_ranks_are_not_stuck(own_ranks, kind):
+    for name, text, seconds, said in own_ranks(3, busy, kind):
+        assert (name, said) == ("", ""), text
+        assert seconds > 2.5  # others were waited for
+
+
+def ours(what: str, *, lasts: bool = True) -> Note:
+    return Note(1, what, lasts=lasts)
+
+
+def theirs(*ranks: int) -> Note:
+    return Note(0, "its own all_reduce()", ours=False, ranks=ranks or None, lasts=True)
+
+
+def test_what_counts_as_stuck():
+    assert is_stuck({0: ours("a"), 1: ours("b")})
+    assert not is_stuck({0: ours("a"), 1: ours("a")})
+    assert not is_stuck({0: ours("a"), 1: ours("b", lasts=False)})
+    assert is_stuck({0: ours("a"), 1: theirs()})
+    assert not is_stuck({0: theirs(), 1: theirs()})
+    assert not is_stuck({0: ours("a"), 1: theirs(1, 2), 2: theirs(1, 2)})
+    assert is_stuck({0: ours("a"), 1: theirs(0, 1), 2: theirs()})
+
+
+def passes_through() -> list[str]:
+    """Errors of a guarded wait that are not the network's; and afterwards the guard has no verdict."""
+    watched = watch.watch_world()
+    found = []
+    for error in (torch.OutOfMemoryError("no memory"), RuntimeError("can't allocate memory"), KeyboardInterrupt()):
+        try:
+            with watched.waiting("a wait"):
+                raise error
+        except BaseException as caught:
+            found.append(caught is error)
+    return [*map(str, found), str(watched.verdict)]
+
+
+def test_only_the_networks_errors_become_a_disagreement(on_ranks):
+    assert on_ranks(2, passes_through) == [["True", "True", "True", "None"]] * 2
+    assert of_backend(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"))
+    assert not of_backend(ValueError("Connection closed by peer"))
+
+
+def threads_of_engines() -> list[list[str]]:
+    def named() -> list[str]:
+        return sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
+
+    counts = []
+    engines = [start(net(), config(3)) for _ in range(2)]
+    counts.append([name for name in named() if name == "onefold-watch"])
+    engines[0].destroy()
+    del engines[0]
+    counts.append([name for name in named() if name == "onefold-watch"])
+    engines.clear()
+    counts.append(named())
+    engine = start(net(), config(2))
+    engine.destroy()
+    counts.append(named())
+    return counts
+
+
+def test_one_thread_watches_all_engines_and_none_is_left(on_ranks):
+    one = ["onefold-watch"]
+    for found in on_ranks(2, threads_of_engines):
+        assert found == [one, one, [], []]
