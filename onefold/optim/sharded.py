@@ -20,7 +20,7 @@ from onefold.optim.loss_scale import LossScale
 from onefold.optim.norm import meet_for_call
 from onefold.optim.outside import digest, first_difference, has_post_hooks, run_post_hooks, run_pre_hooks, spell_groups
 from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper, Window
-from onefold.optim.written import fingerprint
+from onefold.optim.written import WriteCheck, fingerprint
 from onefold.plan import Plan, Tier
 from onefold.runtime import Run, Schedule, Unit
 from onefold.tier.lower import Flat, LowerTiers
@@ -180,6 +180,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait_for_host()
         self.changing = True
         pieces = list(self._pieces.values())
+        self._take_over_writes()
+        writes = WriteCheck()
+        for piece in pieces:
+            used = piece.comparable
+            if used is not None and isinstance(piece.master, torch.Tensor):
+                writes.take_over(piece.master, used)
         below = [piece for piece in pieces if piece.run.rest.offloads_states]
         with torch.no_grad(), self._user_code():
             from_host = self._host.rewrite(below) if self._host is not None else None
