@@ -164,6 +164,19 @@ class Step:
     groups: Sequence[Hyper]
 
 
+class Stretches(Protocol):
+    """What a tiler asks of what it steps."""
+
+    @property
+    def comparable(self) -> torch.Tensor | None:
+        """What computes, if writes to it are to be found."""
+        ...
+
+    def stepped(self, first: int, last: int) -> list[Segment]:
+        """Where in [first, last) which optimizer group lies, without what is frozen."""
+        ...
+
+
 class Tiler:
     """A rule, tile by tile: cast and scale the gradient, update, cast the parameter out, all while in cache. One thread
     uses it at a time.
@@ -177,7 +190,7 @@ class Tiler:
 
     def step(
         self,
-        piece: Piece,
+        piece: Stretches,
         window: Window,
         start: int,
         stop: int,

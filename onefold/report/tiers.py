@@ -19,19 +19,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from onefold.config import Aio, load_config
 from onefold.optim.host import TILE
-from onefold.optim.pieces import Piece, Step, Tiler, Window
+from onefold.optim.pieces import Step, Tiler, Window
 from onefold.optim.rules import AdamRule
 from onefold.plan import Counting, Crossing, Layout, Room, RunShape, Tier, count_bytes, count_crossing, settle_tiers
+from onefold.plan.layout import Segment
 from onefold.plan.table import make_plan, make_precision
 from onefold.report.log import logger
-from onefold.runtime import Run
 from onefold.tier.bus import Bus
 from onefold.tier.host import PAGE, available_bytes, page_aligned
 from onefold.tier.nvme import Swap
@@ -152,14 +151,21 @@ def measure_adam(num_bytes: int) -> float:
     names = rule.state_names([hyper])
     master, *moments = _memory(numel * 4 * (1 + len(names))).view(torch.float32).split(numel)
     gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
-    # A tiler asks a piece for nothing but the optimizer groups along its run.
-    piece = Piece(cast(Run, SimpleNamespace(layout=layout)), 0, numel, master)
     window = Window(0, numel, master, dict(zip(names, moments, strict=True)))
     tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
     # Scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():
-        return _best(lambda: tiler.step(piece, window, 0, numel, gradient, None, step), numel)
+        return _best(lambda: tiler.step(_OneGroup(), window, 0, numel, gradient, None, step), numel)
+
+
+class _OneGroup:
+    """A line of one optimizer group, which nobody writes to."""
+
+    comparable = None
+
+    def stepped(self, first: int, last: int) -> list[Segment]:
+        return [Segment(0, first, last)]
 
 
 def measure_page_lock(num_bytes: int) -> float:
