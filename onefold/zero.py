@@ -40,6 +40,7 @@ from onefold.engine.parking import OffloadStateTypeEnum
 from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
 from onefold.plan.table import make_precision
 from onefold.runtime import Home, Run, home_of, whole_shape
+from onefold.runtime.fingerprint import fingerprint
 from onefold.runtime.held import plain_class, reads_no_values
 from onefold.runtime.order import Wish
 
@@ -369,12 +370,7 @@ def _fingerprint(run: Run) -> tuple[int, ...]:
     if run.rests_whole:
         return ()
     with torch._C.DisableTorchFunction():
-        return _bits(run)
-
-
-def _bits(run: Run) -> tuple[int, ...]:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[run.dtype.itemsize]
-    return (int(run.full.view(bits).sum(dtype=torch.int64)), *(parameter._version for parameter in run.parameters))
+        return (int(fingerprint(run.full)), *(parameter._version for parameter in run.parameters))
 
 
 def gather_distributed_parameters(model: nn.Module) -> None:

@@ -308,7 +308,24 @@ def writes_inside_a_pass() -> str | None:
             return self.out(self.embed(x))
 
     engine = start(Renormalised(), settings("3 nothing kept"))
-    return refusal(lambda: engine(torch.arange(4)), "embed.weight", "write in place")
+    problem = refusal(lambda: engine(torch.arange(4, device=local_device())), "embed.weight", "write in place")
+    if problem:
+        return f"in a forward: {problem}"
+    engine.destroy()
+
+    class Clamped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if write:
+                self.weight.data.clamp_(-0.01, 0.01)
+            else:
+                self.weight.data.abs().sum()
+            return super().forward(x)
+
+    engine = start(nn.Sequential(Clamped(16, 16), Clamped(16, 4)), settings("3 nothing kept"))
+    write = False
+    engine(x)
+    write = True
+    return refusal(lambda: engine(x), "0.weight", "write in place")
 
 
 def test_a_write_to_a_sharded_parameter_inside_a_pass_raises(on_ranks):

@@ -125,6 +125,7 @@ TESTS = {
     "runtime/build.py": "exactness cases zero",
     "runtime/compiler.py": "compile",
     "runtime/descent.py": "offload_waits offload offload_cases gpu_offload",
+    "runtime/fingerprint.py": "held_parameters gpu_held_parameters",
     "runtime/flights.py": "exactness stage3 cases regressions",
     "runtime/held.py": "held_parameters zero",
     "runtime/homes.py": "zero stage3 regressions",

@@ -13,11 +13,12 @@ from torch import nn
 
 from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import Hyper, Rule, Tile
-from onefold.optim.written import WriteCheck, fingerprint
+from onefold.optim.written import WriteCheck
 from onefold.plan import Tier
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
 from onefold.runtime import Run
+from onefold.runtime.fingerprint import fingerprint
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.lower import Flat, read, write
 from onefold.tier.nvme import DiskTensor

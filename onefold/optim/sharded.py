@@ -20,9 +20,10 @@ from onefold.optim.loss_scale import LossScale
 from onefold.optim.norm import meet_for_call
 from onefold.optim.outside import digest, first_difference, has_post_hooks, run_post_hooks, run_pre_hooks, spell_groups
 from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper, Window
-from onefold.optim.written import WriteCheck, fingerprint
+from onefold.optim.written import WriteCheck
 from onefold.plan import Plan, Tier
 from onefold.runtime import Run, Schedule, Unit
+from onefold.runtime.fingerprint import fingerprint
 from onefold.tier.lower import Flat, LowerTiers
 
 

@@ -16,8 +16,7 @@ from types import ModuleType
 
 import torch
 
-# Elements that are fingerprinted at once: the products need memory.
-_CHUNK = 1 << 24
+from onefold.runtime.fingerprint import as_integers
 
 
 class WriteCheck:
@@ -32,7 +31,7 @@ class WriteCheck:
             kernels.take_over(master, used)
             return
         rounded = self._rounded(master, used.dtype)
-        if master.is_cuda or not torch.equal(_bits(rounded), _bits(used)):
+        if master.is_cuda or not torch.equal(as_integers(rounded), as_integers(used)):
             master.copy_(torch.where(rounded == used, master, used.to(master.dtype)))
 
     def _rounded(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -42,23 +41,6 @@ class WriteCheck:
         if self._scratch is None or not fits or self._scratch.numel() < master.numel():
             self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
         return self._scratch[: master.numel()].copy_(master)
-
-
-def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """A number that changes when any value changes or changes places. Nothing is waited for."""
-    words = _bits(values)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        places = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=values.device)
-        total += (chunk * places.mul_(0x9E3779B97F4A7C15 - (1 << 64)).bitwise_or_(1)).sum()
-    return total
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """As whole numbers, the widest that fit: comparing them is fastest, and tells NaN and -0 apart."""
-    wide = values.nbytes % 8 == 0 and values.data_ptr() % 8 == 0 and values.storage_offset() * values.itemsize % 8 == 0
-    return values.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
 @cache

@@ -52,6 +52,9 @@ class Holder(Protocol):
     def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """`parameter.data = value`, while it is unsharded."""
 
+    def data_read(self, parameter: nn.Parameter) -> None:
+        """`parameter.data`, while it is unsharded: no version counter will show a write through it."""
+
     def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None: ...
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -123,6 +126,9 @@ def _holder(parameter: nn.Parameter) -> Holder | None:
 
 
 def _get_data(self: nn.Parameter) -> torch.Tensor:
+    holder = _holder(self)
+    if holder is not None and not is_resting(self):
+        holder.data_read(self)
     values: torch.Tensor = _data.__get__(self)
     return values
 

@@ -197,6 +197,12 @@ class Home:
         with torch.no_grad():
             parameter.copy_(value)
 
+    def data_read(self, parameter: nn.Parameter) -> None:
+        """From now on writes are looked for by value: resharding would lose them."""
+        run, index = self.run_of(parameter)
+        if not run.rests_whole:
+            run.look_for_writes(index)
+
     def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None:
         """A trained parameter that is frozen is left out of the step until it is unfrozen."""
         run, index = self.run_of(parameter)

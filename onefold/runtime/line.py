@@ -12,6 +12,7 @@ from torch import nn
 from onefold.comm import Gathering, Source
 from onefold.plan import Plan, RunShape, Tier, Wire
 from onefold.plan.memory import master_dtype, rests_whole
+from onefold.runtime.fingerprint import fingerprint
 from onefold.runtime.held import hold, set_data
 from onefold.tier.bus import HERE, Arrival
 from onefold.tier.lower import Flat, LowerTiers, write
@@ -66,6 +67,7 @@ class Line:
         self.full = torch.zeros(self.layout.total, dtype=self.dtype, device=device)
         self._handed_out = False
         self._versions: list[int] = []
+        self._read_through_data: dict[int, torch.Tensor] = {}
         # The step that is still to come back from the host.
         self.update: Future[Arrival] | None = None
         # Told when that has come.
@@ -149,7 +151,7 @@ class Line:
             self.change()
             write(self.shard, self.own_slice)
             self.fresh = None
-            self._versions = [parameter._version for parameter in self.parameters]
+            self._note_values()
 
     def forget_fetched(self) -> None:
         """The shard is about to be written: nobody reads or writes it any more, and what was read ahead is old."""
@@ -252,7 +254,12 @@ class Line:
         for view, parameter in zip(self._views(), self.parameters, strict=True):
             set_data(parameter, view)
             hold(parameter, resting=False)
+        self._note_values()
+
+    def _note_values(self) -> None:
+        """What is unsharded now is what is sharded."""
         self._versions = [parameter._version for parameter in self.parameters]
+        self._read_through_data.clear()
 
     def hide(self, *, drop: bool = False) -> None:
         """Back to rest: placeholders instead of parameters, no memory behind the line.
@@ -282,10 +289,23 @@ class Line:
         """Somebody got a view of the line, and may keep it."""
         self._handed_out = True
 
+    def look_for_writes(self, index: int) -> None:
+        """A parameter's `data` was taken, and no counter shows what is written through it."""
+        if index not in self._read_through_data:
+            member = self.layout.members[index]
+            self._read_through_data[index] = fingerprint(self.full[member.start : member.stop])
+
     def written_members(self) -> list[str]:
         """Parameters that were written in place since they were last shown."""
-        pairs = zip(self.layout.members, self.parameters, self._versions, strict=True) if self._versions else ()
-        return [member.name for member, parameter, version in pairs if parameter._version != version]
+        members = self.layout.members
+        changed = {
+            index
+            for index, before in self._read_through_data.items()
+            if fingerprint(self.full[members[index].start : members[index].stop]) != before
+        }
+        versions = enumerate(zip(self.parameters, self._versions, strict=True)) if self._versions else ()
+        changed |= {index for index, (parameter, version) in versions if parameter._version != version}
+        return [members[index].name for index in sorted(changed)]
 
     def put_away(self) -> None:
         """A line that rests whole leaves the device for a while: nobody may read through its parameters."""
