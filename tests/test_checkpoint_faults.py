@@ -783,6 +783,7 @@ def copy_fails(folder: str, whose: int, alone: bool) -> Any:
     dist.barrier()
     left = data_folders(folder), Path(folder, "latest").read_text()
     steps = engine.global_steps
+    dist.barrier()  # nobody saves before everybody has looked
     engine.zero_grad()
     engine.save_checkpoint(folder, "next")
     other = engine_of(60)
