@@ -1442,11 +1442,11 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
         for unit in units:
             flying[unit] -= 1
 
-    def release(unit: Unit) -> None:
+    def release(unit: Unit, *, drop: bool = False) -> None:
         if unit.sharded and flying.get(unit):
             found.append(unit.name)  # and keep it, to live on
         else:
-            releases(unit)
+            releases(unit, drop=drop)
 
     Flights.start_gather, Flights.finish_gather, Unit.release = start_gather, finish_gather, release  # type: ignore[method-assign]
     try:
