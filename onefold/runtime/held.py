@@ -234,7 +234,7 @@ def _torch_function(
     holder = _holder(resting[0])
     if holder is not None and holder.in_pass:
         return holder.operate(func, args, kwargs, resting)
-    names = [_name(parameter) for parameter in resting]
+    names = [name_of(parameter) for parameter in resting]
     if func in _WITHOUT_VALUES:
         return _without_values(func, args, kwargs, names)
     raise at_rest(names, _words(func))
@@ -327,10 +327,11 @@ def at_rest(names: list[str], what: str) -> RuntimeError:
 
 
 def _at_rest(parameters: list[nn.Parameter], what: str) -> RuntimeError:
-    return at_rest([_name(parameter) for parameter in parameters], what)
+    return at_rest([name_of(parameter) for parameter in parameters], what)
 
 
-def _name(parameter: nn.Parameter) -> str:
+def name_of(parameter: nn.Parameter) -> str:
+    """The name under which a parameter was laid out."""
     holder = _holder(parameter)
     return holder.name_of(parameter) if holder is not None else "a parameter"
 

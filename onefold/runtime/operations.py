@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.runtime.held import at_rest
+from onefold.runtime.held import at_rest, name_of
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.trees import inside_backward, tensors_in
 from onefold.runtime.unit import Unit
@@ -29,8 +29,6 @@ class Place(Protocol):
     number: int
 
     def lender(self) -> tuple[Schedule, Unit]: ...
-
-    def name_of(self, parameter: nn.Parameter) -> str: ...
 
 
 def operate(
@@ -51,8 +49,8 @@ def operate(
         result = func(*args, **kwargs)
         written = [p for p, version in zip(resting, versions, strict=True) if p._version != version]
         if written:
-            names = {parameter: place.name_of(parameter) for place in places for parameter in written}
-            raise at_rest([*names.values()], f"{getattr(func, '__name__', func)} writes inside a forward or backward")
+            names = [name_of(parameter) for parameter in written]
+            raise at_rest(names, f"{getattr(func, '__name__', func)} writes inside a forward or backward")
         nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
         for schedule, unit in lenders:
             if unit.is_seen_by(tensors_in(result)):
