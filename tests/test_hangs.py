@@ -211,9 +211,10 @@ def test_only_the_networks_errors_become_a_disagreement(on_ranks):
 
 def threads_of_engines() -> list[list[str]]:
     def named() -> list[str]:
-        return sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
+        return sorted(thread.name for thread in threading.enumerate() if thread not in before)
 
     counts = []
+    before = threading.enumerate()  # the main one, and what earlier cases on these ranks have left
     engines = [start(net(), config(3)) for _ in range(2)]
     counts.append([name for name in named() if name == "onefold-watch"])
     engines[0].destroy()
