@@ -118,4 +118,6 @@ def _text(value: Any) -> str:
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_text(item)}' for key, item in sorted(value.items(), key=str))}}}"
+    if isinstance(value, float) and value.is_integer():
+        return repr(int(value))  # 0 and 0.0 are one value
     return repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
