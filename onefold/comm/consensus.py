@@ -16,10 +16,8 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 
-import torch
-import torch.distributed as dist
-
 from onefold.comm.agreement import Agreement
+from onefold.comm.mesh import timeout_of
 from onefold.comm.watch import Disagreement, Watch, name_ranks, watch_world
 
 # A rank that has not come is named in a warning after this long; the error comes at the process group's timeout.
@@ -76,7 +74,7 @@ class _Round:
 
     def _await_all(self) -> None:
         started, pause, warned = time.monotonic(), _SHORTEST, False
-        limit = TIMEOUT_SECONDS if TIMEOUT_SECONDS is not None else _timeout(self._watch.world)
+        limit = TIMEOUT_SECONDS if TIMEOUT_SECONDS is not None else timeout_of(self._watch.world).total_seconds()
         look = started + 1.0
         while self._store.add(self._key("come"), 0) < self._watch.size:
             self._watch.check()
@@ -159,9 +157,3 @@ def _text(items: Sequence[Item]) -> bytes:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-def _timeout(world: dist.ProcessGroup) -> float:
-    device = torch.device("cuda" if "nccl" in str(dist.get_backend(world)) else "cpu")
-    seconds: float = world._get_backend(device).options._timeout.total_seconds()
-    return seconds
