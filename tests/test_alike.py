@@ -15,7 +15,7 @@ from ranks import RankPool
 from torch import nn
 
 import onefold
-from onefold.comm import consensus, watch_world
+from onefold.comm import Disagreement, consensus, watch_world
 from onefold.comm.consensus import first_difference
 
 
@@ -185,6 +185,41 @@ def keys_after_engines() -> list[int]:
         start(net(), config(2)).destroy()
         counts.append(keys_in_the_store())
     return counts
+
+
+def numbers_spelt(spelling: int) -> None:
+    settings = config(3, log_level="warning")
+    settings["optimizer"]["params"]["weight_decay"] = 0 if rank() == spelling else 0.0
+    start(net(), settings).destroy()
+
+
+def test_whole_numbers_may_be_spelt_as_floats(on_ranks):
+    on_ranks(2, numbers_spelt, 1)
+
+
+def loading(folder: str, way: str) -> str:
+    engine = start(net(), config(3, log_level="warning"))
+    engine.save_checkpoint(folder, tag="a")
+    engine.save_checkpoint(folder, tag="b")
+    given = {"tag": {"tag": "ab"[rank()]}, "flag": {"load_optimizer_states": rank() == 0}}[way]
+    with pytest.raises(Disagreement) as caught:
+        engine.load_checkpoint(folder, **given)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("tag", "the call has tag b, rank 0's a. Every rank must load the same"),
+        ("flag", "the call has load_optimizer_states False, rank 0's True"),
+    ],
+)
+def test_calls_that_load_differently_are_named(on_ranks, tmp_path, way, words):
+    found = on_ranks(2, loading, str(tmp_path), way)
+    assert found[0] == found[1]
+    assert words in found[0]
 
 
 def test_comparing_leaves_no_keys_behind(on_ranks):

@@ -58,6 +58,10 @@ def stuck(kind: str, stage: int) -> Heard:
             dist.barrier()
         elif kind == "all_reduce" and odd:
             dist.all_reduce(torch.zeros(3))
+        elif kind == "objects" and odd:
+            dist.all_gather_object([None, None], {"samples": 3})
+        elif kind == "like a meeting" and odd:  # as many bytes as ranks exchange in one
+            dist.all_gather([torch.zeros(16, dtype=torch.int64) for _ in range(2)], torch.zeros(16, dtype=torch.int64))
         elif kind == "asynchronous" and odd:
             work = dist.all_reduce(torch.zeros(3), async_op=True)
             work.wait()
@@ -88,6 +92,17 @@ def stuck(kind: str, stage: int) -> Heard:
         ("barrier", 2, ["rank 1 at its own torch.distributed.barrier()", "test_hangs.py:", "rank 0 at reduction of"]),
         ("barrier", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
         ("all_reduce", 3, ["rank 1 at its own torch.distributed.all_reduce()", "test_hangs.py:"]),
+        (
+            "objects",
+            3,
+            ["rank 1 at its own torch.distributed.all_gather_object()", "rank 0 at the beginning of a pass"],
+        ),
+        (
+            "like a meeting",
+            3,
+            ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at the beginning of a pass"],
+        ),
+        ("like a meeting", 2, ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at reduction of"]),
         ("asynchronous", 3, ["rank 1 at its own wait()", "test_hangs.py:"]),
         ("another group", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
         ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "as many batches"]),

@@ -625,3 +625,42 @@ def refused() -> None:
 
 def test_what_cannot_be_stepped_is_refused_by_name(on_ranks):
     on_ranks(2, refused)
+
+
+def rates_that_part(stage: int, way: str) -> str:
+    model = net(width=53, depth=1)
+
+    def by_step(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step * (1 + rank())))
+
+    def by_metric(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    schedule = {"lambda": by_step, "plateau": by_metric}.get(way)
+    engine = start(model, config(stage, log_level="warning"), lr_scheduler=schedule)
+    said = ""
+    for step, (x, y) in enumerate(batches(4)):
+        if way == "by hand" and step == 1:
+            engine.optimizer.param_groups[0]["lr"] *= 1 + rank()
+        engine.backward(engine(x, y))
+        try:
+            # A metric of this rank's own: it gets worse on one of them.
+            engine.step(lr_kwargs={"metrics": float(step * (2 * rank() - 1))} if way == "plateau" else None)
+        except RuntimeError as error:
+            said = str(error)
+            break
+    assert engine.global_steps < 4
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [(3, "plateau"), (2, "lambda"), (0, "by hand"), more(0, "plateau"), more(3, "lambda"), more(3, "by hand")],
+)
+def test_rates_that_part_between_ranks_are_named_before_the_step(on_ranks, stage, way):
+    first, second = on_ranks(2, rates_that_part, stage, way)
+    assert first == second
+    assert "param_groups[0]['lr'] of the optimizer is" in first
+    assert "on rank 0 and" in first
+    assert "on rank 1 before a step" in first

@@ -16,16 +16,15 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 
-import torch
-import torch.distributed as dist
-
 from onefold.comm.agreement import Agreement
+from onefold.comm.mesh import timeout_of
 from onefold.comm.watch import Disagreement, Watch, name_ranks, watch_world
 
 # A rank that has not come is named in a warning after this long; the error comes at the process group's timeout.
 WARN_SECONDS = 60.0
 TIMEOUT_SECONDS: float | None = None
 _SHORTEST, _LONGEST = 0.0001, 0.05
+_ADVICE = "Every rank must build the same model, with the same config and optimizer"
 
 Item = tuple[str, Mapping[str, str]]
 """Something all ranks must have alike: its name, and its facts."""
@@ -33,7 +32,7 @@ Item = tuple[str, Mapping[str, str]]
 logger = logging.getLogger("onefold")
 
 
-def agree(what: str, items: Sequence[Item]) -> None:
+def agree(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
     """Return once every rank has come with the same items in the same order; else raise on all of them.
 
     `what` names the place where ranks meet, for the hang guard and for the error.
@@ -41,20 +40,21 @@ def agree(what: str, items: Sequence[Item]) -> None:
     watch = watch_world()
     if watch.size > 1:
         watch.rounds += 1
-        _Round(watch, what, items).run()
+        _Round(watch, what, items, advice).run()
 
 
-def agree_in_meeting(agreement: Agreement, what: str, items: Sequence[Item]) -> None:
+def agree_in_meeting(agreement: Agreement, what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
     """The same where all ranks are sure to come: one small exchange, unless they differ."""
     if agreement.group.size > 1:
         digest = int.from_bytes(_digest(_text(items))[:8], "big", signed=True)
         if len({row[0] for row in agreement.meet(what, [digest])}) > 1:
-            agree(what, items)
+            agree(what, items, advice)
 
 
 class _Round:
-    def __init__(self, watch: Watch, what: str, items: Sequence[Item]) -> None:
+    def __init__(self, watch: Watch, what: str, items: Sequence[Item], advice: str) -> None:
         self._watch = watch
+        self._advice = advice
         self._store = watch.store
         self._what = what
         self._items = items
@@ -74,7 +74,7 @@ class _Round:
 
     def _await_all(self) -> None:
         started, pause, warned = time.monotonic(), _SHORTEST, False
-        limit = TIMEOUT_SECONDS if TIMEOUT_SECONDS is not None else _timeout(self._watch.world)
+        limit = TIMEOUT_SECONDS if TIMEOUT_SECONDS is not None else timeout_of(self._watch.world).total_seconds()
         look = started + 1.0
         while self._store.add(self._key("come"), 0) < self._watch.size:
             self._watch.check()
@@ -117,7 +117,7 @@ class _Round:
         verb = "differs" if len(differing) == 1 else "differ"
         return (
             f"{self._what}: {name_ranks(differing)} {verb} from rank 0: {first_difference(first, second)}. "
-            "Every rank must build the same model, with the same config and optimizer"
+            f"{self._advice}"
         )
 
     def _forget(self, number: int) -> None:
@@ -157,9 +157,3 @@ def _text(items: Sequence[Item]) -> bytes:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-def _timeout(world: dist.ProcessGroup) -> float:
-    device = torch.device("cuda" if "nccl" in str(dist.get_backend(world)) else "cpu")
-    seconds: float = world._get_backend(device).options._timeout.total_seconds()
-    return seconds

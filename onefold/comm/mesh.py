@@ -218,7 +218,18 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
         with watch_world().waiting("the process groups"), _gloo_on_loopback() if alone else nullcontext():
             mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
             group = mesh.get_group(DATA_AXIS)
-            host = dist.new_group(backend="gloo") if kind == "cuda" else group
+            # The mesh's is the program's own. Gloo pairs calls by their kind and number alone: a rank that gathers a
+            # metric there must not be given what another rank sends in a meeting.
+            host = group if alone else dist.new_group(backend="gloo", timeout=timeout_of(world))
         _mesh = (world, mesh, host)
     on_host = node_size_of(dist.get_world_size(), node_size)
-    return Group(DATA_AXIS, _mesh[1].get_group(DATA_AXIS), _mesh[2], on_host, replicas)
+    _, mesh, host = _mesh
+    process_group = mesh.get_group(DATA_AXIS) if mesh.device_type == "cuda" else host
+    return Group(DATA_AXIS, process_group, host, on_host, replicas)
+
+
+def timeout_of(world: dist.ProcessGroup) -> timedelta:
+    """How long a wait in a process group may last."""
+    device = torch.device("cuda" if "nccl" in str(dist.get_backend(world)) else "cpu")
+    timeout: timedelta = world._get_backend(device).options._timeout
+    return timeout

@@ -64,7 +64,9 @@ def items_of(model: nn.Module, settings: Config, batch: Batch, chosen: Chosen | 
     optimizer = {"type": chosen.name if chosen is not None else "none", "lr_scheduler": given}
     items.append(("the optimizer", optimizer))
     for number, group in enumerate(chosen.groups if chosen is not None else ()):
-        items.append((f"parameter group {number}", {key: _text(group[key]) for key in group if key != "params"}))
+        items.append(
+            (f"parameter group {number}", {key: _text(_evened(group[key])) for key in group if key != "params"})
+        )
     items += _tensors(model, chosen.group_of_each() if chosen is not None else {})
     sizes = {name: whole_shape(parameter).numel() for name, parameter in model.named_parameters()}
     units = cut(
@@ -108,6 +110,13 @@ def _facts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _facts(value, f"{name}.")
         else:
             yield name, _text(value)
+
+
+def _evened(value: Any) -> Any:
+    """Of groups, whose values have no fixed type: 0 and 0.0 are one value."""
+    if isinstance(value, list | tuple):
+        return [_evened(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text(value: Any) -> str:

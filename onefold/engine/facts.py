@@ -115,7 +115,8 @@ class Facts(nn.Module):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        return self._group.process_group
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def get_data_parallel_rank(self) -> int:
         return self._group.rank

@@ -17,6 +17,7 @@ from onefold.checkpoint.manifest import NAME, CheckpointError
 from onefold.checkpoint.reader import Checkpoint
 from onefold.checkpoint.slots import loose_states
 from onefold.checkpoint.sound import check_groups, check_loose_like, check_schedule, check_taken
+from onefold.comm import agree_in_meeting
 from onefold.engine.saving import Saving
 from onefold.report.log import logger
 from onefold.runtime import gathered, home_of
@@ -86,6 +87,17 @@ class Loading(Saving):
             exactly=not load_module_only and (load_optimizer_states or self.optimizer is None),
             custom=custom_load_fn,
         )
+        # Each rank reads its own slices. Folders may differ: they are as a rank's host has them mounted.
+        given = {
+            "tag": str(tag),
+            "load_module_strict": str(load_module_strict),
+            "load_optimizer_states": str(load_optimizer_states),
+            "load_lr_scheduler_states": str(load_lr_scheduler_states),
+            "load_module_only": str(load_module_only),
+            "custom_load_fn": "a function" if custom_load_fn is not None else "None",
+        }
+        advice = "Every rank must load the same"
+        agree_in_meeting(self._schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
         names, tried = self._candidates(Path(load_dir), tag), list[str]()
         while names:
             with ExitStack() as stack:

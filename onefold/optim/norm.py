@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,11 +14,15 @@ import torch
 
 from onefold.comm.agreement import as_float, as_integer
 from onefold.optim.instance import METHODS
+from onefold.optim.outside import Spelled, tell_difference
 from onefold.runtime import Run, Schedule
 from onefold.runtime.squares import square_sum
 
 # What a row of a step says it is for; others are methods of the optimizer.
 _STEP = 0
+# A row's second number: two flags, and the call.
+_LATE, _ALARM, _CALL = 1, 2, 4
+_FROZEN, _GROUPS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -40,38 +44,61 @@ class StepScalars:
         return self.norm == math.inf
 
 
-def exchange_scalars(runs: Iterable[Run], schedule: Schedule, *, late: bool, alarm: bool = False) -> StepScalars:
-    """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed."""
+def exchange_scalars(
+    runs: Iterable[Run], schedule: Schedule, groups: Spelled | None, *, late: bool, alarm: bool = False
+) -> StepScalars:
+    """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed.
+
+    `groups` are hyperparameters that must be the same on all ranks.
+    """
     squares = [square_of(run).to(run.device) for run in runs if run.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
         return StepScalars(mine, late, alarm)
-    rows = _meet(schedule, _STEP, [as_integer(mine.item()), int(late) + 2 * int(alarm)])
+    rows = _meet(
+        schedule,
+        _STEP,
+        as_integer(mine.item()),
+        int(late) * _LATE + int(alarm) * _ALARM,
+        groups.digest if groups else 0,
+    )
+    if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
+        _name_difference(schedule, groups.text)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
     total = torch.tensor(square, dtype=torch.float64)
-    return StepScalars(total, late=any(row[1] & 1 for row in rows), alarm=any(row[1] & 2 for row in rows))
+    return StepScalars(total, late=any(row[1] & _LATE for row in rows), alarm=any(row[1] & _ALARM for row in rows))
 
 
 def meet_for_call(schedule: Schedule, method: str) -> None:
     """Every rank is about to call this method of the optimizer, and nothing is in use."""
-    _meet(schedule, 1 + METHODS.index(method), [0, 0])
+    _meet(schedule, 1 + METHODS.index(method))
 
 
-def _meet(schedule: Schedule, call: int, numbers: Sequence[int]) -> list[list[int]]:
+def _name_difference(schedule: Schedule, groups: Mapping[str, str]) -> None:
+    agreement = schedule.order.agreement
+    one, other = tell_difference(agreement, "the optimizer's param_groups", groups)
+    raise RuntimeError(
+        f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} before a "
+        "step, and must be the same on all, as each rank steps a slice of the model: let a schedule see the same "
+        "numbers on all ranks (a metric reduced over them, as by torch.distributed.all_reduce), and set rates alike"
+    )
+
+
+def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
     """Every rank's numbers, once all ranks make the same call with the same parameters frozen."""
     frozen = schedule.frozen_names()
-    digest = zlib.crc32("\n".join(frozen).encode()) if frozen else 0
-    rows = schedule.meet_for_step([*numbers, call, digest])
+    rows = schedule.meet_for_step([square, flags + call * _CALL, zlib.crc32("\n".join(frozen).encode()), groups])
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
+    made = [row[1] // _CALL for row in rows]
     for rank, row in enumerate(rows):
-        if row[2] != rows[0][2]:
+        if made[rank] != made[0]:
             raise RuntimeError(
-                f"rank {rank} calls {calls[row[2]]} where rank 0 calls {calls[rows[0][2]]}: call the same on all"
+                f"rank {rank} calls {calls[made[rank]]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
-        if row[3] != rows[0][3]:
+        if row[_FROZEN] != rows[0][_FROZEN]:
             raise RuntimeError(
                 f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would "
                 f"step a slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from onefold.comm import Agreement
 from onefold.optim.instance import is_plain
 
 
@@ -57,8 +60,13 @@ def spell_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _spell(value: Any) -> str:
-    # One rank may hold as a tensor what another holds as a number.
-    return repr(value.item() if isinstance(value, torch.Tensor) else value)
+    # One rank may hold as a tensor what another holds as a number, or 1 as 1.0.
+    value = _number(value)
+    return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def digest(spelled: Mapping[str, str]) -> int:
@@ -67,10 +75,38 @@ def digest(spelled: Mapping[str, str]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def first_difference(told: Sequence[Mapping[str, str]]) -> tuple[str, tuple[int, int]]:
-    """A key that two ranks hold differently, and these ranks. They do differ."""
+class Spelled:
+    """The keys that groups began with, whoever writes to them, as text. It is made anew when a value has changed."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._keys = [[key for key in group if key != "params"] for group in groups]
+        self._held: list[list[Any]] | None = None
+        self.text: dict[str, str] = {}
+        self.digest = 0
+
+    def update(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        values = [[_number(group.get(key)) for key in keys] for group, keys in zip(groups, self._keys, strict=True)]
+        if values != self._held:
+            self._held = values
+            named = zip(self._keys, values, strict=True)
+            self.text = spell_groups([dict(zip(keys, held, strict=True)) for keys, held in named])
+            self.digest = digest(self.text)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds under a key."""
+
+    key: str
+    rank: int
+    value: str | None
+
+
+def tell_difference(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[Held, Held]:
+    """A key that two ranks hold differently, the same on all ranks, which call this together. They do differ."""
+    told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
     for key in dict.fromkeys(key for one in told for key in one):
         for rank, one in enumerate(told):
             if one.get(key) != told[0].get(key):
-                return key, (0, rank)
+                return Held(key, 0, told[0].get(key)), Held(key, rank, one.get(key))
     raise AssertionError("ranks hold the same")

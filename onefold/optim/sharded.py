@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,15 @@ from onefold.optim.host import HostStep
 from onefold.optim.instance import FORWARD_MARK, FORWARDED, METHODS, Attributes, InstanceRule, is_torchs
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.norm import meet_for_call
-from onefold.optim.outside import digest, first_difference, has_post_hooks, run_post_hooks, run_pre_hooks, spell_groups
+from onefold.optim.outside import (
+    Spelled,
+    digest,
+    has_post_hooks,
+    run_post_hooks,
+    run_pre_hooks,
+    spell_groups,
+    tell_difference,
+)
 from onefold.optim.pieces import HeldState, Piece, Step, Stepper, TiledStepper, WholeStepper, Window
 from onefold.optim.written import WriteCheck
 from onefold.plan import Plan, Tier
@@ -89,6 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
         own_class = chosen.instance is not None and not is_torchs(chosen.instance) and chosen.is_stepped
         self._compares = own_class and sharded
+        self._spelled = None if own_class else Spelled(self.param_groups)
         if chosen.instance is not None:
             _forward(chosen.instance, weakref.ref(self))
         below = [piece for piece in pieces if piece.run.rest.offloads_states]
@@ -137,6 +145,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
         self._compare_groups()
 
+    def groups_to_compare(self) -> Spelled | None:
+        """What all ranks must hold alike before a step; the user's own class is looked at after its steps instead."""
+        if self._spelled is not None:
+            self._spelled.update(self.param_groups)
+        return self._spelled
+
     def _groups_now(self) -> list[dict[str, Any]]:
         return [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.param_groups]
 
@@ -158,13 +172,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = spell_groups(self.param_groups)
         if len({row[0] for row in agreement.meet(what, [digest(mine)])}) == 1:
             return
-        told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
-        key, (one, other) = first_difference(told)
+        one, other = tell_difference(agreement, what, mine)
         raise RuntimeError(
-            f"optimizer {self.name}: {key} is {told[one].get(key)} on rank {one} and {told[other].get(key)} on rank "
-            f"{other} after a step, and must be the same on all. Each rank steps a slice of the model, so an optimizer "
-            "that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True where it has "
-            "such a mode); or use zero_optimization.stage 0"
+            f"optimizer {self.name}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
+            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
+            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
+            "where it has such a mode); or use zero_optimization.stage 0"
         )
 
     def _call(self, method: str) -> None:

@@ -11,6 +11,7 @@ from onefold.config import Config
 from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.nonfinite import NonFiniteError, choose_policy, tell_nonfinite
 from onefold.optim.norm import StepScalars, exchange_scalars
+from onefold.optim.outside import Spelled
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.runtime import Schedule
 
@@ -40,12 +41,13 @@ class Update:
         Where any rank raises the alarm nothing is done, on all ranks alike, and this returns False.
         """
         self._schedule.check_in_place()
-        scalars = self._exchange(alarm=alarm)
+        groups = optimizer.groups_to_compare() if not self._schedule.alone else None
+        scalars = self._exchange(groups, alarm=alarm)
         if scalars.alarm:
             return False
         if scalars.late:
             self._schedule.reduce_late()
-            scalars = self._exchange()
+            scalars = self._exchange(groups)
         self._scalars, self._unscaled = scalars, self.unscale(owed)
         # Over several ranks, with clipping and on a CPU the norm is known by now. One GPU without clipping is waited
         # for here, once a step, and is then idle for as long as the step's first kernels take to launch: a check that
@@ -75,12 +77,12 @@ class Update:
         """By the scale the gradients were computed with: it is updated only after it has been divided out."""
         return self._postscale / (self.loss_scale.value * owed)
 
-    def _exchange(self, *, alarm: bool = False) -> StepScalars:
+    def _exchange(self, groups: Spelled | None, *, alarm: bool = False) -> StepScalars:
         runs = [run for unit in self._schedule.trained for run in unit.trained if run.reduced is not None]
         late = bool(self._schedule.late_units())
         if not runs and not late and self._schedule.trained:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
-        return exchange_scalars(runs, self._schedule, late=late, alarm=alarm)
+        return exchange_scalars(runs, self._schedule, groups, late=late, alarm=alarm)
 
     def _clip_coefficient(self) -> float:
         norm = self.norm if self._clipping > 0 else None
