@@ -985,3 +985,110 @@ def buffers(name: str, plan: str) -> str | None:
 @pytest.mark.parametrize("plan", ["1", "3"])
 def test_buffers_of_torchs_layers_follow_the_parameters(on_ranks, name, plan):
     assert on_ranks(2, buffers, name, plan) == [None, None]
+
+
+# -- hooks of the user's on gradients ---------------------------------------------------------------------------
+
+
+def _dropped(parameter: Any) -> None:
+    parameter.grad = None
+
+
+def _deleted(parameter: Any) -> None:
+    del parameter.grad
+
+
+def _halved(parameter: Any) -> None:
+    parameter.grad = parameter.grad * 0.5
+
+
+def hooked(plan: str, way: Callable[[Any], None], after: bool, names: list[str]) -> str | None:
+    """A hook that runs when a gradient has been accumulated, in every step but the last."""
+    active = [True]
+
+    def hook(parameter: Any) -> None:
+        if active[0]:
+            way(parameter)
+
+    def register(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def make() -> nn.Module:
+        model = net()
+        if not after:
+            register(model)
+        return model
+
+    both = Beside(plan, make)
+    register(both.plain)  # a copy has no hooks
+    if after:
+        register(both.engine.module)
+    both.step()
+    both.step()
+    active[0] = False
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize("plan", ["1", "3", *(more(plan) for plan in PLANS if plan not in ("1", "3"))])
+@pytest.mark.parametrize("after", [False, True], ids=["before initialize", "after initialize"])
+@pytest.mark.parametrize("way", [_dropped, more(_deleted)])
+def test_a_hook_may_drop_a_gradient_inside_a_backward(on_ranks, plan, after, way):
+    """Those of the last layer land first, when nothing else is there; the first layer's are reduced at once."""
+    for names in (["3.bias"], ["0.weight", "2.0.bias"]):
+        assert on_ranks(2, hooked, plan, way, after, names) == [None, None]
+
+
+@pytest.mark.parametrize("plan", ["2", "3"])
+def test_a_hook_may_replace_a_gradient_before_it_is_taken(on_ranks, plan):
+    assert on_ranks(2, hooked, plan, _halved, False, ["0.weight", "3.bias"]) == [None, None]
+
+
+def hook_raises(plan: str, bare: bool) -> str | None:
+    raising = [False]
+
+    def hook(parameter: Any) -> None:
+        if raising[0]:
+            raise KeyError("mine")
+
+    def make() -> nn.Module:
+        model: Any = net()
+        model[0].weight.register_post_accumulate_grad_hook(hook)
+        return model
+
+    both = Beside(plan, make)
+    both.step()
+    raising[0] = True
+    x, y = data(9)
+    loss = F.mse_loss(both.engine(x), y)
+    try:
+        if bare:
+            loss.backward()
+        else:
+            both.engine.backward(loss)
+    except KeyError:
+        raising[0] = False
+    both.step()
+    return "no error" if raising[0] else both.difference()
+
+
+@pytest.mark.parametrize("plan", ["2", more("3")])
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_hook_that_raises_leaves_no_gradient_behind(on_ranks, plan, bare):
+    assert on_ranks(2, hook_raises, plan, bare) == [None, None]
+
+
+def dropped_on_one_rank(plan: str) -> str | None:
+    engine: Any = start(net(), settings(plan))
+    x, y = data(0)
+    engine.backward(F.mse_loss(engine(x), y))
+    if rank() == 1:
+        engine.module[0].weight.grad = None
+    return refusal(engine.step, "rank 1", "dropped gradients", "0.weight" if rank() == 1 else "none")
+
+
+@pytest.mark.parametrize("plan", ["0", "2", more("3")])
+def test_ranks_that_drop_different_gradients_raise(on_ranks, plan):
+    assert on_ranks(2, dropped_on_one_rank, plan) == [None, None]

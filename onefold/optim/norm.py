@@ -19,6 +19,7 @@ from onefold.runtime.squares import square_sum
 
 # What a row of a step says it is for; others are methods of the optimizer.
 _STEP = 0
+_LOW = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,36 @@ def meet_for_call(schedule: Schedule, method: str) -> None:
 
 
 def _meet(schedule: Schedule, call: int, numbers: Sequence[int]) -> list[list[int]]:
-    """Every rank's numbers, once all ranks make the same call with the same parameters frozen."""
-    frozen = schedule.frozen_names()
-    digest = zlib.crc32("\n".join(frozen).encode()) if frozen else 0
-    rows = schedule.meet_for_step([*numbers, call, digest])
+    """Every rank's numbers, once all ranks make the same call with the same parameters frozen and the same gradients
+    dropped.
+    """
+    frozen, dropped = schedule.frozen_names(), schedule.dropped_names()
+    rows = schedule.meet_for_step([*numbers, call, _digest(frozen) | _digest(dropped) << 32])
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     for rank, row in enumerate(rows):
         if row[2] != rows[0][2]:
             raise RuntimeError(
                 f"rank {rank} calls {calls[row[2]]} where rank 0 calls {calls[rows[0][2]]}: call the same on all"
             )
-        if row[3] != rows[0][3]:
+        differs = row[3] ^ rows[0][3]
+        if differs & _LOW:
             raise RuntimeError(
                 f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would "
                 f"step a slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on "
                 "all ranks"
             )
+        if differs:
+            raise RuntimeError(
+                f"rank {rank} has dropped gradients of other parameters than rank 0 (p.grad = None, zero_grad of a "
+                "module) after they were summed over the ranks, and each rank would leave out a slice of them; dropped "
+                f"here: {', '.join(dropped[:8]) or 'none'}. Drop the same on all ranks, or leave out the backward"
+            )
     return rows
+
+
+def _digest(names: list[str]) -> int:
+    """Of 31 bits: two fit in one number of a row."""
+    return zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF if names else 0
 
 
 def square_of(run: Run) -> torch.Tensor:

@@ -30,10 +30,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.compiler import outside_compiler
+from onefold.runtime.held import is_resting, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.trees import inside_backward, may_hold_tensors, tensors_in
-from onefold.runtime.unit import ParameterState, Run, Unit
+from onefold.runtime.unit import Run, Unit
 
 
 class Listener(Protocol):
@@ -156,7 +157,7 @@ class Hooks:
                 listener.begin_bare_backward()
             except RuntimeError:
                 # The backward is refused: its gradient must not be found here by the next one.
-                run.parameters[index].grad = None
+                set_raw_grad(run.parameters[index], None)
                 raise
         self._schedule.land(unit, run, index)
 
@@ -245,7 +246,8 @@ class Hooks:
     def check_whole(self, units: list[int], what: str, instead: str) -> None:
         for unit in (self._schedule.units[index] for index in units):
             self._schedule.settle(unit)
-            if unit.sharded and unit.parameter is not ParameterState.FULL:
+            # Another engine may hold the same frozen parameters, and have unsharded them.
+            if any(is_resting(parameter) for run in unit.sharded for parameter in run.parameters):
                 raise RuntimeError(
                     f"{what}: the parameters of {unit.name} rest as shards, and would come out empty. {instead}"
                 )
