@@ -37,6 +37,7 @@ from onefold.comm import (
 )
 from onefold.config import Config, load_config
 from onefold.engine.parking import OffloadStateTypeEnum
+from onefold.optim.written import fingerprint
 from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
 from onefold.plan.table import make_precision
 from onefold.runtime import Home, Run, home_of, whole_shape
@@ -365,16 +366,11 @@ class GatheredParameters:
 
 
 def _fingerprint(run: Run) -> tuple[int, ...]:
-    """Changes when a line that rests as shards is written to."""
+    """Changes when a line that rests as shards is written to, through `.data` too."""
     if run.rests_whole:
         return ()
     with torch._C.DisableTorchFunction():
-        return _bits(run)
-
-
-def _bits(run: Run) -> tuple[int, ...]:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[run.dtype.itemsize]
-    return (int(run.full.view(bits).sum(dtype=torch.int64)), *(parameter._version for parameter in run.parameters))
+        return (int(fingerprint(run.full)), *(parameter._version for parameter in run.parameters))
 
 
 def gather_distributed_parameters(model: nn.Module) -> None:

@@ -776,13 +776,25 @@ def untrainable(what: str) -> str | None:
         line = torch.zeros(40)
         model.a, model.b = nn.Parameter(line[:20]), nn.Parameter(line[10:30])
         words = ["parameters a and b"]
+    elif what == "inside a frozen one":
+        line = torch.zeros(40)
+        model.a, model.b, model.c = (nn.Parameter(part) for part in (line, line[5:15], line[20:30]))
+        model.a.requires_grad, model.b.requires_grad = False, False
+        words = ["parameters a and c"]
+    elif what == "rows and columns":
+        matrix = torch.zeros(4, 4)
+        model.a, model.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[2:])
+        words = ["parameters a and b"]
     else:
         model[2] = torch.jit.script(model[2])
         words = ["module 2", "ScriptModule", "torch.compile"]
     return refusal(lambda: start(model, settings("2")), *words)
 
 
-@pytest.mark.parametrize("what", ["complex", "own meaning", "same memory", "overlapping", "scripted"])
+@pytest.mark.parametrize(
+    "what",
+    ["complex", "own meaning", "same memory", "overlapping", "inside a frozen one", "rows and columns", "scripted"],
+)
 def test_what_cannot_be_trained_is_refused_by_name(on_ranks, what):
     assert on_ranks(1, untrainable, what) == [None]
 
@@ -1092,3 +1104,65 @@ def dropped_on_one_rank(plan: str) -> str | None:
 @pytest.mark.parametrize("plan", ["0", "2", more("3")])
 def test_ranks_that_drop_different_gradients_raise(on_ranks, plan):
     assert on_ranks(2, dropped_on_one_rank, plan) == [None, None]
+
+
+# -- more of the same -------------------------------------------------------------------------------------------
+
+
+def permuted() -> str | None:
+    """The same values in other places, through `.data`: no counter and no sum shows it."""
+    engine: Any = start(net(), settings("3"))
+
+    def write() -> None:
+        with GatheredParameters(engine.module.parameters()):
+            weight = engine.module[0].weight
+            weight.data.copy_(weight.data.flip(0))
+
+    return refusal(write, "0.weight", "modifier_rank")
+
+
+def test_values_that_change_places_are_seen_as_a_write(on_ranks):
+    assert on_ranks(2, permuted) == [None, None]
+
+
+class Columns(nn.Module):
+    """Parameters that lie between each other in one matrix, and share no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        matrix = 0.1 * torch.randn(4, 32)
+        self.one, self.two = nn.Parameter(matrix[:, :16]), nn.Parameter(matrix[:, 16:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.one.t() + torch.tanh(x @ self.two.t())
+
+
+def columns() -> str | None:
+    both = Beside("2", Columns)
+    both.step()
+    return both.difference()
+
+
+def test_columns_of_one_matrix_are_trained(on_ranks):
+    assert on_ranks(2, columns) == [None, None]
+
+
+def shared_by_two_engines(plan: str) -> str | None:
+    trunk = nn.Linear(16, 16).requires_grad_(False)
+    models = [nn.Sequential(trunk, nn.Linear(16, 4)) for _ in range(2)]
+    engines = [start(model, settings(plan)) for model in models]
+    x, y = data(0)
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(F.mse_loss(engine(x), y))
+            engine.step()
+    for model in models:
+        with GatheredParameters(model.parameters()):
+            if model.state_dict()["0.weight"].shape != (16, 16):
+                return "a state dict without values"
+    return None
+
+
+def test_two_engines_share_a_frozen_module(on_ranks):
+    assert on_ranks(2, shared_by_two_engines, "3") == [None, None]
