@@ -1166,3 +1166,54 @@ def shared_by_two_engines(plan: str) -> str | None:
 
 def test_two_engines_share_a_frozen_module(on_ranks):
     assert on_ranks(2, shared_by_two_engines, "3") == [None, None]
+
+
+def unfrozen_later(plan: str) -> str | None:
+    engine: Any = start(net(), settings(plan))
+    engine.module.append(nn.Linear(4, 4).requires_grad_(False))
+    x, y = data(0)
+    for _ in range(2):
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+    engine.module[4].requires_grad_(True)
+    return refusal(lambda: engine(x), "4.weight was added and requires a gradient now")
+
+
+@pytest.mark.parametrize("plan", ["2", more("3")])
+def test_a_layer_that_is_added_frozen_and_unfrozen_later_is_refused(on_ranks, plan):
+    assert on_ranks(2, unfrozen_later, plan) == [None, None]
+
+
+def _jacobian(model: nn.Module) -> torch.Tensor:
+    inputs = torch.ones(2, 16, device=local_device())
+    return torch.func.jacrev(model)(inputs).pow(2).sum()
+
+
+def _hessian(model: nn.Module) -> torch.Tensor:
+    inputs = torch.ones(16, device=local_device())
+    return torch.func.hessian(lambda x: model(x).pow(2).sum())(inputs).sum()
+
+
+def _directional(model: nn.Module) -> torch.Tensor:
+    def penalised(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * (1 + sum(p.pow(2).sum() for p in model.parameters()))
+
+    inputs = torch.ones(4, 16, device=local_device())
+    return torch.func.jvp(penalised, (inputs,), (inputs,))[1].pow(2).sum()
+
+
+def _mapped(model: nn.Module) -> torch.Tensor:
+    return torch.func.vmap(model)(torch.ones(3, 4, 16, device=local_device())).pow(2).sum()
+
+
+def transformed(plan: str, way: Callable[[nn.Module], torch.Tensor]) -> str | None:
+    both = Beside(plan)
+    for _ in range(3):
+        both.step(lambda model, out, y: F.mse_loss(out, y) + 1e-3 * way(model))
+    return both.difference(1e-5)
+
+
+@pytest.mark.parametrize("plan", ["3", more("2"), more("3 nothing kept")])
+@pytest.mark.parametrize("way", [_jacobian, more(_hessian), _directional, more(_mapped)])
+def test_a_model_may_be_transformed_by_torch_func(on_ranks, plan, way):
+    assert on_ranks(2, transformed, plan, way) == [None, None]

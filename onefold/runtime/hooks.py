@@ -33,7 +33,7 @@ from onefold.runtime.compiler import outside_compiler
 from onefold.runtime.held import is_resting, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.trees import inside_backward, may_hold_tensors, tensors_in
+from onefold.runtime.trees import inside_backward, inside_transform, may_hold_tensors, tensors_in
 from onefold.runtime.unit import Run, Unit
 
 
@@ -182,6 +182,9 @@ class Hooks:
         again = inside_backward()
         self._schedule.before_forward(unit, again=again)
         unit.uses.stack.append((0, []))
+        if inside_transform():
+            unit.uses.held = True  # whoever runs its backward, it runs on nodes of wrapped tensors
+            return
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
             unit.uses.calls += 1
@@ -460,7 +463,7 @@ def _before_root_forward(hooks: Hooks, *_: Any) -> None:
 def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
     hooks._schedule.after_root_forward()
     # A recomputation inside a backward belongs to that backward.
-    if not torch.is_grad_enabled() or inside_backward():
+    if not torch.is_grad_enabled() or inside_backward() or inside_transform():
         return
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     me = weakref.ref(hooks)

@@ -26,6 +26,7 @@ from onefold.runtime.descent import Descent
 from onefold.runtime.flights import Flights
 from onefold.runtime.held import at_rest, raw_grad
 from onefold.runtime.order import Order, Wish
+from onefold.runtime.trees import unrecorded
 from onefold.runtime.unit import GradientState, ParameterState, Run, Unit
 from onefold.tier.device import Pool
 from onefold.tier.lower import LowerTiers
@@ -154,7 +155,7 @@ class Schedule:
         if self.order.open:
             self._use(unit, Moment.FORWARD)
         elif unit.sharded:
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with unrecorded():
                 self.flights.settle(unit)
                 self.order.lend(unit)
         else:
@@ -178,7 +179,7 @@ class Schedule:
             return
         begins = not self.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         # Buffers made while evaluating must not be inference tensors: training uses them again.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with unrecorded():
             if begins:
                 self._begin_pass(forward=moment is Moment.FORWARD)
             self.order.demand(moment, unit)
