@@ -366,7 +366,7 @@ class GatheredParameters:
 
 
 def _fingerprint(run: Run) -> tuple[int, ...]:
-    """Changes when a line that rests as shards is written to."""
+    """Changes when a line that rests as shards is written to, through `.data` too."""
     if run.rests_whole:
         return ()
     with torch._C.DisableTorchFunction():

@@ -793,13 +793,25 @@ def untrainable(what: str) -> str | None:
         line = torch.zeros(40)
         model.a, model.b = nn.Parameter(line[:20]), nn.Parameter(line[10:30])
         words = ["parameters a and b"]
+    elif what == "inside a frozen one":
+        line = torch.zeros(40)
+        model.a, model.b, model.c = (nn.Parameter(part) for part in (line, line[5:15], line[20:30]))
+        model.a.requires_grad, model.b.requires_grad = False, False
+        words = ["parameters a and c"]
+    elif what == "rows and columns":
+        matrix = torch.zeros(4, 4)
+        model.a, model.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[2:])
+        words = ["parameters a and b"]
     else:
         model[2] = torch.jit.script(model[2])
         words = ["module 2", "ScriptModule", "torch.compile"]
     return refusal(lambda: start(model, settings("2")), *words)
 
 
-@pytest.mark.parametrize("what", ["complex", "own meaning", "same memory", "overlapping", "scripted"])
+@pytest.mark.parametrize(
+    "what",
+    ["complex", "own meaning", "same memory", "overlapping", "inside a frozen one", "rows and columns", "scripted"],
+)
 def test_what_cannot_be_trained_is_refused_by_name(on_ranks, what):
     assert on_ranks(1, untrainable, what) == [None]
 
@@ -1002,3 +1014,223 @@ def buffers(name: str, plan: str) -> str | None:
 @pytest.mark.parametrize("plan", ["1", "3"])
 def test_buffers_of_torchs_layers_follow_the_parameters(on_ranks, name, plan):
     assert on_ranks(2, buffers, name, plan) == [None, None]
+
+
+# -- hooks of the user's on gradients ---------------------------------------------------------------------------
+
+
+def _dropped(parameter: Any) -> None:
+    parameter.grad = None
+
+
+def _deleted(parameter: Any) -> None:
+    del parameter.grad
+
+
+def _halved(parameter: Any) -> None:
+    parameter.grad = parameter.grad * 0.5
+
+
+def hooked(plan: str, way: Callable[[Any], None], after: bool, names: list[str]) -> str | None:
+    """A hook that runs when a gradient has been accumulated, in every step but the last."""
+    active = [True]
+
+    def hook(parameter: Any) -> None:
+        if active[0]:
+            way(parameter)
+
+    def register(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def make() -> nn.Module:
+        model = net()
+        if not after:
+            register(model)
+        return model
+
+    both = Beside(plan, make)
+    register(both.plain)  # a copy has no hooks
+    if after:
+        register(both.engine.module)
+    both.step()
+    both.step()
+    active[0] = False
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize("plan", ["1", "3", *(more(plan) for plan in PLANS if plan not in ("1", "3"))])
+@pytest.mark.parametrize("after", [False, True], ids=["before initialize", "after initialize"])
+@pytest.mark.parametrize("way", [_dropped, more(_deleted)])
+def test_a_hook_may_drop_a_gradient_inside_a_backward(on_ranks, plan, after, way):
+    """Those of the last layer land first, when nothing else is there; the first layer's are reduced at once."""
+    for names in (["3.bias"], ["0.weight", "2.0.bias"]):
+        assert on_ranks(2, hooked, plan, way, after, names) == [None, None]
+
+
+@pytest.mark.parametrize("plan", ["2", "3"])
+def test_a_hook_may_replace_a_gradient_before_it_is_taken(on_ranks, plan):
+    assert on_ranks(2, hooked, plan, _halved, False, ["0.weight", "3.bias"]) == [None, None]
+
+
+def hook_raises(plan: str, bare: bool) -> str | None:
+    raising = [False]
+
+    def hook(parameter: Any) -> None:
+        if raising[0]:
+            raise KeyError("mine")
+
+    def make() -> nn.Module:
+        model: Any = net()
+        model[0].weight.register_post_accumulate_grad_hook(hook)
+        return model
+
+    both = Beside(plan, make)
+    both.step()
+    raising[0] = True
+    x, y = data(9)
+    loss = F.mse_loss(both.engine(x), y)
+    try:
+        if bare:
+            loss.backward()
+        else:
+            both.engine.backward(loss)
+    except KeyError:
+        raising[0] = False
+    both.step()
+    return "no error" if raising[0] else both.difference()
+
+
+@pytest.mark.parametrize("plan", ["2", more("3")])
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_hook_that_raises_leaves_no_gradient_behind(on_ranks, plan, bare):
+    assert on_ranks(2, hook_raises, plan, bare) == [None, None]
+
+
+def dropped_on_one_rank(plan: str) -> str | None:
+    engine: Any = start(net(), settings(plan))
+    x, y = data(0)
+    engine.backward(F.mse_loss(engine(x), y))
+    if rank() == 1:
+        engine.module[0].weight.grad = None
+    return refusal(engine.step, "rank 1", "dropped gradients", "0.weight" if rank() == 1 else "none")
+
+
+@pytest.mark.parametrize("plan", ["0", "2", more("3")])
+def test_ranks_that_drop_different_gradients_raise(on_ranks, plan):
+    assert on_ranks(2, dropped_on_one_rank, plan) == [None, None]
+
+
+# -- more of the same -------------------------------------------------------------------------------------------
+
+
+def permuted() -> str | None:
+    """The same values in other places, through `.data`: no counter and no sum shows it."""
+    engine: Any = start(net(), settings("3"))
+
+    def write() -> None:
+        with GatheredParameters(engine.module.parameters()):
+            weight = engine.module[0].weight
+            weight.data.copy_(weight.data.flip(0))
+
+    return refusal(write, "0.weight", "modifier_rank")
+
+
+def test_values_that_change_places_are_seen_as_a_write(on_ranks):
+    assert on_ranks(2, permuted) == [None, None]
+
+
+class Columns(nn.Module):
+    """Parameters that lie between each other in one matrix, and share no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        matrix = 0.1 * torch.randn(4, 32)
+        self.one, self.two = nn.Parameter(matrix[:, :16]), nn.Parameter(matrix[:, 16:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.one.t() + torch.tanh(x @ self.two.t())
+
+
+def columns() -> str | None:
+    both = Beside("2", Columns)
+    both.step()
+    return both.difference()
+
+
+def test_columns_of_one_matrix_are_trained(on_ranks):
+    assert on_ranks(2, columns) == [None, None]
+
+
+def shared_by_two_engines(plan: str) -> str | None:
+    trunk = nn.Linear(16, 16).requires_grad_(False)
+    models = [nn.Sequential(trunk, nn.Linear(16, 4)) for _ in range(2)]
+    engines = [start(model, settings(plan)) for model in models]
+    x, y = data(0)
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(F.mse_loss(engine(x), y))
+            engine.step()
+    for model in models:
+        with GatheredParameters(model.parameters()):
+            if model.state_dict()["0.weight"].shape != (16, 16):
+                return "a state dict without values"
+    return None
+
+
+def test_two_engines_share_a_frozen_module(on_ranks):
+    assert on_ranks(2, shared_by_two_engines, "3") == [None, None]
+
+
+def unfrozen_later(plan: str) -> str | None:
+    engine: Any = start(net(), settings(plan))
+    engine.module.append(nn.Linear(4, 4).requires_grad_(False))
+    x, y = data(0)
+    for _ in range(2):
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+    engine.module[4].requires_grad_(True)
+    return refusal(lambda: engine(x), "4.weight was added and requires a gradient now")
+
+
+@pytest.mark.parametrize("plan", ["2", more("3")])
+def test_a_layer_that_is_added_frozen_and_unfrozen_later_is_refused(on_ranks, plan):
+    assert on_ranks(2, unfrozen_later, plan) == [None, None]
+
+
+def _jacobian(model: nn.Module) -> torch.Tensor:
+    inputs = torch.ones(2, 16, device=local_device())
+    return torch.func.jacrev(model)(inputs).pow(2).sum()
+
+
+def _hessian(model: nn.Module) -> torch.Tensor:
+    inputs = torch.ones(16, device=local_device())
+    return torch.func.hessian(lambda x: model(x).pow(2).sum())(inputs).sum()
+
+
+def _directional(model: nn.Module) -> torch.Tensor:
+    def penalised(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * (1 + sum(p.pow(2).sum() for p in model.parameters()))
+
+    inputs = torch.ones(4, 16, device=local_device())
+    return torch.func.jvp(penalised, (inputs,), (inputs,))[1].pow(2).sum()
+
+
+def _mapped(model: nn.Module) -> torch.Tensor:
+    return torch.func.vmap(model)(torch.ones(3, 4, 16, device=local_device())).pow(2).sum()
+
+
+def transformed(plan: str, way: Callable[[nn.Module], torch.Tensor]) -> str | None:
+    both = Beside(plan)
+    for _ in range(3):
+        both.step(lambda model, out, y: F.mse_loss(out, y) + 1e-3 * way(model))
+    return both.difference(1e-5)
+
+
+@pytest.mark.parametrize("plan", ["3", more("2"), more("3 nothing kept")])
+@pytest.mark.parametrize("way", [_jacobian, more(_hessian), _directional, more(_mapped)])
+def test_a_model_may_be_transformed_by_torch_func(on_ranks, plan, way):
+    assert on_ranks(2, transformed, plan, way) == [None, None]

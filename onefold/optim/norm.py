@@ -20,9 +20,10 @@ from onefold.runtime.squares import square_sum
 
 # What a row of a step says it is for; others are methods of the optimizer.
 _STEP = 0
-# A row's second number: two flags, and the call.
+# A row's second number: two flags, and the call. Its third: digests of what is frozen and of what was dropped.
 _LATE, _ALARM, _CALL = 1, 2, 4
-_FROZEN, _GROUPS = 2, 3
+_NAMES, _GROUPS = 2, 3
+_LOW = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,12 @@ def _name_difference(schedule: Schedule, groups: Mapping[str, str]) -> None:
 
 
 def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
-    """Every rank's numbers, once all ranks make the same call with the same parameters frozen."""
-    frozen = schedule.frozen_names()
-    rows = schedule.meet_for_step([square, flags + call * _CALL, zlib.crc32("\n".join(frozen).encode()), groups])
+    """Every rank's numbers, once all ranks make the same call with the same parameters frozen and the same gradients
+    dropped.
+    """
+    frozen, dropped = schedule.frozen_names(), schedule.dropped_names()
+    names = _digest(frozen) | _digest(dropped) << 32
+    rows = schedule.meet_for_step([square, flags + call * _CALL, names, groups])
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]
     for rank, row in enumerate(rows):
@@ -98,13 +102,25 @@ def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups
             raise RuntimeError(
                 f"rank {rank} calls {calls[made[rank]]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
-        if row[_FROZEN] != rows[0][_FROZEN]:
+        differs = row[_NAMES] ^ rows[0][_NAMES]
+        if differs & _LOW:
             raise RuntimeError(
                 f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would "
                 f"step a slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on "
                 "all ranks"
             )
+        if differs:
+            raise RuntimeError(
+                f"rank {rank} has dropped gradients of other parameters than rank 0 (p.grad = None, zero_grad of a "
+                "module) after they were summed over the ranks, and each rank would leave out a slice of them; dropped "
+                f"here: {', '.join(dropped[:8]) or 'none'}. Drop the same on all ranks, or leave out the backward"
+            )
     return rows
+
+
+def _digest(names: list[str]) -> int:
+    """Of 31 bits: two fit in one number of a row."""
+    return zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF if names else 0
 
 
 def square_of(run: Run) -> torch.Tensor:

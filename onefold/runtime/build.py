@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -202,18 +201,45 @@ def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
             and parameter.numel()
             and not parameter.is_meta
         ):
-            span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             start = parameter.data_ptr()
-            ranges.append((str(parameter.device), start, start + (span + 1) * parameter.itemsize, name))
+            ranges.append((str(parameter.device), start, start + _span(parameter) * parameter.itemsize, name))
     ranges.sort()
-    for (device, _, end, name), (other_device, start, _, other) in pairwise(ranges):
-        trained = parameters[name].requires_grad or parameters[other].requires_grad
-        if device == other_device and start < end and trained:
-            raise ValueError(
-                f"parameters {name} and {other} share memory but are two Parameter objects, and each would be "
-                "trained by itself. Tie the Parameter: assign one module's parameter to the other (b.weight = "
-                "a.weight), or clone it"
-            )
+    for index, (device, _, end, name) in enumerate(ranges):
+        for other_device, start, _, other in ranges[index + 1 :]:
+            if device != other_device or start >= end:
+                break
+            trained = parameters[name].requires_grad or parameters[other].requires_grad
+            if trained and _overlap(parameters[name], parameters[other]):
+                raise ValueError(
+                    f"parameters {name} and {other} share memory but are two Parameter objects, and each would be "
+                    "trained by itself. Tie the Parameter: assign one module's parameter to the other (b.weight = "
+                    "a.weight), or clone it"
+                )
+
+
+def _span(parameter: nn.Parameter) -> int:
+    """Elements from the first to the last, with what lies between them."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+
+
+def _overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether some byte belongs to both. Columns of one matrix lie between each other, and share nothing."""
+    if all(parameter.numel() == _span(parameter) for parameter in (one, other)):
+        return True  # no gaps, and their ranges meet
+    begin = min(one.data_ptr(), other.data_ptr())
+    end = max(parameter.data_ptr() + _span(parameter) * parameter.itemsize for parameter in (one, other))
+    taken = torch.zeros(end - begin, dtype=torch.bool)
+    for parameter in (one, other):
+        bytes_of = torch.as_strided(
+            taken,
+            (*parameter.shape, parameter.itemsize),
+            (*(stride * parameter.itemsize for stride in parameter.stride()), 1),
+            parameter.data_ptr() - begin,
+        )
+        if parameter is other and bool(bytes_of.any()):
+            return True
+        bytes_of.fill_(True)
+    return False
 
 
 def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Sequence[Unit]) -> None:

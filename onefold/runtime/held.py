@@ -162,6 +162,10 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
         holder.set_gradient(self, value)
 
 
+def _delete_grad(self: nn.Parameter) -> None:
+    _set_grad(self, None)
+
+
 def _get_requires_grad(self: nn.Parameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return bool(_requires_grad.__get__(self))
@@ -209,7 +213,7 @@ def _refuse_at_rest(parameter: nn.Parameter, what: str) -> None:
 
 _HELD_MEMBERS: dict[str, Any] = {
     "data": property(_get_data, _set_data),
-    "grad": property(_get_grad, _set_grad),
+    "grad": property(_get_grad, _set_grad, _delete_grad),
     "requires_grad": property(_get_requires_grad, _set_requires_grad),
     "requires_grad_": _requires_grad_,
     "__deepcopy__": _deepcopy,

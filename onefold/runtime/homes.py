@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from onefold.comm import Agreement, Collective, Ledger, broadcast_from
-from onefold.runtime.held import HOLDER, hold, let_go, set_data, set_raw_grad
+from onefold.runtime.held import HOLDER, hold, let_go, raw_grad, set_data, set_raw_grad
 from onefold.runtime.operations import operate
 from onefold.runtime.order import Wish
 from onefold.runtime.schedule import Schedule
+from onefold.runtime.trees import inside_backward
 from onefold.runtime.unit import ParameterState, Run, Unit
 
 _next_number = 0
@@ -216,13 +217,24 @@ class Home:
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         run, index = self.run_of(parameter)
-        if value is not None and run.trainable and self.owner is not None:
+        schedule, _ = self._lender
+        # Autograd has just left it there: a hook of the user's runs before ours, which will take what it leaves.
+        landing = inside_backward() and raw_grad(parameter) is not None
+        if value is not None and run.trainable and self.owner is not None and not landing:
             raise RuntimeError(
                 f"the gradient of {self.name_of(parameter)} is reduced and held by the engine: set it between "
                 "backward and step with onefold.utils.safe_set_full_grad(parameter, value)"
             )
         set_raw_grad(parameter, value)
-        if value is None and run.trainable:
+        if (
+            value is None
+            and run.trainable
+            and schedule is not None
+            and inside_backward()
+            and (landing or schedule.in_backward)
+        ):
+            run.drops_at_end.add(index)
+        elif value is None and run.trainable:
             run.drop_gradient_of(index)
             owner = self.owner
             if owner is not None:

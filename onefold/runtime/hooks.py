@@ -30,10 +30,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.compiler import outside_compiler
+from onefold.runtime.held import is_resting, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.trees import inside_backward, may_hold_tensors, tensors_in
-from onefold.runtime.unit import ParameterState, Run, Unit
+from onefold.runtime.trees import inside_backward, inside_transform, may_hold_tensors, tensors_in
+from onefold.runtime.unit import Run, Unit
 
 
 class Listener(Protocol):
@@ -156,7 +157,7 @@ class Hooks:
                 listener.begin_bare_backward()
             except RuntimeError:
                 # The backward is refused: its gradient must not be found here by the next one.
-                run.parameters[index].grad = None
+                set_raw_grad(run.parameters[index], None)
                 raise
         self._schedule.land(unit, run, index)
 
@@ -181,6 +182,9 @@ class Hooks:
         again = inside_backward()
         self._schedule.before_forward(unit, again=again)
         unit.uses.stack.append((0, []))
+        if inside_transform():
+            unit.uses.held = True  # whoever runs its backward, it runs on nodes of wrapped tensors
+            return
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
             unit.uses.calls += 1
@@ -245,7 +249,8 @@ class Hooks:
     def check_whole(self, units: list[int], what: str, instead: str) -> None:
         for unit in (self._schedule.units[index] for index in units):
             self._schedule.settle(unit)
-            if unit.sharded and unit.parameter is not ParameterState.FULL:
+            # Another engine may hold the same frozen parameters, and have unsharded them.
+            if any(is_resting(parameter) for run in unit.sharded for parameter in run.parameters):
                 raise RuntimeError(
                     f"{what}: the parameters of {unit.name} rest as shards, and would come out empty. {instead}"
                 )
@@ -458,7 +463,7 @@ def _before_root_forward(hooks: Hooks, *_: Any) -> None:
 def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
     hooks._schedule.after_root_forward()
     # A recomputation inside a backward belongs to that backward.
-    if not torch.is_grad_enabled() or inside_backward():
+    if not torch.is_grad_enabled() or inside_backward() or inside_transform():
         return
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     me = weakref.ref(hooks)

@@ -37,8 +37,11 @@ class ModelWatch:
             for member, parameter in zip(run.layout.members, run.parameters, strict=True)
         }
         self._known: dict[str, int] = {}
+        # Taken since, and not to be trained: a layer that is unfrozen later would be no more trained than a new one.
+        self._newcomers: list[weakref.ref[nn.Parameter]] = []
         self._samples: list[tuple[weakref.ref[nn.Module], str, int]] = []
         self._remember(model)
+        self._first = set(self._known.values())
         first = {id(unit.runs[0].parameters[0]) for unit in units}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -65,7 +68,7 @@ class ModelWatch:
     def check(self) -> None:
         """Raise, by name, where the model has parameters that would not be trained as the user expects."""
         model = self._model()
-        if model is None or not (self._changed or self._looks_changed()):
+        if model is None or not (self._changed or self._looks_changed() or self._newcomer_trains()):
             return
         problems = [
             problem for name, parameter in _own_parameters(model) if (problem := self._problem(name, parameter))
@@ -77,12 +80,18 @@ class ModelWatch:
                 "optimizer states do not have them: change the model before initialize, or call initialize again; a "
                 "parameter that is not to be trained may be added with requires_grad False"
             )
+        self._newcomers = [
+            weakref.ref(parameter)
+            for _, parameter in _own_parameters(model)
+            if id(parameter) not in self._first and not parameter.requires_grad
+        ]
         self._remember(model)
         self._changed = False
 
     def _problem(self, name: str, parameter: nn.Parameter) -> str | None:
         if self._known.get(name) == id(parameter):
-            return None
+            is_new = any(reference() is parameter for reference in self._newcomers)
+            return f"{name} was added and requires a gradient now" if is_new and parameter.requires_grad else None
         if id(parameter) in self._names:
             return f"{name} is now tied to {self._names[id(parameter)]}"
         if parameter.is_meta:
@@ -90,6 +99,9 @@ class ModelWatch:
         if not parameter.requires_grad:
             return None
         return f"{name} was {'replaced' if name in self._known else 'added'} and requires a gradient"
+
+    def _newcomer_trains(self) -> bool:
+        return any((found := new()) is not None and found.requires_grad for new in self._newcomers)
 
     def _looks_changed(self) -> bool:
         for reference, length in self._containers:

@@ -19,7 +19,7 @@ from torch import nn
 
 from onefold.runtime.held import at_rest, name_of
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.trees import inside_backward, tensors_in
+from onefold.runtime.trees import inside_backward, inside_transform, tensors_in
 from onefold.runtime.unit import Unit
 
 
@@ -56,6 +56,8 @@ def operate(
             if unit.is_seen_by(tensors_in(result)):
                 unit.uses.held = True
                 unit.hand_out()
+            elif inside_transform():
+                unit.uses.held = True
             elif nodes:
                 _Recorded.watch(schedule, unit, result, nodes, again=again)
     return result

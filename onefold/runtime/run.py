@@ -59,6 +59,10 @@ class Run(Line):
         # Trained parameters that the user has frozen since, and those whose gradient he has dropped.
         self.frozen: set[int] = set()
         self.dropped: set[int] = set()
+        # Dropped by a hook of the user's inside a backward, whose reduction may be under way: they go when it is over.
+        self.drops_at_end: set[int] = set()
+        # Dropped after they were summed over the ranks, in this window: each rank clears its slice.
+        self.drops_of_sums: set[int] = set()
         self._filled = bytearray(len(self.parameters))
         self._precision = precision
         self._accumulates = accumulates
@@ -137,7 +141,8 @@ class Run(Line):
         """Move the gradient autograd has just produced into the line."""
         parameter, member = self.parameters[index], self.layout.members[index]
         gradient = raw_grad(parameter)
-        assert gradient is not None
+        if gradient is None:
+            return  # a hook of the user's has dropped it
         assert self.grad is not None
         with torch.no_grad():
             gradient = gradient.detach()
@@ -186,7 +191,14 @@ class Run(Line):
             low, high = max(start, member.start) - start, min(stop, member.stop) - start
             self.reduced[low : max(low, high)].zero_()
             self.square = None
+            self.drops_of_sums.add(index)
         self.dropped.add(index)
+
+    def end_backward(self) -> None:
+        """Nothing is in flight: what hooks have dropped goes."""
+        for index in sorted(self.drops_at_end):
+            self.drop_gradient_of(index)
+        self.drops_at_end.clear()
 
     def reduction(self, prescale: float, pool: Pool) -> Reduction:
         """What the collective has to do for this run; parameters without a gradient count as zero."""
@@ -257,7 +269,13 @@ class Run(Line):
         self.close(pool)
         self._give_back_sum_slot(pool)
         self.reduced = self.square = None
-        self.dropped.clear()
+        for drops in (self.dropped, self.drops_at_end, self.drops_of_sums):
+            drops.clear()
+
+    def drop_landing(self) -> None:
+        """A hook of the user's that runs before ours has raised: the gradient is still where autograd left it."""
+        for parameter in self.parameters:
+            set_raw_grad(parameter, None)
 
     def start_over(self) -> None:
         """Other values, of another run maybe, are about to come, on every rank."""

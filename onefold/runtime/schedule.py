@@ -26,6 +26,7 @@ from onefold.runtime.descent import Descent
 from onefold.runtime.flights import Flights
 from onefold.runtime.held import at_rest, raw_grad
 from onefold.runtime.order import Order, Wish
+from onefold.runtime.trees import unrecorded
 from onefold.runtime.unit import GradientState, ParameterState, Run, Unit
 from onefold.tier.device import Pool
 from onefold.tier.lower import LowerTiers
@@ -154,7 +155,7 @@ class Schedule:
         if self.order.open:
             self._use(unit, Moment.FORWARD)
         elif unit.sharded:
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with unrecorded():
                 self.flights.settle(unit)
                 self.order.lend(unit)
         else:
@@ -178,7 +179,7 @@ class Schedule:
             return
         begins = not self.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         # Buffers made while evaluating must not be inference tensors: training uses them again.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with unrecorded():
             if begins:
                 self._begin_pass(forward=moment is Moment.FORWARD)
             self.order.demand(moment, unit)
@@ -234,6 +235,8 @@ class Schedule:
         """Every gradient of this backward has landed. What got none is reduced with zeros."""
         if self.order.open:
             self.order.end(aborted=aborted)
+        for run in (run for unit in self.trained for run in unit.trained if run.drops_at_end):
+            run.end_backward()
         if self._lower is not None:
             self._lower.forget_fetched()
         self.rest()
@@ -243,6 +246,8 @@ class Schedule:
         """Backward raised. Join what the other ranks still do, forget everything, and be ready for another try."""
         self.end_backward(aborted=True)
         self.drop_gradients()
+        for run in (run for unit in self.trained for run in unit.trained):
+            run.drop_landing()
 
     def drop_gradients(self) -> None:
         self.flights.finish_reductions()
@@ -373,6 +378,11 @@ class Schedule:
         """Trained parameters that the user has frozen since `initialize`."""
         runs = [run for unit in self.trained for run in unit.trained if run.frozen]
         return sorted(run.layout.members[index].name for run in runs for index in run.frozen)
+
+    def dropped_names(self) -> list[str]:
+        """Parameters whose gradient the user has dropped after it was summed over the ranks."""
+        runs = [run for unit in self.trained for run in unit.trained if run.drops_of_sums]
+        return sorted(run.layout.members[index].name for run in runs for index in run.drops_of_sums)
 
     def forget_units(self) -> None:
         for held in (self.units, self.trained, self.sharded, self._frozen):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,27 @@ def may_hold_tensors(value: Any) -> bool:
 
 def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def inside_transform() -> bool:
+    """Whether a function is being differentiated or mapped by `torch.func`: its tensors are wrapped."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What moves values of parameters is no part of what a user differentiates or maps, by `torch.func` either.
+
+    Tensors made inside are no inference tensors: training uses them again.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        if not inside_transform():
+            yield
+        else:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            with temporarily_clear_interpreter_stack():
+                yield
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
