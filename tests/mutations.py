@@ -601,7 +601,7 @@ MUTATIONS = [
     Mutation(
         "frozen-alike-unchecked",
         "onefold/optim/norm.py",
-        "        if row[3] != rows[0][3]:",
+        "        if differs & _LOW:",
         "        if False:",
         "test_held_parameters.py -k freeze_different",
     ),
@@ -636,15 +636,15 @@ MUTATIONS = [
     Mutation(
         "shared-memory-unseen",
         "onefold/runtime/build.py",
-        "if device == other_device and start < end and trained:",
-        "if False:",
+        "            if trained and _overlap(parameters[name], parameters[other]):",
+        "            if False:",
         "test_held_parameters.py -k refused_by_name",
     ),
     Mutation(
         "neighbours-refused",
         "onefold/runtime/build.py",
-        "if device == other_device and start < end and trained:",
-        "if device == other_device and start <= end and trained:",
+        "            if device != other_device or start >= end:",
+        "            if device != other_device or start > end:",
         "test_held_parameters.py -k side_by_side",
     ),
     Mutation(
