@@ -501,13 +501,6 @@ MUTATIONS = [
         "test_held_parameters.py -k values_of_a_parameter_at_rest",
     ),
     Mutation(
-        "held-pickle",
-        "onefold/runtime/held.py",
-        '    _refuse_at_rest(self, "pickling it")',
-        "    pass",
-        "test_held_parameters.py -k values_of_a_parameter_at_rest",
-    ),
-    Mutation(
         "operation-not-resharded",
         "onefold/runtime/operations.py",
         "            schedule.after_backward(unit, [self._call])",

@@ -144,9 +144,8 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
 def _set_resting_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Casting or moving a module ends here. What changes nothing is let through."""
     if value.numel() or (value.dtype, value.device) != (parameter.dtype, parameter.device):
-        raise _at_rest(
-            [parameter], f"data of {value.dtype} on {value.device}, shape {tuple(value.shape)}, for a parameter"
-        )
+        what = f"data of {value.dtype} on {value.device}, shape {tuple(value.shape)}, for a parameter"
+        raise at_rest([name_of(parameter)], what)
 
 
 def _get_grad(self: nn.Parameter) -> torch.Tensor | None:
@@ -187,7 +186,6 @@ def _requires_grad_(self: nn.Parameter, requires_grad: bool = True) -> nn.Parame
 def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A copy is nobody's: a plain Parameter."""
     if id(self) not in memo:
-        _refuse_at_rest(self, "copying it")
         with torch.no_grad():
             copied = self.detach().clone(memory_format=torch.preserve_format)
         memo[id(self)] = _rebuild(plain_class(self), copied, self.requires_grad)
@@ -196,7 +194,6 @@ def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
 
 
 def _reduce(self: nn.Parameter, protocol: Any) -> Any:
-    _refuse_at_rest(self, "pickling it")
     return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
@@ -204,11 +201,6 @@ def _rebuild(plain: type[nn.Parameter], values: torch.Tensor, requires_grad: boo
     parameter = nn.Parameter(values, requires_grad=requires_grad)
     parameter.__class__ = plain
     return parameter
-
-
-def _refuse_at_rest(parameter: nn.Parameter, what: str) -> None:
-    if is_resting(parameter):
-        raise _at_rest([parameter], what)
 
 
 _HELD_MEMBERS: dict[str, Any] = {
@@ -328,10 +320,6 @@ def at_rest(names: list[str], what: str) -> RuntimeError:
         "onefold.zero.GatheredParameters(parameters) (to write: modifier_rank=0), which all ranks enter together; in "
         "a loss, use parameters after the engine's forward has begun"
     )
-
-
-def _at_rest(parameters: list[nn.Parameter], what: str) -> RuntimeError:
-    return at_rest([name_of(parameter) for parameter in parameters], what)
 
 
 def name_of(parameter: nn.Parameter) -> str:
