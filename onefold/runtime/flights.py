@@ -67,7 +67,9 @@ class Flights:
         for unit in batch:
             unit.open(self.pool)
         reductions = [reduction for unit in batch for reduction in unit.start_reducing(self._prescale, self.pool)]
-        self.reducing.append(Flight(batch, self.collective.start_reduce_scatter(reductions), size))
+        with self._waiting("reduction of", batch):  # to a rank that is gone even the launch may raise
+            pending = self.collective.start_reduce_scatter(reductions)
+        self.reducing.append(Flight(batch, pending, size))
         if not self._plan.overlap:
             self.finish_reduction()
 
@@ -98,7 +100,8 @@ class Flights:
         for run in unit.sharded:
             run.finish_update()
         try:
-            pending = self.collective.start_gather(unit.start_gather(exact=exact, near=near))
+            with self._waiting("gather of", [unit]):
+                pending = self.collective.start_gather(unit.start_gather(exact=exact, near=near))
         except BaseException:
             unit.undo_gather()
             raise
@@ -153,7 +156,8 @@ class Flights:
             run.finish_update()
         if self.collective.group.size == 1:
             return Pending(lambda: None)
-        return self.collective.start_gather([Gathering(run.full) for run in runs])
+        with self._waiting("refresh of", batch):
+            return self.collective.start_gather([Gathering(run.full) for run in runs])
 
     def finish_refresh(self) -> None:
         flight = self.refreshing[0]
@@ -175,9 +179,8 @@ class Flights:
 
     def gather_now(self, unit: Unit, runs: list[Run]) -> None:
         """Fill lines that rest whole from every rank's slice."""
-        pending = self.collective.start_gather([Gathering(run.full) for run in runs])
         with self._waiting("gather of what was loaded, of", [unit]):
-            pending.finish()
+            self.collective.start_gather([Gathering(run.full) for run in runs]).finish()
 
     # -- gradients where every rank steps everything ------------------------------------------------------------
 
@@ -201,7 +204,8 @@ class Flights:
             assert run.reduced is not None
             whole[run] = self.pool.take(run.layout.total, run.reduced.dtype)
             gatherings.append(Gathering(whole[run], run.reduced))
-        return whole, self.collective.start_gather(gatherings)
+        with self._waiting("gather of gradients of", batch):
+            return whole, self.collective.start_gather(gatherings)
 
 
 def _make_room(flights: deque[Flight], incoming: int, limit: int, finish: Callable[[], None]) -> None:

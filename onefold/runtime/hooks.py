@@ -30,7 +30,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.compiler import outside_compiler
-from onefold.runtime.held import is_resting, set_raw_grad
+from onefold.runtime.held import is_resting, raw_grad, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.trees import inside_backward, inside_transform, may_hold_tensors, tensors_in
@@ -151,7 +151,10 @@ class Hooks:
         listener = self._listener()
         if listener is None:
             return
+        landed = raw_grad(run.parameters[index])
         self.expect_end()
+        # An earlier backward that raised is forgotten only now, with what it left on parameters: not this one's.
+        set_raw_grad(run.parameters[index], landed)
         if not self._schedule.in_backward:
             try:
                 listener.begin_bare_backward()
