@@ -49,6 +49,7 @@ PATHS = {
     "Ctrl-C on both": [-signal.SIGINT, -signal.SIGINT],
     "Ctrl-C while waiting": [1, -signal.SIGINT],
     "ranks differ": [1, 1],
+    "before initialize": [1, 3],
 }
 TIMEOUT = 60.0
 THREAD_LEFT = 77
@@ -79,6 +80,10 @@ kept: list[onefold.Engine] = []
 
 
 def program(path: str, stage: int, rank: int, folder: str) -> None:
+    if path == "before initialize":
+        onefold.init_distributed()
+        if rank == 1:
+            sys.exit(3)
     width = 32 if path == "ranks differ" and rank else 16
     blocks = (nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(3))
     engine = onefold.initialize(model=nn.Sequential(*blocks), config=config_of(path, stage))[0]

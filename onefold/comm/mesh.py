@@ -68,6 +68,7 @@ def init_distributed(
             world_size=world_size,
             timeout=timeout,
         )
+    watch_world()  # from here on a rank that ends says so: others may wait for it in initialize
 
 
 def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
