@@ -616,6 +616,22 @@ def test_one_rank_clips_by_hand_as_plain_torch(on_ranks, plan):
     assert on_ranks(1, clipped_by_hand, plan) == [None]
 
 
+def scaled_gradient() -> str | None:
+    """Clipped to a norm of 1 it would count as one of 1 / scale."""
+    engine = start(net(), settings("2", **precision("fp16")))
+    x, y = data(0, torch.float16)
+    engine.backward(F.mse_loss(engine(x), y))
+    found = refusal(
+        lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0), "loss scale", "gradient_clipping"
+    )
+    engine.module.zero_grad()
+    return found
+
+
+def test_a_scaled_gradient_is_not_clipped_by_hand(on_ranks):
+    assert on_ranks(1, scaled_gradient) == [None]
+
+
 # -- changes after initialize -----------------------------------------------------------------------------------
 
 

@@ -262,20 +262,22 @@ class RestingValues(torch.Tensor):
 
 
 class HeldGradient(torch.Tensor):
-    """Stands for a gradient that is reduced and sharded over the ranks: it has a shape and no values.
+    """Stands for a gradient that is sharded over the ranks, or scaled: it has a shape and no values.
 
     What clears gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
     """
 
     _onefold_parameter: nn.Parameter
     _onefold_name: str
+    _onefold_where: str
+    SHARDED = "reduced and sharded over the ranks, and not here"
 
     @staticmethod
-    def of(parameter: nn.Parameter, name: str, shape: tuple[int, ...]) -> HeldGradient:
+    def of(parameter: nn.Parameter, name: str, shape: tuple[int, ...], where: str) -> HeldGradient:
         made: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             HeldGradient, shape, dtype=parameter.dtype, device=parameter.device
         )
-        made._onefold_parameter, made._onefold_name = parameter, name
+        made._onefold_parameter, made._onefold_name, made._onefold_where = parameter, name, where
         return made
 
     @classmethod
@@ -292,15 +294,17 @@ class HeldGradient(torch.Tensor):
                 gradient._onefold_parameter.grad = None
             return args[0]
         raise RuntimeError(
-            f"{_words(func)}'s gradient: the gradient of {held[0]._onefold_name} is reduced and sharded over the "
-            "ranks, and not here. Clip with the config's gradient_clipping; read the norm with "
+            f"{_words(func)}'s gradient: the gradient of {held[0]._onefold_name} is {held[0]._onefold_where}. Clip "
+            "with the config's gradient_clipping; read the norm with "
             "engine.get_global_grad_norm() after the step; read or set one gradient with "
             "onefold.utils.safe_get_full_grad / safe_set_full_grad between backward and step, on all ranks"
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError(f"{func}: the gradient is sharded over the ranks; use onefold.utils.safe_get_full_grad")
+        raise RuntimeError(
+            f"{func}: the gradient is sharded over the ranks or scaled; use onefold.utils.safe_get_full_grad"
+        )
 
 
 def _without_values(func: Callable[..., Any], args: Any, kwargs: Any, names: list[str]) -> Any:

@@ -165,19 +165,24 @@ class Run(Line):
         return (self.grad is not None or self.reduced is not None) and len(self.dropped) < len(self.parameters)
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it."""
+        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it.
+
+        In fp16 it carries the loss scale until the step: clipping it would clip to something else.
+        """
         landed = self.grad is not None and bool(self._filled[index])
         if index in self.dropped or not (landed or self.reduced is not None):
             return None
         member, parameter = self.layout.members[index], self.parameters[index]
-        if self.layout.num_shards == 1 and self.plan.part_size is None:
+        scaled = self._precision.compute is torch.float16
+        if self.layout.num_shards == 1 and self.plan.part_size is None and not scaled:
             self.wait_for_reduced()
             line = self.grad if self.grad is not None else self.reduced
             assert line is not None
             if line.device == self.device:
                 self.square = None  # the view may be written to
                 return line[member.start : member.stop].view(member.shape)
-        return HeldGradient.of(parameter, member.name, member.shape)
+        where = "multiplied by the loss scale" if scaled and self.layout.num_shards == 1 else HeldGradient.SHARDED
+        return HeldGradient.of(parameter, member.name, member.shape, where)
 
     def drop_gradient_of(self, index: int) -> None:
         """`p.grad = None`: what has been accumulated of one parameter counts no more."""
