@@ -594,8 +594,8 @@ MUTATIONS = [
     Mutation(
         "frozen-alike-unchecked",
         "onefold/optim/norm.py",
-        "        if differs & _LOW:",
-        "        if False:",
+        "    if len({row[_DONE] for row in rows}) > 1:",
+        "    if False:",
         "test_held_parameters.py -k freeze_different",
     ),
     Mutation(

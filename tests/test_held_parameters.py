@@ -397,6 +397,29 @@ def test_the_search_for_writes_can_be_turned_off(on_ranks):
     assert on_ranks(2, writes_in_16_bits, "1", "bf16", "SGD", False) == [None, None]
 
 
+def written_on_one_rank(plan: str, how: str) -> str | None:
+    engine = start(net(), settings(plan))
+    x, y = data(0)
+    for step in range(2):
+        engine.backward(F.mse_loss(engine(x), y))
+        with torch.no_grad():
+            if step and (rank() == 1 or how == "all"):
+                engine.module[0].weight.mul_(0.5)
+        if step and how == "one":
+            return refusal(engine.step, "rank 1", "written", "0.weight")
+        engine.step()
+    engine.load_module_state_dict(engine.module_state_dict())
+    engine.backward(F.mse_loss(engine(x), y))
+    engine.step()
+    return None
+
+
+@pytest.mark.parametrize("how", ["one", "all"])
+@pytest.mark.parametrize("plan", ["0", "2", "3 persistent"])
+def test_a_write_on_one_rank_alone_raises(on_ranks, plan, how):
+    assert on_ranks(2, written_on_one_rank, plan, how) == [None, None]
+
+
 def part_of_a_line_written() -> str | None:
     """Beside what was written, masters keep the digits that 16 bits do not show."""
     engine = start(net(), settings("1", **precision("bf16")))
@@ -1131,7 +1154,7 @@ def dropped_on_one_rank(plan: str) -> str | None:
     engine.backward(F.mse_loss(engine(x), y))
     if rank() == 1:
         engine.module[0].weight.grad = None
-    return refusal(engine.step, "rank 1", "dropped gradients", "0.weight" if rank() == 1 else "none")
+    return refusal(engine.step, "rank 1", "dropped gradients", "0.weight", "none")
 
 
 @pytest.mark.parametrize("plan", ["0", "2", more("3")])

@@ -4,8 +4,8 @@ a rank that is alone reads the device's sum only where somebody asks.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +20,9 @@ from onefold.runtime.squares import square_sum
 
 # What a row of a step says it is for; others are methods of the optimizer.
 _STEP = 0
-# A row's second number: two flags, and the call. Its third: digests of what is frozen and of what was dropped.
+# A row's second number: two flags, and the call. Its third: a digest of what programs have done to parameters.
 _LATE, _ALARM, _CALL = 1, 2, 4
-_NAMES, _GROUPS = 2, 3
-_LOW = (1 << 32) - 1
+_DONE, _GROUPS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -89,38 +88,45 @@ def _name_difference(schedule: Schedule, groups: Mapping[str, str]) -> None:
 
 
 def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
-    """Every rank's numbers, once all ranks make the same call with the same parameters frozen and the same gradients
-    dropped.
+    """Every rank's numbers, once all ranks make the same call, and programs have done the same to parameters since the
+    last one.
     """
-    frozen, dropped = schedule.frozen_names(), schedule.dropped_names()
-    names = _digest(frozen) | _digest(dropped) << 32
-    rows = schedule.meet_for_step([square, flags + call * _CALL, names, groups])
+    done = {
+        "frozen": ", ".join(schedule.frozen_names()),
+        "dropped": ", ".join(schedule.dropped_names()),
+        "written": ", ".join(schedule.written_names()),
+    }
+    rows = schedule.meet_for_step([square, flags + call * _CALL, _digest(done), groups])
+    schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]
-    for rank, row in enumerate(rows):
+    for rank in range(len(rows)):
         if made[rank] != made[0]:
             raise RuntimeError(
                 f"rank {rank} calls {calls[made[rank]]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
-        differs = row[_NAMES] ^ rows[0][_NAMES]
-        if differs & _LOW:
-            raise RuntimeError(
-                f"rank {rank} has frozen other parameters than rank 0 (requires_grad False), and each rank would "
-                f"step a slice of them by itself; frozen here: {', '.join(frozen[:8]) or 'none'}. Freeze the same on "
-                "all ranks"
-            )
-        if differs:
-            raise RuntimeError(
-                f"rank {rank} has dropped gradients of other parameters than rank 0 (p.grad = None, zero_grad of a "
-                "module) after they were summed over the ranks, and each rank would leave out a slice of them; dropped "
-                f"here: {', '.join(dropped[:8]) or 'none'}. Drop the same on all ranks, or leave out the backward"
-            )
+    if len({row[_DONE] for row in rows}) > 1:
+        one, other = tell_difference(schedule.order.agreement, "what was done to parameters", done)
+        raise RuntimeError(
+            f"rank {other.rank} has {_WORDS[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
+            f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
+        )
     return rows
 
 
-def _digest(names: list[str]) -> int:
-    """Of 31 bits: two fit in one number of a row."""
-    return zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF if names else 0
+_WORDS = {
+    "frozen": "frozen other parameters than rank 0 (requires_grad False), and each rank would step a slice of them by "
+    "itself",
+    "dropped": "dropped gradients of other parameters than rank 0 (p.grad = None, zero_grad of a module) after they "
+    "were summed over the ranks, and each rank would leave out a slice of them",
+    "written": "written to other parameters in place than rank 0, and each rank would take over a slice of them",
+}
+
+
+def _digest(done: Mapping[str, str]) -> int:
+    if not any(done.values()):
+        return 0
+    return int.from_bytes(hashlib.blake2b("\0".join(done.values()).encode(), digest_size=8).digest(), signed=True)
 
 
 def square_of(run: Run) -> torch.Tensor:

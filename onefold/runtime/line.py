@@ -98,6 +98,7 @@ class Line:
                 elif not _is_same_memory(parameter, view):
                     view.copy_(parameter)
                     set_data(parameter, view)
+        self.note_values()
 
     @property
     def is_resting(self) -> bool:
@@ -151,7 +152,7 @@ class Line:
             self.change()
             write(self.shard, self.own_slice)
             self.fresh = None
-            self._note_values()
+            self.note_values()
 
     def forget_fetched(self) -> None:
         """The shard is about to be written: nobody reads or writes it any more, and what was read ahead is old."""
@@ -254,10 +255,10 @@ class Line:
         for view, parameter in zip(self._views(), self.parameters, strict=True):
             set_data(parameter, view)
             hold(parameter, resting=False)
-        self._note_values()
+        self.note_values()
 
-    def _note_values(self) -> None:
-        """What is unsharded now is what is sharded."""
+    def note_values(self) -> None:
+        """From now on writes are looked for: what is unsharded now is what is sharded, or has been seen."""
         self._versions = [parameter._version for parameter in self.parameters]
         self._read_through_data.clear()
 

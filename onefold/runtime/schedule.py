@@ -379,6 +379,18 @@ class Schedule:
         runs = [run for unit in self.trained for run in unit.trained if run.frozen]
         return sorted(run.layout.members[index].name for run in runs for index in run.frozen)
 
+    def written_names(self) -> list[str]:
+        """Unsharded parameters that the user has written to in place since the last step, as version counters show."""
+        return sorted(name for run in self._whole_runs() for name in run.written_members())
+
+    def note_values(self) -> None:
+        """Writes up to now have been seen."""
+        for run in self._whole_runs():
+            run.note_values()
+
+    def _whole_runs(self) -> Iterator[Run]:
+        return (run for unit in self.units for run in unit.runs if run.rests_whole)
+
     def dropped_names(self) -> list[str]:
         """Parameters whose gradient the user has dropped after it was summed over the ranks."""
         runs = [run for unit in self.trained for run in unit.trained if run.drops_of_sums]
