@@ -56,7 +56,10 @@ def _came(parameter: nn.Parameter, home: Home) -> None:
     member, whole = run.layout.members[index], run.rests_whole
     start, stop = run.own_range
     low, high = max(start, member.start), min(stop, member.stop)
-    kept = run.full[low : max(low, high)] if run.shard is None else run.shard[low - start : max(low, high) - start]
+    if run.shard is not None:
+        kept = run.shard[low - start : max(low, high) - start]
+    else:  # a view of a line that is about to be sharded would keep all of it
+        kept = run.full[low : max(low, high)] if whole else run.full.new_empty(0)
     parameter.__dict__.update(
         ds_id=home.number + home.place_of(parameter),
         ds_shape=torch.Size(member.shape),

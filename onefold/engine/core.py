@@ -120,7 +120,6 @@ class Engine(Weights):
         weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes, self._lower).atexit = False
         guard = self._schedule.order.agreement.guard
         guard.watch()
-        weakref.finalize(self, guard.close).atexit = False
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -459,6 +458,7 @@ def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTie
     finally:
         if lower is not None:
             lower.close()
+        schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
 
 
 def _retire(model: nn.Module) -> None:

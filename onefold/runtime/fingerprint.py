@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # Words that are multiplied at once: the products need memory.
-_CHUNK = 1 << 24
+_CHUNK = 1 << 20
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:

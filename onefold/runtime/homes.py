@@ -201,7 +201,7 @@ class Home:
     def data_read(self, parameter: nn.Parameter) -> None:
         """From now on writes are looked for by value: resharding would lose them."""
         run, index = self.run_of(parameter)
-        if not run.rests_whole:
+        if self.in_pass and not run.rests_whole:
             run.look_for_writes(index)
 
     def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None:
@@ -293,6 +293,8 @@ class Home:
                 run.take_parameters()
                 broadcast_from(self.collective.group, rank, run.full, self.ledger)
                 run.store()
+        if self.owner is None:
+            self._tell()  # of shards that were made just now
         self.tell_written()
 
     def tell_written(self) -> None:
