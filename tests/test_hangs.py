@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, net, rank, start
+from models import config, more, net, rank, start
 from ranks import RankPool
 from test_alike import heard, layers
 from torch import nn
@@ -88,10 +88,12 @@ def stuck(kind: str, stage: int) -> Heard:
     ("kind", "stage", "words"),
     [
         ("engines", 2, ["rank 0 at onefold.initialize, engine 2", "rank 1 at reduction of", "the same engines"]),
-        ("engines", 3, ["rank 0 at onefold.initialize, engine 2", "rank 1 at the beginning of a pass"]),
-        ("barrier", 2, ["rank 1 at its own torch.distributed.barrier()", "test_hangs.py:", "rank 0 at reduction of"]),
+        more("engines", 3, ["rank 0 at onefold.initialize, engine 2", "rank 1 at the beginning of a pass"]),
+        more(
+            "barrier", 2, ["rank 1 at its own torch.distributed.barrier()", "test_hangs.py:", "rank 0 at reduction of"]
+        ),
         ("barrier", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
-        ("all_reduce", 3, ["rank 1 at its own torch.distributed.all_reduce()", "test_hangs.py:"]),
+        more("all_reduce", 3, ["rank 1 at its own torch.distributed.all_reduce()", "test_hangs.py:"]),
         (
             "objects",
             3,
@@ -102,9 +104,11 @@ def stuck(kind: str, stage: int) -> Heard:
             3,
             ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at the beginning of a pass"],
         ),
-        ("like a meeting", 2, ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at reduction of"]),
+        more("like a meeting", 2, ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at reduction of"]),
         ("asynchronous", 3, ["rank 1 at its own wait()", "test_hangs.py:"]),
-        ("another group", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
+        more(
+            "another group", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]
+        ),
         ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "as many batches"]),
         ("save", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at load_checkpoint"]),
     ],

@@ -248,7 +248,7 @@ def penalised(plan: str, way: str) -> str | None:
 
 
 @pytest.mark.parametrize("way", ["after", "elastic", "inside", "kept list", "functional_call", "no_grad", "views"])
-@pytest.mark.parametrize("plan", ["3", "3 nothing kept", more("2"), more("3 offload")])
+@pytest.mark.parametrize("plan", ["3 nothing kept", more("3"), more("2"), more("3 offload")])
 def test_operations_on_parameters_inside_a_pass_equal_plain_torch(on_ranks, plan, way):
     assert on_ranks(2, penalised, plan, way) == [None, None]
 
@@ -356,7 +356,7 @@ def writes(plan: str, way: str) -> str | None:
 
 
 @pytest.mark.parametrize("way", list(WRITES))
-@pytest.mark.parametrize("plan", ["2", "2 offload", "3 persistent", more("0"), more("1")])
+@pytest.mark.parametrize("plan", ["2 offload", more("2"), more("3 persistent"), more("0"), more("1")])
 def test_writes_to_unsharded_parameters_equal_plain_torch(on_ranks, plan, way):
     assert on_ranks(2, writes, plan, way) == [None, None]
 
@@ -554,7 +554,9 @@ def dropped(plan: str, way: str) -> str | None:
 
 
 @pytest.mark.parametrize("way", list(DROPS))
-@pytest.mark.parametrize("plan", ["1", "3 nothing kept", more("0"), more("2"), more("2 offload"), more("3 offload")])
+@pytest.mark.parametrize(
+    "plan", ["3 nothing kept", more("1"), more("0"), more("2"), more("2 offload"), more("3 offload")]
+)
 def test_gradients_are_dropped_however_it_is_asked_for(on_ranks, plan, way):
     assert on_ranks(2, dropped, plan, way) == [None, None]
 
@@ -609,7 +611,7 @@ def gradients_read(plan: str) -> str | None:
     return problem or (None if weight.grad is None else "a gradient after the step")
 
 
-@pytest.mark.parametrize("plan", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("plan", ["1", "3", more("0"), more("2")])
 def test_reading_a_sharded_gradient_says_what_to_call(on_ranks, plan):
     assert on_ranks(2, gradients_read, plan) == [None, None]
 
@@ -683,7 +685,7 @@ def frozen_between(plan: str, optimizer: str) -> str | None:
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "NAdam"])
-@pytest.mark.parametrize("plan", ["2", "3", more("0"), more("1"), more("2 offload"), more("3 offload")])
+@pytest.mark.parametrize("plan", ["3", more("2"), more("0"), more("1"), more("2 offload"), more("3 offload")])
 def test_a_frozen_parameter_stops_moving(on_ranks, plan, optimizer):
     assert on_ranks(2, frozen_between, plan, optimizer) == [None, None]
 
@@ -748,7 +750,7 @@ def changed_after(plan: str, how: str, at_step: bool) -> str | None:
 
 
 @pytest.mark.parametrize("how", list(CHANGES))
-@pytest.mark.parametrize("plan", ["2", "3"])
+@pytest.mark.parametrize("plan", ["3", more("2")])
 def test_a_model_that_is_changed_after_initialize_is_refused_by_name(on_ranks, plan, how):
     assert on_ranks(2, changed_after, plan, how, False) == [None, None]
 
@@ -1050,7 +1052,7 @@ def buffers(name: str, plan: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", list(BUFFERED))
-@pytest.mark.parametrize("plan", ["1", "3"])
+@pytest.mark.parametrize("plan", ["3", more("1")])
 def test_buffers_of_torchs_layers_follow_the_parameters(on_ranks, name, plan):
     assert on_ranks(2, buffers, name, plan) == [None, None]
 
