@@ -84,6 +84,7 @@ def end(losses: list[list[float]]) -> float:
     return sum(sum(each[-LAST:]) for each in losses) / (LAST * len(losses))
 
 
+@pytest.mark.slow
 def test_the_job_learns(trained):
     losses = trained("stage 3")
     assert min(each[0] for each in losses) > 4.9
@@ -95,6 +96,7 @@ def test_a_second_shard_is_bit_equal_at_every_step(trained):
     assert trained("hpZ") == trained("stage 3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all", more("qwZ"), more("qgZ"), more("LoCo"), more("all and LoCo")])
 def test_wires_end_within_a_hundredth_of_stage_3(trained, name):
     assert trained(name) != trained("stage 3")
