@@ -32,6 +32,20 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     _pools.clear()
 
 
+@pytest.fixture
+def own_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Ranks of their own: these tests break connections."""
+    pools: list[RankPool] = []
+
+    def start_and_run(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+        pools.append(RankPool(world))
+        return pools[-1].run(case, *args)
+
+    yield start_and_run
+    for pool in pools:
+        pool.stop()
+
+
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[RankPool]:
     """One rank on a GPU."""

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import config, more, net, rank, start, train
-from ranks import RankPool
 from torch import nn
 
 import onefold
 from onefold.comm import Disagreement, consensus, watch_world
 from onefold.comm.consensus import first_difference
-
-
-@pytest.fixture
-def own_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """Ranks of their own: these tests break connections."""
-    pools: list[RankPool] = []
-
-    def start_and_run(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-        pools.append(RankPool(world))
-        return pools[-1].run(case, *args)
-
-    yield start_and_run
-    for pool in pools:
-        pool.stop()
 
 
 class Two(nn.Module):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import config, more, net, rank, start
-from ranks import RankPool
 from test_alike import heard, layers
 from torch import nn
 
@@ -20,20 +17,6 @@ from onefold.comm import watch
 from onefold.comm.watch import Note, is_stuck, of_backend
 
 Heard = tuple[str, str, float, str]
-
-
-@pytest.fixture
-def own_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """Ranks of their own: these tests break connections."""
-    pools: list[RankPool] = []
-
-    def start_and_run(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-        pools.append(RankPool(world))
-        return pools[-1].run(case, *args)
-
-    yield start_and_run
-    for pool in pools:
-        pool.stop()
 
 
 def engine_of(stage: int, model: nn.Module | None = None) -> onefold.Engine:

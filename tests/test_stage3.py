@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
-from ranks import RankError, RankPool
+from ranks import RankError
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -1503,20 +1503,6 @@ def test_a_blocks_weight_may_be_read_between_forward_and_backward(on_ranks):
 
 
 # -- ranks that part ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """Ranks of their own: these tests break connections."""
-    pools: list[RankPool] = []
-
-    def start_and_run(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-        pools.append(RankPool(world))
-        return pools[-1].run(case, *args)
-
-    yield start_and_run
-    for pool in pools:
-        pool.stop()
 
 
 def parted(kind: str) -> tuple[str, str, float]:

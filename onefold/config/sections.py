@@ -64,8 +64,8 @@ class OnefoldSection:
     honour_writes: bool = key(
         True,
         "Writes in place to unsharded parameters (`p.clamp_()`, `p.data.mul_()`) reach the fp32 master at the next "
-        "step, which compares the two. false: they are lost where a master stands behind the parameter; saves up to "
-        "1.5% of a step.",
+        "step, which compares the two. false: they are lost where a master stands behind the parameter. The "
+        "search reads two bytes more a parameter.",
     )
     nonfinite_gradients: Literal["auto", "raise", "skip", "ignore"] = key(
         "auto",
