@@ -77,8 +77,9 @@ class Home:
         return home
 
     def _tell(self) -> None:
+        here = [parameter for run in self.runs for parameter in run.parameters if home_of(parameter) is self]
         for tell in came:
-            for parameter in (parameter for run in self.runs for parameter in run.parameters):
+            for parameter in here:
                 tell(parameter, self)
 
     @property
