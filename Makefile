@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-of test-slow test-gpu mutants lint format docs bench bench-network clean
+.PHONY: train check test test-of test-slow test-gpu mutants lint format docs bench bench-network clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)  ## the main job: a small GPT learns the standard library's source
 	$(BIN)/onefold train $(ARGS)
+
+check: lint  ## before a commit: lint, types, one case of every property, in under two minutes
+	$(BIN)/python -m pytest -q -m 'not gpu and not slow' --first-cases $(ARGS)
 
 test: $(STAMP)  ## the suite, in real gloo processes
 	$(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS)

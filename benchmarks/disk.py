@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.table import describe_run, format_table
 from onefold.config.sections import Aio
-from onefold.tier.host import page_aligned
-from onefold.tier.nvme import Swap
+from onefold.offload.host_memory import page_aligned
+from onefold.offload.nvme import SwapFiles
 
 HEADER = ["", "onefold GB/s", "dd GB/s", "onefold / dd"]
 _NUM_TENSORS = 8
@@ -46,7 +46,7 @@ def measure(path: Path, size: float, rounds: int) -> dict[str, list[tuple[float,
     num_blocks = max(_NUM_TENSORS, round(size * 1e9 / block))
     num_bytes = num_blocks * block
     path.mkdir(parents=True, exist_ok=True)
-    swap = Swap([str(path)], aio=Aio(), rank=0, count=lambda _way, _num_bytes: None)
+    swap = SwapFiles([str(path)], aio=Aio(), rank=0, count=lambda _way, _num_bytes: None)
     lengths = [len(part) for part in torch.arange(num_blocks).tensor_split(_NUM_TENSORS)]
     tensors = [swap.reserve(length * block, torch.uint8) for length in lengths]
     memory = page_aligned(num_bytes).random_(0, 256).split([length * block for length in lengths])

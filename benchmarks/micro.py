@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from onefold.runtime.squares import square_sum
+from onefold.offload.grad_shard import square_sum
 
 ELEMENTS = 13_700_000 // 65536 * 65536
 

@@ -168,9 +168,9 @@ def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) ->
         with onefold.zero.Init(config_dict_or_path=config, enabled=stage == 3):
             model = construct()
         if budget is not None:
-            from onefold.runtime import whole_shape
+            from onefold.runtime import unsharded_shape
 
-            num = sum(whole_shape(parameter).numel() for parameter in model.parameters())
+            num = sum(unsharded_shape(parameter).numel() for parameter in model.parameters())
             config["onefold"] = {"device_memory": budget if isinstance(budget, float) else (2 + 0.72 * 14) * num / 1e9}
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)

@@ -1,4 +1,4 @@
-"""Masters, gradients and optimizer states of one parameter, whole or this rank's part, in every stage.
+"""Masters, gradients and optimizer states of one parameter, unsharded or this rank's part, in every stage.
 
 Functions that say `full` are called by all ranks together. Values to set are the same on every rank.
 """
@@ -12,11 +12,11 @@ from torch import nn
 
 from onefold.comm import Gathering
 from onefold.engine import Engine
-from onefold.optim.pieces import Piece
+from onefold.offload.param_shard import Flat, read, write
+from onefold.optim.step import ShardedStep
 from onefold.plan import Member
-from onefold.runtime import Home, home_of
-from onefold.runtime.order import Wish
-from onefold.tier.lower import Flat, read, write
+from onefold.runtime import FlatParam, ParamHandle, handle_of
+from onefold.runtime.order import Request
 
 
 @dataclass(frozen=True)
@@ -24,43 +24,43 @@ class _Place:
     """Where a trained parameter's states lie on this rank."""
 
     engine: Engine
-    home: Home
-    piece: Piece
+    step: ShardedStep
+    handle: ParamHandle
+    param: FlatParam
     member: Member
 
-    def master(self) -> _Stretch:
-        return _Stretch(self, self.piece.master, self.piece.start)
+    def master(self) -> _Range:
+        return _Range(self, self.param.store.master, self.param.store.start)
 
-    def gradient(self) -> _Stretch | None:
-        run = self.piece.run
-        if run.reduced is None:
+    def gradient(self) -> _Range | None:
+        shard = self.param.grad.shard
+        if shard.value is None:
             return None
-        run.wait_for_reduced()
-        return _Stretch(self, run.reduced, run.own_range[0])
+        shard.wait()
+        return _Range(self, shard.value, self.param.own_range[0])
 
-    def state(self, name: str) -> _Stretch | None:
+    def state(self, name: str) -> _Range | None:
         """None before the optimizer has made it."""
-        assert self.engine.optimizer is not None
-        found = self.engine.optimizer.states_of(self.piece, name)
-        # A piece that is all padding has no states, but other ranks wait for it.
-        if not found and (self.piece.segments() or not self.engine.optimizer.num_steps):
+        store = self.param.store
+        found = self.step.states_of(store, name)
+        # A shard that is all padding has no states, but other ranks wait for it.
+        if not found and (store.segments() or not self.step.num_steps):
             return None
-        like = found[0][1] if found else self.piece.master
-        line = torch.zeros(self.piece.stop - self.piece.start, dtype=like.dtype, device=self.piece.run.device)
+        like = found[0][1] if found else store.master
+        flat = torch.zeros(store.stop - store.start, dtype=like.dtype, device=self.param.device)
         for start, tensor in found:
-            line[start : start + tensor.numel()].copy_(read(tensor).flatten())
-        return _Stretch(self, line, self.piece.start)
+            flat[start : start + tensor.numel()].copy_(read(tensor).flatten())
+        return _Range(self, flat, store.start)
 
-    def set_state(self, name: str, line: torch.Tensor) -> None:
-        assert self.engine.optimizer is not None
-        for start, tensor in self.engine.optimizer.states_of(self.piece, name):
-            values = line[start : start + tensor.numel()]
+    def set_state(self, name: str, flat: torch.Tensor) -> None:
+        for start, tensor in self.step.states_of(self.param.store, name):
+            values = flat[start : start + tensor.numel()]
             write(tensor, values.view(tensor.shape) if isinstance(tensor, torch.Tensor) else values)
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Part of a run's line: `tensor` lies at `start` of it."""
+class _Range:
+    """Part of a flat parameter, gradient or state: `tensor` lies at `start` of it."""
 
     place: _Place
     tensor: Flat
@@ -74,19 +74,19 @@ class _Stretch:
         high = max(low, min(member.stop, self.start + self.tensor.numel()))
         return slice(low - self.start, high - self.start), slice(low - member.start, high - member.start)
 
-    def whole(self) -> torch.Tensor:
-        """The parameter's part of every rank's stretch."""
-        member, run = self.place.member, self.place.piece.run
-        own = line = read(self.tensor).to(run.device)
-        if line.numel() < run.layout.total:
-            home = self.place.home
-            home.meet(Wish.READ, [])
-            line = torch.empty(run.layout.total, dtype=line.dtype, device=line.device)
-            home.collective.start_gather([Gathering(line, own)]).finish()
-        return line[member.start : member.stop].view(member.shape).clone()
+    def unsharded(self) -> torch.Tensor:
+        """The parameter's part of every rank's range."""
+        member, param = self.place.member, self.place.param
+        own = full = read(self.tensor).to(param.device)
+        if full.numel() < param.layout.total:
+            handle = self.place.handle
+            handle.meet(Request.READ, [])
+            full = torch.empty(param.layout.total, dtype=full.dtype, device=full.device)
+            handle.collective.start_gather([Gathering(full, own)]).finish()
+        return full[member.start : member.stop].view(member.shape).clone()
 
     def local(self) -> torch.Tensor:
-        return read(self.tensor[self._own[0]]).to(self.place.piece.run.device, copy=True)
+        return read(self.tensor[self._own[0]]).to(self.place.param.device, copy=True)
 
     def write(self, value: torch.Tensor, *, local: bool) -> None:
         inside, outside = self._own
@@ -101,13 +101,13 @@ class _Stretch:
 
 
 def _place(parameter: nn.Parameter) -> _Place | None:
-    home = home_of(parameter)
-    engine = home.owner if home is not None else None
-    if home is None or not isinstance(engine, Engine) or engine.optimizer is None:
+    handle = handle_of(parameter)
+    engine = handle.owner if handle is not None else None
+    if handle is None or not isinstance(engine, Engine) or engine.state.step is None:
         return None
-    engine.optimizer.wait_for_host()
-    run, index = home.run_of(parameter)
-    return _Place(engine, home, engine.optimizer.piece_of(run), run.layout.members[index]) if run.trainable else None
+    engine.state.step.wait_for_host()
+    param, index = handle.place_of(parameter)
+    return _Place(engine, engine.state.step, handle, param, param.layout.members[index]) if param.trainable else None
 
 
 def _trained(parameter: nn.Parameter) -> _Place:
@@ -121,9 +121,9 @@ def _trained(parameter: nn.Parameter) -> _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole fp32 master; None if the parameter is not trained."""
+    """The unsharded fp32 master; None if the parameter is not trained."""
     place = _place(param)
-    return place.master().whole() if place else None
+    return place.master().unsharded() if place else None
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -137,27 +137,26 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     place = _trained(param)
     place.engine.about_to_write()
     place.master().write(value, local=False)
-    run, member = place.piece.run, place.member
-    if run.rests_whole:
-        run.full[member.start : member.stop].copy_(value.detach().flatten())
+    flat, member = place.param, place.member
+    if flat.stays_unsharded:
+        flat.full[member.start : member.stop].copy_(value.detach().flatten())
     else:
-        run.change()
-        place.piece.tell().wait()
+        flat.invalidate_secondary()
+        flat.store.push().wait()
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the master. Only where parameters rest as shards: elsewhere ranks would differ.
 
-    With second shards (hpZ) a write between two micro-steps is seen after the step.
+    With secondary shards (hpZ) a write between two micro-steps is seen after the step.
     """
     place = _trained(param)
-    if place.piece.run.rests_whole:
-        raise ValueError(f"{place.member.name} rests whole on every rank: use safe_set_full_fp32_param")
-    assert place.engine.optimizer is not None
-    place.engine.optimizer.let_change()
+    if place.param.stays_unsharded:
+        raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
+    place.step.let_change()
     place.master().write(value, local=True)
-    place.piece.tell().wait()
+    place.param.store.push().wait()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------
@@ -174,10 +173,10 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def _get_gradient(param: nn.Parameter, *, local: bool) -> torch.Tensor | None:
     place = _place(param)
-    stretch = place.gradient() if place else None
-    if place is None or stretch is None:
+    range_ = place.gradient() if place else None
+    if place is None or range_ is None:
         return None
-    return (stretch.local() if local else stretch.whole()).float() * place.engine.gradient_factor
+    return (range_.local() if local else range_.unsharded()).float() * place.engine.gradient_factor
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -192,11 +191,11 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 @torch.no_grad()
 def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> None:
     place = _trained(param)
-    stretch = place.gradient()
-    if stretch is None:
+    range_ = place.gradient()
+    if range_ is None:
         raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
-    stretch.write(value.float() / place.engine.gradient_factor, local=local)
-    place.piece.run.square = None
+    range_.write(value.float() / place.engine.gradient_factor, local=local)
+    place.param.grad.shard.forget_square_sum()
 
 
 # -- optimizer states -------------------------------------------------------------------------------------------
@@ -205,14 +204,14 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A whole state such as `exp_avg`; None before the optimizer has made it."""
     place = _place(param)
-    stretch = place.state(optim_state_key) if place else None
-    return stretch.whole() if stretch else None
+    range_ = place.state(optim_state_key) if place else None
+    return range_.unsharded() if range_ else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     place = _place(param)
-    stretch = place.state(optim_state_key) if place else None
-    return stretch.local() if stretch else None
+    range_ = place.state(optim_state_key) if place else None
+    return range_.local() if range_ else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -226,8 +225,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 @torch.no_grad()
 def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bool) -> None:
     place = _trained(param)
-    stretch = place.state(name)
-    if stretch is None:
+    range_ = place.state(name)
+    if range_ is None:
         raise ValueError(f"{place.member.name} has no optimizer state {name!r}")
-    stretch.write(value, local=local)
-    place.set_state(name, read(stretch.tensor))
+    range_.write(value, local=local)
+    place.set_state(name, read(range_.tensor))

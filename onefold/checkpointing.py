@@ -1,7 +1,7 @@
 """Activation checkpointing under DeepSpeed's names.
 
 torch recomputes, with its own care for random numbers, autocast and nesting; the settings say where the inputs rest
-meanwhile (`tier/resting.py`).
+meanwhile (`offload/activation_offload.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from onefold.config import Config, ConfigError, load_config
 from onefold.config.sections import ActivationCheckpointing as Settings
+from onefold.offload.activation_offload import Inputs, forget_buffers
 from onefold.report.log import logger
-from onefold.tier.resting import Inputs, forget_buffers
 
 _SECTION = "activation_checkpointing"
 
@@ -126,7 +126,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
     with saved_tensors_hooks(inputs.pack, lambda resting: resting.back()):
         outputs = torch_checkpoint(run, *values, use_reentrant=False)
-    inputs.settle()
+    inputs.wait_for_copies()
     return outputs
 
 

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from onefold import checkpointing
 from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
 from onefold.comm.watch import INITIALIZE
-from onefold.config import Config, ConfigError, check_built, check_topology, load_config, num_replicas, solve_batch
+from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.engine.alike import items_of
 from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import Tier, make_plan
+from onefold.plan import Tier, make_plan, plan_every_stage
 from onefold.report.log import logger, set_up_logging
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
@@ -75,17 +75,26 @@ def initialize(
     if is_first:
         for line in _unread(settings, optimizer, lr_scheduler, chosen):
             logger.info("config: %s", line)
-    plan = make_plan(settings).for_world(world)
-    if chosen is not None and plan.shards_states and world > num_replicas(settings, world):
+    plan = make_plan(settings, world)
+    if chosen is not None and plan.shards_states and plan.num_shards > 1:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
     if chosen is not None and plan.states.tier is Tier.NVME:
         chosen = for_disk(chosen)
     batch = solve_batch(settings, world)
     number = watch_world().rounds + 1
     if world > 1:
-        agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, batch, chosen, lr_scheduler))
-    group = data_group(settings.onefold.node_size, num_replicas(settings, world))
-    engine = Engine(model, settings, batch, plan, chosen, group, local_device())
+        agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
+    group = data_group(plan.node_size, plan.num_replicas)
+    engine = Engine(
+        model,
+        plan,
+        batch,
+        chosen,
+        group,
+        local_device(),
+        config=settings.raw,
+        other_plans=plan_every_stage(settings, world),
+    )
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from onefold.config import Batch
 
 
-class Window:
+class AccumulationWindow:
     """`managed` False: every `step` is a boundary, and no backward knows whether one follows."""
 
     def __init__(self, batch: Batch, *, managed: bool) -> None:
@@ -23,7 +23,7 @@ class Window:
         self.in_no_sync = False
         # What the accumulated gradients are still to be divided by: 1 where `engine.backward` divided the loss,
         # the accumulation count where a bare backward did not. None between windows.
-        self._owed: int | None = None
+        self._divisor: int | None = None
         # The micro-step from which windows are counted.
         self._first = 0
 
@@ -46,30 +46,31 @@ class Window:
         return self.managed and not self.in_no_sync and self.at_boundary
 
     @property
-    def owed(self) -> int:
-        return self._owed or 1
+    def divisor(self) -> int:
+        """What the accumulated gradients are still to be divided by."""
+        return self._divisor or 1
 
     @property
     def is_open(self) -> bool:
         """Whether gradients have been accumulated that no step has used yet."""
-        return self._owed is not None
+        return self._divisor is not None
 
     def resume(self, micro_steps: int) -> None:
         """Go on as a run that stands at a boundary after so many micro-steps."""
         self.micro_steps = self._first = micro_steps
         self.close()
 
-    def owe(self, division: int) -> None:
-        if self._owed not in (None, division):
+    def divide_by(self, divisor: int) -> None:
+        if self._divisor not in (None, divisor):
             raise RuntimeError(
                 "engine.backward(loss) and a bare loss.backward() in one accumulation window: they divide by the "
                 "accumulation count in different places. Use one of them throughout"
             )
-        self._owed = division
+        self._divisor = divisor
 
     def close(self) -> None:
         """The window's gradients are gone: stepped with, or dropped."""
-        self._owed = None
+        self._divisor = None
 
     def restart(self) -> bool:
         """The window's gradients are lost: count from here. Whether earlier micro-steps were lost with them."""
@@ -112,7 +113,7 @@ class Window:
         if accumulation < 1:
             raise ValueError(f"the accumulation count must be at least 1, not {accumulation}")
         if accumulation != self.batch.accumulation:
-            if self._owed is not None:
+            if self._divisor is not None:
                 raise RuntimeError("the accumulation count can change only between steps, not inside a window")
             self._first = self.micro_steps
         self._set(self.batch.micro, accumulation)

@@ -2,7 +2,7 @@
 
 [Note: building without ever holding the whole]
 Inside `Init` torch tells us of every module that a parent takes as its child, right after the child's constructor;
-its parameters are sharded there and then, one provisional home a module, rank 0's values on every rank. No class is
+its parameters are sharded there and then, one provisional handle a module, rank 0's values on every rank. No class is
 patched. A parent that initialises its children's weights afterwards (`nn.init`, `.data`, `apply`) meets placeholders:
 a torch-function mode sees the call, makes the module whole around it and takes rank 0's result. Parameters are cast
 when all of them have their values, so that these are what a plain constructor and a cast would give. `initialize`
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -36,13 +37,13 @@ from onefold.comm import (
     make_collective,
 )
 from onefold.config import Config, load_config
-from onefold.engine.parking import OffloadStateTypeEnum
-from onefold.plan import Layout, Part, Placement, Plan, Precision, RunShape
+from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.offload.fingerprint import fingerprint
+from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
-from onefold.runtime import Home, Run, home_of, whole_shape
-from onefold.runtime.fingerprint import fingerprint
+from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.held import plain_class, reads_no_values
-from onefold.runtime.order import Wish
+from onefold.runtime.order import Request
 
 __all__ = [
     "GatheredParameters",
@@ -57,8 +58,8 @@ __all__ = [
 _SHARDED = Part(Placement.SHARDED)
 _PLAN = Plan(_SHARDED, _SHARDED, _SHARDED)
 
-# Homes that stay open behind the one being written: code that initialises modules goes from one to the next.
-_OPEN_HOMES = 4
+# Handles that stay open behind the one being written: code that initialises modules goes from one to the next.
+_OPEN_HANDLES = 4
 
 
 class Init:
@@ -111,15 +112,15 @@ class Init:
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = load_config(source) if source is not None else None
-        base = make_precision(settings) if settings else Precision(None, torch.float32, None)
-        self._precision = base if dtype is None else Precision(dtype, base.accumulate, base.communicate)
+        base = make_precision(settings) if settings else Precision()
+        self._precision = base if dtype is None else replace(base, compute=dtype)
         self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
         self._collective = make_collective("auto", self._group, self._ledger, self._device)
         self._agreement = Agreement(self._group, self._ledger)
-        self._handles: list[Any] = []
+        self._hooks: list[Any] = []
         self._owners: list[weakref.ref[nn.Module]] = []
-        self._open: list[Home] = []
-        self._made: list[weakref.ref[Home]] = []
+        self._open: list[ParamHandle] = []
+        self._made: list[weakref.ref[ParamHandle]] = []
         self._touch = _Touch(self)
         if module is not None:
             self._shard(module)
@@ -128,7 +129,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled and Init._active is None:
             Init._active = self
-            self._handles = [
+            self._hooks = [
                 register_module_module_registration_hook(self._child_taken),
                 register_module_parameter_registration_hook(self._parameter_taken),
             ]
@@ -142,8 +143,8 @@ class Init:
             return
         self._touch.__exit__(kind, error, trace)
         Init._active = None
-        for handle in self._handles:
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
         if kind is None:
             self._close(0)
             for owner in (reference() for reference in self._owners):
@@ -164,20 +165,20 @@ class Init:
             self._shard_own(inner)
 
     def _shard_own(self, module: nn.Module) -> None:
-        """One home for the parameters that a module holds itself and that have none yet."""
+        """One handle for the parameters that a module holds itself and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fit = plain_class(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
-            if fit and home_of(parameter) is None:
+            if fit and handle_of(parameter) is None:
                 found.setdefault(parameter.dtype, []).append((name, parameter))
         if not found:
             return
         with torch._C.DisableTorchFunction():
             shapes = {n: f"{tuple(p.shape)} {p.dtype}" for members in found.values() for n, p in members}
             agree_in_meeting(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
-            runs = [
-                Run(
-                    RunShape(
+            params = [
+                FlatParam(
+                    FlatParamSpec(
                         Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size),
                         dtype,
                         trainable=False,
@@ -185,40 +186,38 @@ class Init:
                     ),
                     [parameter for _, parameter in members],
                     plan=_PLAN,
-                    precision=self._precision,
                     rank=self._group.rank,
-                    accumulates=False,
                     device=self._device,
                 )
                 for dtype, members in found.items()
             ]
-            home = Home(runs, self._collective, self._ledger)
-            home.take_values_of(0)
-            home.lent = 1
-            home.give_back()
-        self._made.append(weakref.ref(home))
+            handle = ParamHandle(params, self._collective, self._ledger)
+            handle.take_values_of(0)
+            handle.lent = 1
+            handle.give_back()
+        self._made.append(weakref.ref(handle))
 
     def _cast(self) -> None:
-        for home in (reference() for reference in self._made):
-            if home is not None:
-                home.cast(self._precision.of_parameter)
+        for handle in (reference() for reference in self._made):
+            if handle is not None:
+                handle.cast(self._precision.of_parameter)
         self._made.clear()
 
     # -- writes by a parent's own initialisation ----------------------------------------------------------------
 
-    def open(self, home: Home) -> None:
-        """Make a home whole until others have been opened after it."""
-        if home not in self._open:
-            home.borrow()
-            self._open.append(home)
-            self._close(_OPEN_HOMES)
+    def open(self, handle: ParamHandle) -> None:
+        """Unshard the parameters of a handle until others have been opened after it."""
+        if handle not in self._open:
+            handle.borrow()
+            self._open.append(handle)
+            self._close(_OPEN_HANDLES)
 
     def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Refuse to let a parameter lie in the memory of another one: each is sharded by itself, and they would
         part.
         """
-        for home in self._open:
-            if home is not home_of(parameter) and any(run.is_seen_by([value]) for run in home.runs):
+        for handle in self._open:
+            if handle is not handle_of(parameter) and any(param.is_seen_by([value]) for param in handle.params):
                 raise ValueError(
                     "inside zero.Init a parameter was given the memory of another one (b.weight.data = "
                     "a.weight.data): tie the Parameter itself, b.weight = a.weight, or clone its values"
@@ -226,16 +225,16 @@ class Init:
 
     def _close(self, keep: int) -> None:
         while len(self._open) > keep:
-            home = self._open.pop(0)
+            handle = self._open.pop(0)
             with torch._C.DisableTorchFunction():
-                for run in home.runs:
-                    run.take_parameters()  # `.data` may have been given a tensor of its own
-                home.take_values_of(0)
-                home.give_back()
+                for param in handle.params:
+                    param.take_parameters()  # `.data` may have been given a tensor of its own
+                handle.take_values_of(0)
+                handle.give_back()
 
 
 class _Touch(TorchFunctionMode):
-    """Answers for placeholders: their shape from their home, everything else from the whole tensor."""
+    """Answers for placeholders: their shape from their handle, everything else from the unsharded tensor."""
 
     def __init__(self, init: Init) -> None:
         super().__init__()
@@ -245,15 +244,15 @@ class _Touch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        resting = [(p, home) for p in _parameters_in((args, kwargs)) if (home := home_of(p)) is not None]
+        resting = [(p, handle) for p in _parameters_in((args, kwargs)) if (handle := handle_of(p)) is not None]
         if resting:
             answer = _SHAPES.get(func)
             if answer is not None:
-                return answer(whole_shape(resting[0][0]), *args[1:], **kwargs)
+                return answer(unsharded_shape(resting[0][0]), *args[1:], **kwargs)
             if reads_no_values(func):
                 return func(*args, **kwargs)
-            for _, home in resting:
-                self._init.open(home)
+            for _, handle in resting:
+                self._init.open(handle)
         if func == _SET_DATA:
             self._init.check_apart(*args)
         return func(*args, **kwargs)
@@ -298,9 +297,8 @@ class GatheredParameters:
     ) -> None:
         self._enabled = enabled
         listed = [params] if isinstance(params, torch.Tensor) else list(params or ())
-        homes = {home for parameter in listed if (home := home_of(parameter)) is not None}
-        self._homes = sorted(homes, key=lambda home: home.number) if enabled else []
-        self._borrowed: list[Home] = []
+        self._handles = handles_of(listed) if enabled else []
+        self._borrowed: list[ParamHandle] = []
         self._modifier_rank = modifier_rank
         self._before: list[list[tuple[int, ...]]] = []
         if fwd_module is not None:
@@ -309,13 +307,13 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         try:
-            for home in self._homes:
-                if self._modifier_rank is not None and home.owner is not None:
-                    home.owner.about_to_write()
-                home.borrow()
-                self._borrowed.append(home)
+            for handle in self._handles:
+                if self._modifier_rank is not None and handle.owner is not None:
+                    handle.owner.about_to_write()
+                handle.borrow()
+                self._borrowed.append(handle)
             if self._modifier_rank is None:
-                self._before = [[_fingerprint(run) for run in home.runs] for home in self._borrowed]
+                self._before = [[_fingerprint(param) for param in handle.params] for handle in self._borrowed]
         except BaseException:
             self._give_back()
             raise
@@ -330,8 +328,8 @@ class GatheredParameters:
         try:
             if kind is None and self._modifier_rank is not None and self._borrowed:
                 self._check_shapes()
-                for home in self._borrowed:
-                    home.take_values_of(self._modifier_rank)
+                for handle in self._borrowed:
+                    handle.take_values_of(self._modifier_rank)
             elif kind is None and self._borrowed:
                 self._refuse_writes()
         finally:
@@ -339,9 +337,9 @@ class GatheredParameters:
 
     def _check_shapes(self) -> None:
         """Data of another shape must come on every rank alike, and before an engine has laid the model out."""
-        names = [name for home in self._borrowed for name in home.reshaped()]
-        counts = [row[0] for row in self._borrowed[0].meet(Wish.LEND, [len(names)])]
-        laid_out = any(home.owner is not None for home in self._borrowed)
+        names = [name for handle in self._borrowed for name in handle.reshaped()]
+        counts = [row[0] for row in self._borrowed[0].meet(Request.LEND, [len(names)])]
+        laid_out = any(handle.owner is not None for handle in self._borrowed)
         if any(counts) and (laid_out or len(set(counts)) > 1):
             raise RuntimeError(
                 f"parameters were given data of another shape inside GatheredParameters, so many on each rank: {counts}"
@@ -350,14 +348,14 @@ class GatheredParameters:
 
     def _refuse_writes(self) -> None:
         written = [
-            home.moved() or [_fingerprint(run) for run in home.runs] != before
-            for home, before in zip(self._borrowed, self._before, strict=True)
+            handle.moved() or [_fingerprint(param) for param in handle.params] != before
+            for handle, before in zip(self._borrowed, self._before, strict=True)
         ]
-        ranks = self._borrowed[0].meet(Wish.LEND, [1 + written.index(True) if True in written else 0])
+        ranks = self._borrowed[0].meet(Request.LEND, [1 + written.index(True) if True in written else 0])
         found = [(rank, row[0] - 1) for rank, row in enumerate(ranks) if row[0]]
         if found:
             rank, place = found[0]
-            names = [member.name for run in self._borrowed[place].runs for member in run.layout.members]
+            names = [member.name for param in self._borrowed[place].params for member in param.layout.members]
             raise RuntimeError(
                 f"rank {rank} wrote to {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} inside "
                 "GatheredParameters without modifier_rank: the write would be lost. Say whose values count, "
@@ -365,12 +363,12 @@ class GatheredParameters:
             )
 
 
-def _fingerprint(run: Run) -> tuple[int, ...]:
-    """Changes when a line that rests as shards is written to, through `.data` too."""
-    if run.rests_whole:
+def _fingerprint(param: FlatParam) -> tuple[int, ...]:
+    """Changes when a flat parameter that rests as shards is written to, through `.data` too."""
+    if param.stays_unsharded:
         return ()
     with torch._C.DisableTorchFunction():
-        return (int(fingerprint(run.full)), *(parameter._version for parameter in run.parameters))
+        return (int(fingerprint(param.full)), *(parameter._version for parameter in param.parameters))
 
 
 def gather_distributed_parameters(model: nn.Module) -> None:
@@ -378,9 +376,9 @@ def gather_distributed_parameters(model: nn.Module) -> None:
 
     A model that has no engine any more, or none yet, stays whole.
     """
-    for home in sorted({h for p in model.parameters() if (h := home_of(p)) is not None}, key=lambda h: h.number):
-        home.borrow()
-        home.leave_whole()
+    for handle in handles_of(model.parameters()):
+        handle.borrow()
+        handle.leave_unsharded()
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor | None) -> None:
@@ -409,6 +407,6 @@ def _external(module: nn.Module) -> list[nn.Parameter]:
 
 def _read_external(module: nn.Module, args: Any) -> None:
     for parameter in _external(module):
-        home = home_of(parameter)
-        if home is not None:
-            home.read()
+        handle = handle_of(parameter)
+        if handle is not None:
+            handle.read()

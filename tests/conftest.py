@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,40 @@ from ranks import RankPool
 torch.set_num_threads(1)
 
 _pools: dict[int, RankPool] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fifth", type=int, help="of the chosen tests only a fifth, by this number; five make all of them"
+    )
+    parser.addoption("--first-cases", action="store_true", help="of each test in tests/check.txt only the first case")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    fifth, first_cases = config.getoption("--fifth"), config.getoption("--first-cases")
+    if fifth is not None:
+        _keep(config, items, [item for item in items if _number(item) % 5 == fifth % 5])
+    if first_cases:
+        wanted = set(CHECK.read_text().split())
+        first = {_function(item): item for item in reversed(items) if _function(item) in wanted}
+        _keep(config, items, [item for item in items if first.get(_function(item)) is item])
+
+
+CHECK = Path(__file__).with_name("check.txt")
+
+
+def _number(item: pytest.Item) -> int:
+    """The same for a test in every run, whatever else there is."""
+    return int.from_bytes(hashlib.blake2b(item.nodeid.encode(), digest_size=4).digest())
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0].removeprefix("tests/")
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.runtime import gathered
+from onefold.runtime import unsharded
 
 VOCABULARY = 31
 # Of a checkpoint that no engine has written.
@@ -219,7 +219,7 @@ def train_beside(
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    with gathered(model.parameters()):
+    with unsharded(model.parameters()):
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

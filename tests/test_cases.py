@@ -990,7 +990,9 @@ def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool
         del loss, x, y
         engine.module  # noqa: B018 - whatever is in flight arrives
         assert all(parameter.grad is None for parameter in engine.module.parameters())
-        assert all(run.grad is None and run.reduced is None for unit in engine._units for run in unit.runs)
+        assert all(
+            run.grad.slot is None and run.grad.shard.value is None for run in engine.state.schedule.trained_params()
+        )
         if index >= 2:
             found.append((engine.held_bytes(), settled_count(found[0][1] if found else 0)))
     planned, held = engine.planned_bytes(), engine.held_bytes()
@@ -1020,13 +1022,14 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
     train(engine, 2)
     held = {
         f"{unit.name}.{name}": weakref.ref(value)
-        for unit in engine._units
-        for run in unit.runs
-        for name, value in [("run", run), *vars(run).items()]
-        if name == "run" or (isinstance(value, torch.Tensor) and name != "full")
+        for unit in engine.state.schedule.units
+        for run in unit.params
+        for part in (run, run.store, *((run.grad, run.grad.shard) if run.trainable else ()))
+        for name, value in [(type(part).__name__, part), *vars(part).items()]
+        if value is part or (isinstance(value, torch.Tensor) and name != "full")
     }
-    held["master"] = weakref.ref(optimizer._pieces[engine._units[0].trained[0]].master)
-    held["state"] = weakref.ref(optimizer._pieces[engine._units[0].trained[0]].states["exp_avg"])
+    held["master"] = weakref.ref(engine.state.step.stores[0].master)
+    held["state"] = weakref.ref(engine.state.step.stores[0].states["exp_avg"])
     if end == "destroy":
         engine.destroy()
         del optimizer
@@ -1034,7 +1037,7 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
         del engine, optimizer
     gc.collect()
     # A model whose parameters rest as shards still has those, and can be made whole.
-    kept = ("run", "shard", "master") if stage == 3 else ()
+    kept = ("FlatParam", "ShardStore", "_master", "master") if stage == 3 else ()
     alive = [n for n, reference in held.items() if reference() is not None and n.rpartition(".")[2] not in kept]
     onefold.zero.gather_distributed_parameters(model)
     gc.collect()
@@ -1190,7 +1193,7 @@ class Weighed(nn.Module):
 def overflow_in_one_shard(stage: int, element: int) -> tuple[list[bool], bool]:
     """In the second step one element of every rank's gradient is infinite, so that one rank's shard overflows."""
     engine = start(Weighed(), config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
-    assert engine._units[0].trained[0].layout.shard_size == 2048
+    assert engine.state.schedule.units[0].trained[0].layout.shard_size == 2048
     applied = []
     for step in range(3):
         gradient = torch.full((64, 64), 0.5).half()
@@ -1255,12 +1258,14 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
     model = Stack()
     engine = start(model, settings(2, 1, True))
     owner = next(
-        unit for unit in engine._units if any(p is model.leave.weight for r in unit.runs for p in r.parameters)
+        unit
+        for unit in engine.state.schedule.units
+        if any(p is model.leave.weight for r in unit.params for p in r.parameters)
     )
     for step in range(2):
         engine.backward(square(engine, step))
         engine.step()
-    in_flight = any(unit.refreshing for unit in engine._units)
+    in_flight = any(unit.is_refreshing for unit in engine.state.schedule.units)
     read = {
         "attribute": lambda: model.leave.weight,
         "through the engine": lambda: engine.leave.weight,
@@ -1273,7 +1278,7 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
         "functional_call": lambda: torch.func.functional_call(model.leave, {}, (torch.eye(WIDTH),)).t(),
     }[how]
     value = read().detach().clone()
-    arrived = not owner.refreshing
+    arrived = not owner.is_refreshing
     return in_flight, arrived, value, engine.module.leave.weight.detach().clone()
 
 
@@ -1298,8 +1303,8 @@ def arrived_by_reading(how: str) -> tuple[bool, str | None]:
     engine.backward(square(engine, 0))
     engine.step()
     copied = copy.deepcopy(model) if how == "model" else copy.deepcopy(model.blocks)
-    units = [unit for unit in engine._units if how == "model" or unit.name.startswith("blocks")]
-    arrived = not any(unit.refreshing for unit in units)
+    units = [unit for unit in engine.state.schedule.units if how == "model" or unit.name.startswith("blocks")]
+    arrived = not any(unit.is_refreshing for unit in units)
     mine = model.state_dict() if how == "model" else model.blocks.state_dict()
     return arrived, first_difference(dict(copied.state_dict()), dict(mine))
 

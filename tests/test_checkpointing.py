@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import onefold
 from onefold import checkpointing
 from onefold.checkpointing import Settings, checkpoint, configure
-from onefold.tier import resting
+from onefold.offload import activation_offload as resting
 
 WIDTH = 16
 KINDS: dict[str, dict[str, Any]] = {

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, IterableDataset
 import onefold
 from onefold.checkpoint.manifest import RANGE_BYTES, CheckpointError
 from onefold.checkpoint.reader import Checkpoint
-from onefold.runtime import gathered
+from onefold.runtime import unsharded
 from onefold.utils import (
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
@@ -123,7 +123,7 @@ def held(engine: onefold.Engine) -> Arrays:
             found[name] = safe_get_local_fp32_param(parameter)
             for state in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "square_avg"):
                 found[f"{name}/{state}"] = safe_get_local_optimizer_state(parameter, state)
-    with gathered(engine.module.parameters()):
+    with unsharded(engine.module.parameters()):
         found |= {f"as computed/{name}": tensor.clone() for name, tensor in engine.module.state_dict().items()}
     return {name: value.detach().view(-1).float().numpy() for name, value in found.items() if value is not None}
 
@@ -1295,7 +1295,7 @@ def failing(folder: str, how: str, whose: int) -> Any:
                     engine.wait_for_checkpoint()
                 else:
                     # The step after the failure, and none that was too early to hear of it.
-                    assert until(lambda: bool(errors) or engine._saver.failed)
+                    assert until(lambda: bool(errors) or engine._saving._saver.failed)
                     learn(engine, 1)
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))

@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold import ConfigError
-from onefold.runtime import home_of
+from onefold.runtime import handle_of
 from onefold.utils import memory_status, see_memory_usage
 
 # The others run in `make test-slow`.
@@ -844,7 +844,7 @@ def copy_that_loads(stage: int, loads: bool) -> Weights:
         engine.step()
         if loads:
             other.load_state_dict(weights_of(engine.module))
-    return {"masters": torch.cat([piece.master for piece in engine.optimizer._pieces.values()])}
+    return {"masters": torch.cat([piece.master for piece in engine.state.step.stores])}
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
@@ -867,7 +867,7 @@ def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
     assert first_difference(weights_of(model), weights) is None
     onefold.zero.gather_distributed_parameters(model)
     assert first_difference({name: value.clone() for name, value in model.state_dict().items()}, weights) is None
-    assert not any(home_of(parameter) for parameter in model.parameters())
+    assert not any(handle_of(parameter) for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x, y).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -1055,7 +1055,7 @@ def accumulated_in(stage: int, dtype: str | None) -> tuple[torch.Tensor, torch.T
     for value in (1024.0, 1.0, 1.0, 1.0):
         engine.backward(engine(value))
         engine.step()
-    masters = [piece.master for piece in engine.optimizer._pieces.values()]
+    masters = [piece.master for piece in engine.state.step.stores]
     return masters[0][:1].clone(), torch.tensor(engine.get_data_types()[1].itemsize)
 
 

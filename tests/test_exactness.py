@@ -85,7 +85,7 @@ def sums_of_known_gradients(wire: str | None) -> dict[str, Any]:
     engine = start(model, config(2, gradient_allreduce_op="sum", **more))
     values = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank())) * 10.0 ** (3 * rank())
     (engine.module.weight * values).sum().backward()
-    run = engine._units[0].trained[0]
+    run = engine.state.schedule.units[0].trained[0]
     start_, stop = run.layout.shard_range(rank())
     pieces = []
     for other in range(engine.world_size):
@@ -96,7 +96,7 @@ def sums_of_known_gradients(wire: str | None) -> dict[str, Any]:
     expected = pieces[0].clone()
     for piece in pieces[1:]:
         expected += piece
-    return {"got": run.reduced.clone(), "expected": expected}
+    return {"got": run.grad.shard.value.clone(), "expected": expected}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -136,8 +136,8 @@ def layouts() -> list[tuple[int, int, list[int]]]:
     engine = start(net(), config(2))
     return [
         (run.layout.shard_size, run.layout.total, [member.start for member in run.layout.members])
-        for unit in engine._units
-        for run in unit.runs
+        for unit in engine.state.schedule.units
+        for run in unit.params
     ]
 
 
@@ -155,7 +155,7 @@ def resting_dtypes(dtype: str, accumulation: int) -> set[torch.dtype]:
         engine.backward(engine(x, y))
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
-    return {run.reduced.dtype for unit in engine._units for run in unit.trained}
+    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained}
 
 
 def test_a_reduced_gradient_rests_in_the_narrowest_exact_dtype(on_ranks):

@@ -33,7 +33,7 @@ from onefold.checkpoint.reader import Checkpoint
 from onefold.checkpoint.safetensors import Weights
 from onefold.checkpoint.shards import Slot, write_shard
 from onefold.cli.main import main as onefold_command
-from onefold.runtime import gathered
+from onefold.runtime import unsharded
 from onefold.utils import safe_get_full_fp32_param
 
 FROZEN = "blocks.0.up.weight"
@@ -58,7 +58,7 @@ def save(path: str, stage: int, tags: tuple[str, ...] = ("one",), **more: Any) -
     found = {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter)
-        with gathered([parameter]):
+        with unsharded([parameter]):
             found[name] = (parameter.detach() if master is None else master).float().clone()
     found |= {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     found["wide"] = found["wide"].float()

@@ -15,9 +15,11 @@ PACKAGE = ROOT / "onefold"
 # The floor of each room; a file at the top of the package is a room of its own.
 FLOORS = {
     "config": 0,
+    "pool": 0,
+    "version": 0,
     "plan": 0,
     "comm": 1,
-    "tier": 1,
+    "offload": 1,
     "runtime": 2,
     "optim": 2,
     "loader": 2,

@@ -14,7 +14,7 @@ from models import batches, config, net, precision, start, weights_of
 
 import onefold
 from onefold.comm import Ledger, Native, Reduction, data_group
-from onefold.optim.pieces import TILE
+from onefold.optim.steppers import TILE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ import pytest
 import test_held_parameters as held
 import torch
 
+from onefold.offload.fingerprint import fingerprint
 from onefold.optim.written import WriteCheck
-from onefold.runtime.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

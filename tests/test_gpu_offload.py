@@ -49,7 +49,7 @@ def run_tiers(dtype: str, accumulation: int) -> dict[str, Any]:
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
-            engine.settle()
+            engine.wait_for_step()
             planned = {tier: engine.planned_bytes(tier) for tier in Tier}
             held = {tier: engine.held_bytes(tier) for tier in Tier}
             weights = {key: weight.cpu() for key, weight in weights_of(engine.module).items()}
@@ -88,7 +88,7 @@ def slow_host() -> tuple[list[float], list[float]]:
             net(width=256, depth=6), config(2, bf16={"enabled": True}, zero_optimization={"offload_optimizer": CPU})
         )
         if slow:
-            tiler, before = engine.optimizer._host._tiler, engine.optimizer._host._tiler.step
+            tiler, before = engine.state.step._host._tiler, engine.state.step._host._tiler.step
 
             def wait_first(*args: Any, before: Any = before, **kwargs: Any) -> None:
                 import time

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.comm import local_device
-from onefold.runtime import home_of
+from onefold.runtime import handle_of
 from onefold.runtime.unit import ParameterState
 from onefold.zero import GatheredParameters
 
@@ -254,7 +254,7 @@ def test_operations_on_parameters_inside_a_pass_equal_plain_torch(on_ranks, plan
 
 
 def unsharded_units(engine: onefold.Engine) -> list[str]:
-    return [unit.name for unit in engine._units if unit.parameter is not ParameterState.RESTING]
+    return [unit.name for unit in engine.state.schedule.units if unit.parameter is not ParameterState.SHARDED]
 
 
 def released_after_an_operation() -> str | None:
@@ -965,7 +965,7 @@ def test_parameters_are_plain_again_without_an_engine(on_ranks, plan):
 def failed_loan() -> str | None:
     both = Beside("3 nothing kept")
     both.step()
-    homes = [home_of(p) for p in (both.engine.module[0].weight, both.engine.module[3].weight)]
+    homes = [handle_of(p) for p in (both.engine.module[0].weight, both.engine.module[3].weight)]
 
     def fail() -> None:
         raise RuntimeError("no memory")

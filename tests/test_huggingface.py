@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 import onefold
-from onefold.runtime import home_of, whole_shape
+from onefold.runtime import handle_of, unsharded_shape
 from onefold.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -133,7 +133,7 @@ def tied(kind: str, model: Any) -> bool:
 
 
 def at_rest(model: nn.Module) -> bool:
-    return all(parameter.numel() == 0 for parameter in model.parameters() if home_of(parameter) is not None)
+    return all(parameter.numel() == 0 for parameter in model.parameters() if handle_of(parameter) is not None)
 
 
 # -- 1. building under Init -------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def built_under_init(kind: str, how: str, dtype: str) -> dict[str, bool]:
     resting = at_rest(model)
     return {
         "resting": resting or torch.distributed.get_world_size() == 1,
-        "shapes": [whole_shape(p) for p in model.parameters()] == [p.shape for p in plain.parameters()],
+        "shapes": [unsharded_shape(p) for p in model.parameters()] == [p.shape for p in plain.parameters()],
         "values": same(weights_of(model), copy_of(plain.state_dict())),
         # Floating-point buffers (rotary frequencies) stay as the constructor made them.
         "buffers": same(copy_of(model.named_buffers()), buffers),
@@ -221,7 +221,7 @@ def most_alive(kind: str) -> tuple[int, int]:
     layers = {"gpt2": {"n_layer": 8}, "t5": {"num_layers": 4}}.get(kind, {"num_hidden_layers": 8})
     with LiveParameters() as live, onefold.zero.Init(config_dict_or_path=config(3)):
         model = class_of(kind)(settings_of(kind, **layers))
-    return live.most, sum(whole_shape(parameter).numel() for parameter in model.parameters())
+    return live.most, sum(unsharded_shape(parameter).numel() for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -617,8 +617,8 @@ def lora_bytes() -> dict[str, bool]:
     gradients = {name: safe_get_full_grad(parameter) for name, parameter in parameters.items()}
     engine.step()
     held, planned = engine.held_bytes(), engine.planned_bytes()
-    frozen = [run for unit in engine._units for run in unit.runs if not run.trainable]
-    adapters = [run for unit in engine._units for run in unit.runs if run.trainable]
+    frozen = [run for unit in engine.state.schedule.units for run in unit.params if not run.trainable]
+    adapters = [run for unit in engine.state.schedule.units for run in unit.params if run.trainable]
     padded = sum(run.layout.shard_size for run in adapters)
     return {
         "counted": (trained, whole) == under_init == at_work,
@@ -627,7 +627,7 @@ def lora_bytes() -> dict[str, bool]:
         == (planned.parameters, planned.masters, planned.states),
         "states of adapters only": (held.masters, held.states) == (4 * padded, 8 * padded),
         "frozen are sharded": held.parameters == sum(2 * run.layout.shard_size for run in frozen),
-        "frozen have no lines": all(run.grad is None and run.reduced is None for run in frozen),
+        "frozen have no lines": all(run.store.grad is None for run in frozen),
         "shapes": all(
             tuple(p.ds_shape) == tuple(q.shape) for p, q in zip(parameters.values(), plain.parameters(), strict=True)
         ),
@@ -805,7 +805,7 @@ def quantized(how: str) -> dict[str, bool]:
         "losses": found[0][0] == found[1][0],
         "weights": same(found[0][1], found[1][1]),
         "untouched": found[0][2] and found[1][2],
-        "others rest": at_rest(engine.module) and all(home_of(block.weight) is None for block in model.blocks),
+        "others rest": at_rest(engine.module) and all(handle_of(block.weight) is None for block in model.blocks),
     }
 
 
@@ -893,7 +893,7 @@ def cut_of(under_init: bool) -> list[str]:
     settings = config(3)
     build_it = build_sharded("llama", settings, vocab_size=33_000) if under_init else build("llama", vocab_size=33_000)
     engine = start(build_it, settings)
-    names = [unit.name for unit in engine._units]
+    names = [unit.name for unit in engine.state.schedule.units]
     engine.destroy()
     return names
 

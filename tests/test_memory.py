@@ -18,13 +18,13 @@ def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, An
         if engine.is_gradient_accumulation_boundary():
             after_backward.append(engine.held_bytes())
         engine.step()
-    runs = [run for unit in engine._units for run in unit.runs]
+    runs = [run for unit in engine.state.schedule.units for run in unit.params]
     return {
         "planned": engine.planned_bytes(),
         "held": after_backward,
         "rest": engine.held_bytes(),
         "numel": sum(run.layout.total for run in runs),
-        "slots": engine._pool.num_bytes,
+        "slots": engine.state.schedule.in_flight.pool.num_bytes,
         "largest": engine.planned_bytes().largest_slot,
     }
 

@@ -33,15 +33,15 @@ def engine_of(part: int | None, dtype: str = "bf16", accumulation: int = 1, **ze
 def run(part: int | None, dtype: str, accumulation: int) -> Any:
     engine = engine_of(part, dtype, accumulation)
     trace = train(engine, 4 * accumulation)
-    held = engine.optimizer.state_bytes(Tier.DEVICE), engine.optimizer.master_bytes(Tier.DEVICE)
-    assert ("sharded over every 2 ranks" in engine.describe()) == (part == 2)
+    held = engine.state.step.state_bytes(Tier.DEVICE), engine.state.step.master_bytes(Tier.DEVICE)
+    assert ("sharded over every 2 ranks" in engine.describe()) == (part == 2 < engine.world_size)
     for number, (x, y) in enumerate(batches(2 * accumulation, seed=5)):
         if number == accumulation:
             before = engine.ledger.copy()
         engine.backward(engine(x, y))
         engine.step()
     rows = {(row.operation, row.group): row.bytes for row in engine.ledger.since(before).rows() if row.bytes}
-    totals = [each.layout.total for unit in engine._units for each in unit.runs]
+    totals = [each.layout.total for unit in engine.state.schedule.units for each in unit.params]
     engine.destroy()
     return trace, held, rows, totals
 

@@ -23,8 +23,8 @@ import torch
 
 from onefold.config import ConfigError
 from onefold.config.sections import Aio
-from onefold.tier.host import page_aligned
-from onefold.tier.nvme import Swap, SwapError
+from onefold.offload.host_memory import page_aligned
+from onefold.offload.nvme import SwapError, SwapFiles
 
 MIB = 1 << 20
 SMALL = Aio(block_size=8192, queue_depth=4)
@@ -37,7 +37,7 @@ def swap_on(mounted):
     made = []
 
     def make(*paths, aio=SMALL, count=lambda operation, num_bytes: None):
-        made.append(Swap([str(path) for path in paths], aio=aio, rank=3, count=count))
+        made.append(SwapFiles([str(path) for path in paths], aio=aio, rank=3, count=count))
         return made[-1]
 
     yield make
@@ -361,7 +361,7 @@ def test_a_folder_that_vanishes_does_not_stop_a_job(swap_on, tmp_path):
 
 
 def _open_and_stay(path, opened, crash):
-    swap = Swap([path], aio=SMALL, rank=0, count=lambda *_: None)
+    swap = SwapFiles([path], aio=SMALL, rank=0, count=lambda *_: None)
     swap.reserve(5000, torch.float32)
     swap.open()
     opened.set()
@@ -414,7 +414,7 @@ def test_leftovers_of_a_crash_go_and_a_living_job_and_the_users_files_stay(swap_
 def _open_and_close(path, rank, together):
     together.wait(20)
     for _ in range(25):
-        swap = Swap([path], aio=SMALL, rank=rank, count=lambda *_: None)
+        swap = SwapFiles([path], aio=SMALL, rank=rank, count=lambda *_: None)
         disk = swap.reserve(5000, torch.float32)
         swap.open()
         given = values(5000)
@@ -486,7 +486,7 @@ def test_close_waits_and_removes_everything(swap_on, tmp_path, monkeypatch):
 
 
 def test_a_swap_that_is_forgotten_removes_its_files(tmp_path):
-    swap = Swap([str(tmp_path)], aio=SMALL, rank=0, count=lambda *_: None)
+    swap = SwapFiles([str(tmp_path)], aio=SMALL, rank=0, count=lambda *_: None)
     disk = swap.reserve(5000, torch.float32)
     swap.open()
     disk.store(values(5000))
@@ -502,8 +502,8 @@ def test_the_end_of_the_process_removes_everything(tmp_path):
     program = """
 import sys, torch
 from onefold.config.sections import Aio
-from onefold.tier.nvme import Swap
-swap = Swap([sys.argv[1]], aio=Aio(), rank=0, count=lambda *_: None)
+from onefold.offload.nvme import SwapFiles
+swap = SwapFiles([sys.argv[1]], aio=Aio(), rank=0, count=lambda *_: None)
 disk = swap.reserve(1 << 22, torch.float32)
 swap.open()
 transfer = disk.start_store(torch.ones(1 << 22))

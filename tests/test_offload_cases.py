@@ -19,9 +19,9 @@ from torch import nn
 
 import onefold
 from onefold.config import ConfigError
-from onefold.optim.host import HostStep
+from onefold.offload.param_shard import read
+from onefold.optim.host_step import HostStep
 from onefold.plan import Tier
-from onefold.tier.lower import read
 from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -114,9 +114,9 @@ def below(engine: onefold.Engine) -> list[torch.Tensor]:
     """What this rank keeps of masters and states, as it is kept."""
     optimizer = engine.optimizer
     assert optimizer is not None
-    optimizer.wait_for_host()
-    pieces = [optimizer.piece_of(run) for unit in engine._units for run in unit.trained]
-    kept = [flat for piece in pieces for flat in (piece.master, *piece.states.values())]
+    engine.state.step.wait_for_host()
+    stores = engine.state.step.stores
+    kept = [flat for store in stores for flat in (store.master, *store.states.values())]
     return [read(flat).clone() for flat in kept]
 
 
@@ -165,12 +165,14 @@ def measure(folder: str, names: list[str], dtype: str, accumulation: int) -> dic
                 if engine.is_gradient_accumulation_boundary():
                     gradients.append({tier: engine.held_bytes(tier).gradients for tier in Tier})
                 engine.step()
-            engine.settle()
+            engine.wait_for_step()
             since = engine.ledger.since(before)
             traffic = {way: since.bytes(way) for way in ("down", "up", "read", "write")}
             rest.append({tier: engine.held_bytes(tier) for tier in Tier})
         crossing = engine.planned_crossing()
-        runs = [run for unit in engine._units for run in unit.trained if run.rest.offloads_states]
+        runs = [
+            run for unit in engine.state.schedule.units for run in unit.trained if run.spec.residency.offloads_states
+        ]
         found[name] = {
             "planned": {tier: engine.planned_bytes(tier) for tier in Tier},
             "gradients": gradients,
@@ -422,17 +424,17 @@ def freezing(make: Maker, dtype: str) -> Any:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("blocks.1" not in name and "embed" not in name)
     engine = make(model, **precision(dtype))
-    frozen = [run for unit in engine._units for run in unit.runs if not run.trainable]
+    frozen = [run for unit in engine.state.schedule.units for run in unit.params if not run.trainable]
     assert frozen
     wanted = {
         "none": Tier.DEVICE,
         "cpu": Tier.HOST,
         "nvme": Tier.NVME,
     }[make.keys.get("offload_param", {}).get("device", "none")]
-    assert {run.rest.parameters for run in frozen} == {wanted}
-    assert {run.rest.states for run in frozen} == {Tier.DEVICE}
+    assert {run.spec.residency.parameters for run in frozen} == {wanted}
+    assert {run.spec.residency.states for run in frozen} == {Tier.DEVICE}
     trace = train(engine, 4)
-    engine.settle()
+    engine.wait_for_step()
     for tier in Tier:
         assert engine.held_bytes(tier).parameters == engine.planned_bytes(tier).parameters
     return trace.losses, trace.norms, trace.weights
@@ -561,7 +563,7 @@ def by_name(make: Maker, name: str) -> Any:
     section = {"type": name.split()[-1], "params": BY_NAME[name]}
     engine = make(net(), optimizer=section, gradient_clipping=0.5, **precision("bf16"))
     trace = train(engine, 4)
-    engine.settle()
+    engine.wait_for_step()
     for tier in (Tier.HOST, Tier.NVME):
         held, planned = engine.held_bytes(tier), engine.planned_bytes(tier)
         assert (held.masters, held.states) == (planned.masters, planned.states)
@@ -677,7 +679,7 @@ def scheduling(make: Maker, rate: Any) -> Any:
             losses.append(one_step(engine, x, y))
             scheduler.step()
             go.set()
-            engine.settle()
+            engine.wait_for_step()
     return losses, everything_of(engine)
 
 
@@ -801,8 +803,8 @@ def test_training_goes_on_after_an_exception_in_backward(on_ranks, tmp_path, wor
 
 def rests(engine: onefold.Engine) -> list[tuple[str, str]]:
     """Of each run in its order: where states rest, and where parameters do."""
-    runs = [run for unit in engine._units for run in unit.runs]
-    return [(run.rest.states.value, run.rest.parameters.value) for run in runs]
+    runs = [run for unit in engine.state.schedule.units for run in unit.params]
+    return [(run.spec.residency.states.value, run.spec.residency.parameters.value) for run in runs]
 
 
 def placed(folder: str, asked: list[tuple[int, dict[str, Any], dict[str, Any]]]) -> list[Any]:
@@ -815,7 +817,7 @@ def placed(folder: str, asked: list[tuple[int, dict[str, Any], dict[str, Any]]])
             elif paths is not None:
                 section["nvme_path"] = str(Path(folder, f"rank{rank()}", paths))
         engine = start(net(depth=4), config(stage, zero_optimization=keys, onefold=own, **precision("bf16")))
-        sizes = [run.layout.numel for unit in engine._units for run in unit.trained]
+        sizes = [run.layout.numel for unit in engine.state.schedule.units for run in unit.trained]
         planned = {tier.value: engine.planned_bytes(tier) for tier in Tier}
         files = sorted(files_in(Path(folder, f"rank{rank()}")))
         trace = train(engine, 3)

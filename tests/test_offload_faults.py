@@ -25,13 +25,13 @@ from test_offload import CPU, nvme
 from test_offload_cases import everything_of, files_in, one_step, our_threads, same
 
 import onefold
-from onefold.runtime.descent import _take_over
-from onefold.tier import host
-from onefold.tier.bus import Arrival
-from onefold.tier.device import Pool
-from onefold.tier.host import HostShortage
-from onefold.tier.nvme import SwapError
-from onefold.tier.sources import Buffers
+from onefold.offload import host_memory as host
+from onefold.offload.bus import Arrival
+from onefold.offload.grad_offload import _take_over
+from onefold.offload.host_memory import HostShortage
+from onefold.offload.nvme import SwapError
+from onefold.offload.param_shard import Buffers
+from onefold.pool import Pool
 
 KEYS: dict[str, Callable[[str], tuple[int, dict[str, Any]]]] = {
     "1 disk": lambda folder: (1, {"offload_optimizer": nvme(folder)}),
@@ -305,7 +305,7 @@ def optimizer_raises(kind: str, folder: str, saves: str, leave: str, num_steps: 
         within(20, engine.zero_grad)
         found["save"] = within(20, lambda: engine.save_checkpoint(str(Path(saves, "bad"))))
     found["saved"] = Path(saves, "bad", "latest").exists()
-    engine._lower.worker.submit(int).result()  # the host has done what it was asked, and failed
+    engine._parts.memory.worker.submit(int).result()  # the host has done what it was asked, and failed
     Raises.raising = False
     if leave == "destroy":
         found["destroy"] = within(20, engine.destroy)
@@ -355,7 +355,7 @@ def lost_disk(folder: str) -> tuple[Any, ...]:
     engine = make("3 disk disk", folder)
     model = engine.module
     train(engine, 1)
-    engine.settle()
+    engine.wait_for_step()
     with failing("preadv", times=10**9):
         told = within(20, engine.destroy)
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
@@ -410,7 +410,7 @@ def read_again(kind: str, folder: str, after: int) -> list[tuple[str, str]]:
     few = {**keys, "offload_param": nvme(folder, buffer_count=1, buffer_size=1024)}
     engine = start(net(), config(stage, zero_optimization=few, **precision("bf16")))
     train(engine, 2)
-    engine.settle()
+    engine.wait_for_step()
     engine.eval()
     x, y = batches(1)[0]
     found = []
@@ -549,7 +549,7 @@ def folder_goes_for_rank(kind: str, folder: str, saves: str) -> tuple[Any, Any]:
 def file_cut_short(kind: str, folder: str) -> list[tuple[str, str]]:
     engine = make(kind, folder)
     train(engine, 2)
-    engine.settle()
+    engine.wait_for_step()
     for path in files_in(Path(folder)):
         if path.endswith("/data"):
             os.truncate(path, 0)
@@ -570,7 +570,7 @@ def weights_survive(kind: str, folder: str) -> bool:
     """What a failed engine leaves of the model: the weights of the last whole step, or nothing at all."""
     engine = make(kind, folder)
     train(engine, 2)
-    engine.settle()
+    engine.wait_for_step()
     before, model = weights_of(engine.module), engine.module
     with failing("pwritev", times=10**9):
         within(20, lambda: [one_step(engine, x, y) for x, y in batches(2)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import config, first_difference, more, net, precision, start, train
 
-from onefold.tier.bus import Arrival, Bus
+from onefold.offload.bus import Arrival, Bus
 
 CPU = {"device": "cpu"}
 

@@ -14,11 +14,19 @@ import onefold
 def held(engine: onefold.Engine) -> int:
     """Bytes of storages behind everything the engine keeps on its device."""
     found: dict[int, int] = {}
-    for run in (run for unit in engine._units for run in unit.runs):
-        tensors: list[Any] = [run.full, run.shard, *run.gradient_tensors()]
+    for run in (run for unit in engine.state.schedule.units for run in unit.params):
+        tensors: list[Any] = [
+            run.full,
+            run.store.param and run.store.param.values,
+            *(run.grad.device_tensors() if run.trainable else []),
+        ]
         if run.trainable:
-            piece = engine.optimizer.piece_of(run)
-            tensors += [piece.master, piece.out, *(state.memory for state in engine.optimizer.held_states(piece))]
+            store = run.store
+            tensors += [
+                store.master,
+                store.param_copy,
+                *(state.memory for state in engine.state.step.held_states(store)),
+            ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().size()
@@ -60,13 +68,13 @@ def test_it_comes_back_as_it_was(on_ranks, stage, dtype):
 def by_kind(engine: onefold.Engine) -> dict[str, int]:
     """Bytes on the device, under the names of `include`, where each kind has storages of its own."""
     found = dict.fromkeys(("lp_params", "lp_grads", "hp_params", "optim_states"), 0)
-    for run in (run for unit in engine._units for run in unit.trained):
-        piece = engine.optimizer.piece_of(run)
+    for run in (run for unit in engine.state.schedule.units for run in unit.trained):
+        store = run.store
         tensors = {
             "lp_params": [run.full],
-            "lp_grads": run.gradient_tensors(),
-            "hp_params": [piece.master],
-            "optim_states": [state.memory for state in engine.optimizer.held_states(piece)],
+            "lp_grads": run.grad.device_tensors(),
+            "hp_params": [store.master],
+            "optim_states": [state.memory for state in engine.state.step.held_states(store)],
         }
         for kind, held in tensors.items():
             found[kind] += sum(tensor.untyped_storage().size() for tensor in held)

@@ -18,7 +18,7 @@ R, S = Placement.REPLICATED, Placement.SHARDED
 
 @pytest.mark.parametrize(("stage", "row"), [(0, (R, R, R)), (1, (R, R, S)), (2, (R, S, S)), (3, (S, S, S))])
 def test_each_stage_is_a_row(stage, row):
-    plan = make_plan(load_config({"zero_optimization": {"stage": stage}}))
+    plan = make_plan(load_config({"zero_optimization": {"stage": stage}}), 8)
     assert (plan.parameters.placement, plan.gradients.placement, plan.states.placement) == row
     assert {plan.parameters.tier, plan.gradients.tier, plan.states.tier} == {Tier.DEVICE}
 
@@ -36,7 +36,8 @@ def test_offload_and_wires_change_columns():
                     "zero_hpz_partition_size": 8,
                 }
             }
-        )
+        ),
+        8,
     )
     assert plan.states.tier is Tier.HOST
     assert plan.gradients.tier is Tier.HOST
@@ -50,7 +51,7 @@ def test_offload_and_wires_change_columns():
 def test_collectives_overlap_by_default_where_parameters_are_sharded(stage, overlaps):
     for given, expected in ((None, overlaps), (True, True), (False, False)):
         keys = {"stage": stage, "overlap_comm": given, "stage3_prefetch_bucket_size": 77}
-        plan = make_plan(load_config({"zero_optimization": keys}))
+        plan = make_plan(load_config({"zero_optimization": keys}), 8)
         assert plan.overlap == expected
         # Nothing is gathered ahead of its use where every collective is finished where it is started.
         assert plan.limits.prefetch == (77 if expected else 0)
@@ -63,7 +64,7 @@ def test_offload_puts_each_kind_of_state_into_its_tier(stage, device, tier):
     keys = {"stage": stage, **({"offload_optimizer": offload} if stage else {}), "offload_param": offload}
     if stage < 3:
         del keys["offload_param"]
-    plan = make_plan(load_config({"zero_optimization": keys}))
+    plan = make_plan(load_config({"zero_optimization": keys}), 8)
     assert plan.parameters.tier is (tier if stage == 3 else Tier.DEVICE)
     assert plan.states.tier is (tier if stage else Tier.DEVICE)
     # Gradients go to the host, which steps, wherever below the device the states rest.
@@ -95,8 +96,8 @@ DESCRIBED = {
     "zero-plus-plus.json": (3, (D, D, D)),
 }  # All others are named after their stage and keep everything on the device.
 WIRES = {
-    "zero-plus-plus-loco.json": (Wire.NATIVE, Wire.INT4, 1, None),
-    "zero-plus-plus.json": (Wire.INT8, Wire.INT4, 8, None),
+    "zero-plus-plus-loco.json": (Wire.NATIVE, Wire.INT4, 1, 16),
+    "zero-plus-plus.json": (Wire.INT8, Wire.INT4, 8, 16),
     "zero3-mics.json": (Wire.NATIVE, Wire.NATIVE, 1, 8),
 }
 
@@ -105,17 +106,17 @@ WIRES = {
 def test_every_example_gives_the_plan_it_describes(path):
     named = re.match(r"(accelerate-)?zero(\d)", path.name)
     stage, tiers = DESCRIBED[path.name] if path.name in DESCRIBED or not named else (int(named[2]), (D, D, D))
-    plan = make_plan(load_config(path))
+    plan = make_plan(load_config(path), 16)
     parts = (plan.parameters, plan.gradients, plan.states)
     rows = {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
     assert tuple(part.placement for part in parts) == rows[stage]
     assert tuple(part.tier for part in parts) == tiers
-    wires = (plan.parameters.wire, plan.gradients.wire, plan.node_shard_size, plan.part_size)
-    assert wires == WIRES.get(path.name, (Wire.NATIVE, Wire.NATIVE, 1, None))
+    wires = (plan.parameters.wire, plan.gradients.wire, plan.node_shard_size, plan.num_shards)
+    assert wires == WIRES.get(path.name, (Wire.NATIVE, Wire.NATIVE, 1, 16))
 
 
 def test_the_plan_says_itself_in_words():
-    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}})).words())
+    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8).words())
     assert "replicated: every rank holds all of them" in words
     assert "sharded after every micro-step" in words
     assert "every rank holds and steps its own part" in words

@@ -10,7 +10,7 @@ import torch
 from models import Net, batches, config, more, net, start, train_beside, weights_of
 from torch.nn.parallel import DistributedDataParallel
 
-from onefold.runtime import gathered
+from onefold.runtime import unsharded
 
 STEPS = 5
 
@@ -171,7 +171,7 @@ def beside_autocast(stage: int) -> tuple[set[torch.dtype], set[torch.dtype], lis
             optimizer.step()
             optimizer.zero_grad()
             losses[number].append(loss.item())
-    with gathered(engine.module.parameters()):
+    with unsharded(engine.module.parameters()):
         dtypes = {parameter.dtype for parameter in engine.module.parameters()}
     return dtypes, computed, *losses
 

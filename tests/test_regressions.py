@@ -33,7 +33,7 @@ def skipped_twice(overlap: bool) -> dict[str, torch.Tensor]:
         model.skip = index in (1, 2, 3)
         engine.backward(engine(x, y))
         engine.step()
-        flying = [unit for flight in engine._schedule.flights.refreshing for unit in flight.units]
+        flying = [unit for flight in engine.state.schedule.in_flight.refreshes for unit in flight.units]
         assert len(flying) == len(set(flying))
     return weights_of(engine.module)
 
@@ -51,7 +51,7 @@ def deleted_in_flight(token: str) -> dict[str, torch.Tensor]:
     x, y = batches(1)[0]
     engine.backward(engine(x, y))
     store = dist.distributed_c10d._get_default_store()
-    collective = engine._schedule.flights.collective
+    collective = engine.state.schedule.in_flight.collective
     send = collective.start_gather
 
     def send_late(gatherings):
@@ -61,7 +61,7 @@ def deleted_in_flight(token: str) -> dict[str, torch.Tensor]:
     if rank() == 1:
         collective.start_gather = send_late
     engine.step()
-    assert engine._schedule.flights.refreshing
+    assert engine.state.schedule.in_flight.refreshes
     if rank() == 0:
         store.set(token, "rank 0 deletes its engine")
     del engine
@@ -173,7 +173,7 @@ def two_backwards_in_bf16() -> set[torch.dtype]:
     engine = start(net(), config(1, bf16={"enabled": True}))
     for x, y in batches(2):
         engine.backward(engine(x, y))
-    return {run.reduced.dtype for unit in engine._units for run in unit.trained}
+    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained}
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.config import load_config
-from onefold.runtime.flights import Flights
+from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import ParameterState, Unit
 
 WIDTH = 10
@@ -127,10 +128,10 @@ def beside_stage_2(case: str) -> list[str]:
 
 def elements(engine: Any) -> tuple[int, int]:
     """(those that rest as shards, those that rest whole), padding included."""
-    runs = [run for unit in engine._units for run in unit.runs]
+    runs = [run for unit in engine.state.schedule.units for run in unit.params]
     return (
-        sum(run.layout.total for run in runs if not run.rests_whole),
-        sum(run.layout.total for run in runs if run.rests_whole),
+        sum(run.layout.total for run in runs if not run.stays_unsharded),
+        sum(run.layout.total for run in runs if run.stays_unsharded),
     )
 
 
@@ -159,7 +160,7 @@ def traffic(dtype: str, accumulation: int, zero: dict[str, Any], stage: int = 3,
         "reduce": found[2]["reduce-scatter"][0],
         "gathers": found[2]["gather"][1],
         "reductions": found[2]["reduce-scatter"][1],
-        "units": len(engine._units),
+        "units": len(engine.state.schedule.units),
         "operations": {row.operation for row in engine.ledger.rows() if row.bytes},
     }
 
@@ -215,7 +216,7 @@ def frozen_traffic() -> dict[str, int]:
         "gather": engine.ledger.bytes("gather"),
         "reduce": engine.ledger.bytes("reduce-scatter"),
         "sharded": elements(engine)[0],
-        "trained": sum(run.layout.total for unit in engine._units for run in unit.trained),
+        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained),
     }
 
 
@@ -256,12 +257,12 @@ def watching(engine: Any) -> Iterator[list[Seen]]:
     seen: list[Seen] = []
 
     def look(unit: Unit, backward: bool) -> None:
-        whole = [u for u in engine._units if u.sharded and u.parameter is not ParameterState.RESTING]
+        whole = [u for u in engine.state.schedule.units if u.sharded and u.parameter is not ParameterState.SHARDED]
         others = [u.name for u in whole if u is not unit and not u.encloses]
         seen.append(Seen(unit.name, backward, others, sum(u.num_gathered for u in whole)))
 
     handles = []
-    for unit in engine._units:
+    for unit in engine.state.schedule.units:
         if not unit.encloses:
             handles.append(unit.module.register_forward_pre_hook(lambda *_, u=unit: look(u, False)))
             # The first gradient of its backward; a backward hook of the module would come before the unit's own.
@@ -277,19 +278,19 @@ def watching(engine: Any) -> Iterator[list[Seen]]:
 @contextmanager
 def most_live(engine: Any) -> Iterator[list[int]]:
     """The most elements that had memory at one time, seen at every gather."""
-    most, starts = [0], Unit.start_gather
+    most, starts = [0], Unit.start_unshard
 
     def counting(unit: Unit, **how: bool) -> Any:
         gatherings = starts(unit, **how)
-        runs = [run for unit in engine._units for run in unit.sharded]
+        runs = [run for unit in engine.state.schedule.units for run in unit.sharded]
         most[0] = max(most[0], sum(run.full.untyped_storage().size() // run.dtype.itemsize for run in runs))
         return gatherings
 
-    Unit.start_gather = counting  # type: ignore[method-assign]
+    Unit.start_unshard = counting  # type: ignore[method-assign]
     try:
         yield most
     finally:
-        Unit.start_gather = starts  # type: ignore[method-assign]
+        Unit.start_unshard = starts  # type: ignore[method-assign]
 
 
 def knobs(zero: dict[str, Any], build: Callable[[], nn.Module] = Uneven) -> dict[str, Any]:
@@ -300,16 +301,16 @@ def knobs(zero: dict[str, Any], build: Callable[[], nn.Module] = Uneven) -> dict
     engine.ledger.clear()
     with watching(engine) as seen, most_live(engine) as most:
         run(engine, square, 1)
-    sizes = {unit.name: unit.num_gathered for unit in engine._units}
+    sizes = {unit.name: unit.num_gathered for unit in engine.state.schedule.units}
     return {
         "seen": seen,
         "most": most[0],
         "sizes": sizes,
-        "root": sum(unit.num_gathered for unit in engine._units if unit.encloses),
+        "root": sum(unit.num_gathered for unit in engine.state.schedule.units if unit.encloses),
         "gather": engine.ledger.bytes("gather"),
         "gathers": engine.ledger.calls("gather"),
         "reductions": engine.ledger.calls("reduce-scatter"),
-        "units": [unit.name for unit in engine._units],
+        "units": [unit.name for unit in engine.state.schedule.units],
     }
 
 
@@ -439,12 +440,12 @@ def flying(overlap: bool) -> tuple[int, int]:
     """The most reductions, and gathers, that were in flight when a block began its forward or backward."""
     engine = engine_of(Uneven, zero={**LIMITS["ahead"], "overlap_comm": overlap, "reduce_bucket_size": 1})
     run(engine, square, 2)
-    flights = engine._schedule.flights
+    flights = engine.state.schedule.in_flight
     reducing, gathering = [0], [0]
 
     def look(*_: Any) -> None:
-        reducing[0] = max(reducing[0], len(flights.reducing))
-        gathering[0] = max(gathering[0], len(flights.gathering))
+        reducing[0] = max(reducing[0], len(flights.reductions))
+        gathering[0] = max(gathering[0], len(flights.gathers))
 
     for block in engine.module.blocks:
         block.register_forward_pre_hook(look)
@@ -494,7 +495,7 @@ def leaves(how: str) -> tuple[list[str], int]:
     run(engine, square, 2)
     engine.ledger.clear()
     run(engine, square, 1)
-    return [unit.name for unit in engine._units], engine.ledger.calls("gather")
+    return [unit.name for unit in engine.state.schedule.units], engine.ledger.calls("gather")
 
 
 @pytest.mark.parametrize("how", ["classes", "names", "name_suffixes", "set", "set by name"])
@@ -537,7 +538,7 @@ def test_what_does_nothing_here_says_so(key, value):
 
 def lines(engine: Any) -> int:
     """Bytes behind the lines of what rests as shards."""
-    return sum(run.full.untyped_storage().size() for unit in engine._units for run in unit.sharded)
+    return sum(run.full.untyped_storage().size() for unit in engine.state.schedule.units for run in unit.sharded)
 
 
 def rests(engine: Any) -> list[str]:
@@ -549,8 +550,8 @@ def rests(engine: Any) -> list[str]:
         problems.append(f"parameters {engine.held_bytes().parameters} {engine.planned_bytes().parameters}")
     problems += [
         f"{unit.name} {unit.parameter}"
-        for unit in engine._units
-        if unit.sharded and unit.parameter is not ParameterState.RESTING
+        for unit in engine.state.schedule.units
+        if unit.sharded and unit.parameter is not ParameterState.SHARDED
     ]
     problems += [name for name, p in engine.module.named_parameters() if p.numel() and p.untyped_storage().size() == 0]
     return problems
@@ -566,7 +567,9 @@ def phases(zero: dict[str, Any], dtype: str, accumulation: int) -> list[str]:
         loss = engine(x, y)
         if micro_step >= accumulation:
             # Between forward and backward what the program keeps is whole, and nothing else.
-            expected = sum(run.full.numel() * run.full.itemsize for unit in engine._units for run in unit.sharded)
+            expected = sum(
+                run.full.numel() * run.full.itemsize for unit in engine.state.schedule.units for run in unit.sharded
+            )
             if lines(engine) != (expected if kept_by_limits else 0):
                 problems.append(f"{micro_step} after forward {lines(engine)} of {expected}")
         engine.backward(loss)
@@ -702,9 +705,14 @@ def test_memory_returns_to_rest_at_once_after_an_exception(on_ranks, label, when
 
 
 def run_tensors(engine: Any) -> list[weakref.ref[Any]]:
-    runs = [run for unit in engine._units for run in unit.runs]
-    held = [engine, *engine._units, *runs]
-    held += [tensor for run in runs for tensor in (run.full, run.shard, run.reduced) if tensor is not None]
+    runs = [run for unit in engine.state.schedule.units for run in unit.params]
+    held = [engine, *engine.state.schedule.units, *runs]
+    held += [
+        tensor
+        for run in runs
+        for tensor in (run.full, run.store.param and run.store.param.values, run.store.grad and run.store.grad.value)
+        if tensor is not None
+    ]
     return [weakref.ref(item) for item in held]
 
 
@@ -1356,7 +1364,7 @@ def programs(case: str) -> list[bool]:
     for step in range(6):
         engine.backward(loss_of(engine, step))
         engine.step()
-        found.append(engine._schedule.order.program is not None)
+        found.append(engine.state.schedule.order.program is not None)
     return found
 
 
@@ -1430,29 +1438,31 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
     """Names of units whose memory was given up while a gather of them was on its way: others write there."""
     found: list[str] = []
     flying: dict[Unit, int] = {}
-    starts, finishes, releases = Flights.start_gather, Flights.finish_gather, Unit.release
+    starts, finishes = InFlightCollectives.start_unshard, InFlightCollectives._finish_unshard
+    reshards = Unit.reshard
 
-    def start_gather(flights: Flights, unit: Unit, **how: bool) -> None:
+    def start_unshard(flights: InFlightCollectives, unit: Unit, **how: bool) -> None:
         starts(flights, unit, **how)
         flying[unit] = flying.get(unit, 0) + 1
 
-    def finish_gather(flights: Flights) -> None:
-        units = list(flights.gathering[0].units)
+    def finish_unshard(flights: InFlightCollectives) -> None:
+        units = list(flights.gathers[0].units)
         finishes(flights)
         for unit in units:
             flying[unit] -= 1
 
-    def release(unit: Unit, *, drop: bool = False) -> None:
+    def reshard(unit: Unit, *, drop: bool = False) -> None:
         if unit.sharded and flying.get(unit):
             found.append(unit.name)  # and keep it, to live on
         else:
-            releases(unit, drop=drop)
+            reshards(unit, drop=drop)
 
-    Flights.start_gather, Flights.finish_gather, Unit.release = start_gather, finish_gather, release  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(InFlightCollectives, "start_unshard", start_unshard),
+        mock.patch.object(InFlightCollectives, "_finish_unshard", finish_unshard),
+        mock.patch.object(Unit, "reshard", reshard),
+    ):
         yield found
-    finally:
-        Flights.start_gather, Flights.finish_gather, Unit.release = starts, finishes, releases  # type: ignore[method-assign]
 
 
 def freed_in_flight(case: str) -> list[str]:

@@ -14,7 +14,7 @@ from onefold.comm.agreement import ROW
 
 def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str, Any]:
     engine = start(net(), config(stage, gradient_accumulation_steps=accumulation, **precision(dtype), **more))
-    elements = sum(run.layout.total for unit in engine._units for run in unit.trained)
+    elements = sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained)
     data = batches(2 * accumulation)
     for x, y in data[:accumulation]:  # the first step also agrees on the order
         engine.backward(engine(x, y))
@@ -74,12 +74,12 @@ def test_buckets_coalesce_small_units(on_ranks):
 def in_flight(limit: int) -> int:
     """The most elements that were on the wire at once during a backward."""
     engine = start(net(depth=6), config(1, zero_optimization={"overlap_comm": True, "reduce_bucket_size": limit}))
-    flights, most = engine._schedule.flights, [0]
+    flights, most = engine.state.schedule.in_flight, [0]
     starts = flights.collective.start_reduce_scatter
 
     def counting(reductions: Any) -> Any:
         pending = starts(reductions)
-        flying = sum(flight.num_elements for flight in flights.reducing)
+        flying = sum(flight.num_elements for flight in flights.reductions)
         most[0] = max(most[0], flying + sum(reduction.source.numel() for reduction in reductions))
         return pending
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import which
 
@@ -44,3 +46,10 @@ def test_the_command_prints_files_once_and_in_order(capsys):
     assert which.main(["onefold/nowhere.py"]) == 1
     assert "is not in the table" in capsys.readouterr().err
     assert which.main([]) == 2
+
+
+def test_the_quick_check_names_tests_that_exist():
+    """`make check` runs the first case of each."""
+    for name in (Path(__file__).parent / "check.txt").read_text().split():
+        file, _, function = name.partition("::")
+        assert f"\ndef {function}(" in (Path(__file__).parent / file).read_text(), name

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from onefold.config import Batch
-from onefold.window import Window
+from onefold.window import AccumulationWindow
 
 
-def window(accumulation: int, **more) -> Window:
-    return Window(Batch(2 * accumulation, 2, accumulation, 1), **{"managed": True, **more})
+def window(accumulation: int, **more) -> AccumulationWindow:
+    return AccumulationWindow(Batch(2 * accumulation, 2, accumulation, 1), **{"managed": True, **more})
 
 
-def boundaries(found: Window, num: int) -> list[bool]:
+def boundaries(found: AccumulationWindow, num: int) -> list[bool]:
     seen = []
     for _ in range(num):
         seen.append(found.at_boundary)
@@ -29,7 +29,7 @@ def test_every_so_many_micro_steps_are_a_boundary():
 def test_a_resumed_window_begins_where_the_saved_one_ended(micro_steps):
     """Also where the saved run accumulated another number: its count of micro-steps is no multiple of this one's."""
     found = window(3)
-    found.owe(1)
+    found.divide_by(1)
     found.resume(micro_steps)
     assert not found.is_open
     assert boundaries(found, 6) == [False, False, True, False, False, True]
@@ -42,7 +42,7 @@ def test_a_new_count_begins_with_the_next_micro_step():
     found.set_accumulation(3)
     assert boundaries(found, 3) == [False, False, True]
     assert (found.batch.train, found.batch.accumulation) == (6, 3)
-    found.owe(1)
+    found.divide_by(1)
     found.set_accumulation(3)  # the same: nothing changes
     with pytest.raises(RuntimeError, match="only between steps"):
         found.set_accumulation(2)
@@ -58,15 +58,15 @@ def test_a_window_whose_gradients_are_lost_starts_over():
 
 def test_one_window_is_divided_in_one_way():
     found = window(2)
-    assert (found.owed, found.is_open) == (1, False)
-    found.owe(2)
-    found.owe(2)
-    assert (found.owed, found.is_open) == (2, True)
+    assert (found.divisor, found.is_open) == (1, False)
+    found.divide_by(2)
+    found.divide_by(2)
+    assert (found.divisor, found.is_open) == (2, True)
     with pytest.raises(RuntimeError, match="in one accumulation window"):
-        found.owe(1)
+        found.divide_by(1)
     found.close()
-    found.owe(1)
-    assert found.owed == 1
+    found.divide_by(1)
+    assert found.divisor == 1
 
 
 def test_the_last_backward_is_known_only_where_the_window_is_counted_or_told():

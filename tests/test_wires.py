@@ -10,9 +10,10 @@ import torch.distributed as dist
 from models import Net, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.comm import Gathering, Ledger, Lost, Reduction, data_group, make_collective
+from onefold.comm import ErrorFeedback, Gathering, Ledger, Reduction, data_group, make_collective
 from onefold.comm.codec import Codec
-from onefold.comm.quantized import Feedback, Wires
+from onefold.comm.quantized import Wires
+from onefold.plan import Feedback
 
 NOTHING_KEPT = {
     "stage3_max_live_parameters": 0,
@@ -50,7 +51,7 @@ def run(names: list[str], dtype: str, node_size: int, accumulation: int, steps: 
             engine.backward(engine(x, y))
             engine.step()
         rows = {(row.operation, row.group): row.bytes for row in engine.ledger.since(before).rows() if row.bytes}
-        found[name] = trace, rows, [run.layout.total for unit in engine._units for run in unit.runs]
+        found[name] = trace, rows, [run.layout.total for unit in engine.state.schedule.units for run in unit.params]
         engine.destroy()
     return found
 
@@ -158,7 +159,7 @@ def errors_beside_the_formula(beta: float, rounds: int) -> list[tuple[float, flo
     """
     group, device = data_group(1), torch.device("cpu")
     numel = group.size * 2048
-    codec, lost = Codec(4), Lost()
+    codec, lost = Codec(4), ErrorFeedback()
     wires = Wires(inside=Codec(8), across=codec, feedback=Feedback(beta, 1 << 20))
     collective = make_collective("exchange", group, Ledger(), device, wires)
     errors, found = [torch.zeros(group.size, 2048) for _ in range(group.size)], []
@@ -168,7 +169,7 @@ def errors_beside_the_formula(beta: float, rounds: int) -> list[tuple[float, flo
         ]
         target = torch.zeros(2048)
         mine = sources[group.rank].clone()
-        collective.start_reduce_scatter([Reduction(mine, target, torch.float32, False, lost=lost)]).finish()
+        collective.start_reduce_scatter([Reduction(mine, target, torch.float32, False, error=lost)]).finish()
         total = torch.zeros(2048)
         for r, source in enumerate(sources):
             rows = source.view(group.size, -1) + errors[r]

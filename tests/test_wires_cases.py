@@ -38,11 +38,11 @@ from test_stage3 import CASES, LIMITS, differing, fit
 from torch import nn
 
 import onefold
-from onefold.comm import Feedback, Ledger, Lost, Wires, data_group, make_collective
+from onefold.comm import ErrorFeedback, Ledger, Wires, data_group, make_collective
 from onefold.comm.codec import Codec
 from onefold.comm.collective import Reduction
 from onefold.config import ConfigError
-from onefold.plan import Tier
+from onefold.plan import Feedback, Tier
 from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -90,8 +90,8 @@ def masters_of(engine: Any) -> Weights:
 
 def own_masters(engine: Any) -> list[torch.Tensor]:
     """This rank's part of what is trained."""
-    runs = [run for unit in engine._units for run in unit.trained]
-    return [engine.optimizer.piece_of(run).master.clone() for run in runs]
+    runs = [run for unit in engine.state.schedule.units for run in unit.trained]
+    return [run.store.master.clone() for run in runs]
 
 
 def evaluate(engine: Any, seed: int = 9) -> float:
@@ -443,7 +443,7 @@ def failed_and_went_on(name: str) -> list[Any]:
     data = batches(4)
     for x, y in data[:2]:
         step(engine, x, y)
-    collective, calls = engine._schedule.flights.collective, iter(range(10**6))
+    collective, calls = engine.state.schedule.in_flight.collective, iter(range(10**6))
     starts = collective.start_gather
 
     def once_not(gatherings: Any) -> Any:
@@ -518,8 +518,13 @@ def written_in_part(name: str) -> tuple[list[str], list[str]]:
 
 
 def frozen_shards(engine: Any) -> list[torch.Tensor]:
-    runs = [run for unit in engine._units for run in unit.runs if not run.trainable and run.shard is not None]
-    return [run.shard.clone() for run in runs]
+    runs = [
+        run
+        for unit in engine.state.schedule.units
+        for run in unit.params
+        if not run.trainable and run.store.param is not None
+    ]
+    return [run.store.param.values.clone() for run in runs]
 
 
 @pytest.mark.parametrize("name", ["frozen", "qwZ", more("all"), more("hpZ"), more("stage 3")])
@@ -576,7 +581,7 @@ def frozen_base(names: list[str]) -> dict[str, Any]:
         losses += [step(engine, x, y) for x, y in batches(1, seed=4)]
         rows = engine.ledger.since(before).rows()
         sent = {row.group: row.bytes for row in rows if row.operation == "gather"}
-        totals = [(run.layout.total, run.trainable) for unit in engine._units for run in unit.sharded]
+        totals = [(run.layout.total, run.trainable) for unit in engine.state.schedule.units for run in unit.sharded]
         same = all(torch.equal(a, b) for a, b in zip(resting, frozen_shards(engine), strict=True))
         found[name] = losses, sent, totals, same and len(resting) > 0, evaluate_alike(engine)
         engine.destroy()
@@ -818,10 +823,10 @@ def offloaded(names: list[str], tier: str, extra: dict[str, Any], folder: str) -
             engine.module_state_dict()  # the weights of a delayed step are used from here on
             losses.append(evaluate(engine))
         losses += [step(engine, x, y) for x, y in batches(1, seed=6)]
-        engine.settle()
+        engine.wait_for_step()
         before = engine.ledger.copy()
         losses += [step(engine, x, y) for x, y in batches(1, seed=8)]
-        engine.settle()
+        engine.wait_for_step()
         since, crossing = engine.ledger.since(before), engine.planned_crossing()
         found[name] = {
             "losses": losses,
@@ -902,11 +907,11 @@ def staged(names: list[str], stage: int, accumulation: int) -> dict[str, Any]:
             small(), wired(name, stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.3)
         )
         trace = train(engine, 3 * accumulation)
-        totals = [run.layout.total for unit in engine._units for run in unit.trained]
+        totals = [run.layout.total for unit in engine.state.schedule.units for run in unit.trained]
         before = engine.ledger.copy()
         for x, y in batches(accumulation, seed=8):
             step(engine, x, y)
-        engine.settle()
+        engine.wait_for_step()
         rows = engine.ledger.since(before).rows()
         found[name] = trace, {(row.operation, row.group): row.bytes for row in rows if row.bytes}, totals
         engine.destroy()
@@ -1007,7 +1012,7 @@ def described(name: str, dtype: str, accumulation: int) -> dict[str, Any]:
         if engine.is_gradient_accumulation_boundary():
             held.append(engine.held_bytes())
         engine.step()
-    runs = [run for unit in engine._units for run in unit.sharded]
+    runs = [run for unit in engine.state.schedule.units for run in unit.sharded]
     found = {
         "text": engine.describe(),
         "held": held,
@@ -1022,10 +1027,10 @@ def described(name: str, dtype: str, accumulation: int) -> dict[str, Any]:
 
 WORDS = {
     "stage 3": [],
-    "hpZ": ["a second shard among every 2 ranks"],
+    "hpZ": ["a secondary shard among every 2 ranks"],
     "qwZ": ["travelling as int8"],
     "qgZ": ["travelling as int4"],
-    "all": ["a second shard among every 2 ranks", "travelling as int8", "travelling as int4"],
+    "all": ["a secondary shard among every 2 ranks", "travelling as int8", "travelling as int4"],
     "frozen": ["frozen", "int8"],
 }
 
@@ -1150,7 +1155,9 @@ def parked(name: str) -> tuple[list[float], int, list[float]]:
     engine = start(small(), wired(name))
     losses = train(engine, 2).losses
     engine.offload_states()
-    seconds = [run.second for unit in engine._units for run in unit.runs if run.second is not None]
+    seconds = [
+        run.secondary for unit in engine.state.schedule.units for run in unit.params if run.secondary is not None
+    ]
     left = sum(second.untyped_storage().nbytes() for second in seconds)
     engine.reload_states()
     losses += train(engine, 2, seed=1).losses
@@ -1203,11 +1210,11 @@ def sums_of_constant_gradients(node: int, rounds: int) -> dict[str, float]:
         wires = Wires(inside=Codec(8), across=Codec(4), feedback=feedback)
         collective = make_collective("exchange", group, Ledger(), device, wires)
         mean = torch.zeros(2048, dtype=torch.float64)
-        lost = Lost()
+        lost = ErrorFeedback()
         for _ in range(rounds):
             target = torch.zeros(2048)
             source = sources[group.rank].clone()
-            collective.start_reduce_scatter([Reduction(source, target, torch.float32, False, lost=lost)]).finish()
+            collective.start_reduce_scatter([Reduction(source, target, torch.float32, False, error=lost)]).finish()
             mean += target.double() / rounds
         found[name] = (mean - truth).abs().mean().item()
     return found

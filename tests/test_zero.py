@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.config import load_config
-from onefold.runtime import home_of, whole_shape
+from onefold.runtime import handle_of, unsharded_shape
 from onefold.train.options import TrainOptions, prepare_config
 from onefold.utils import (
     safe_get_full_fp32_param,
@@ -73,7 +73,7 @@ def built_under_init(world: int, dtype: str) -> tuple[bool, bool, str | None]:
     with onefold.zero.Init(config_dict_or_path=config(3, **precision(dtype))):
         model = Parent()
     resting = all(p.numel() == 0 for p in model.parameters())
-    shapes = [whole_shape(p) for p in model.parameters()] == [p.shape for p in plain.parameters()]
+    shapes = [unsharded_shape(p) for p in model.parameters()] == [p.shape for p in plain.parameters()]
     whole = {name: p.clone() for name, p in plain.state_dict().items()}
     whole["net.scale"] = whole["net.scale"].float()
     return resting or world == 1, shapes, first_difference(weights_of(model), whole)
@@ -144,7 +144,7 @@ def added_after_init() -> bool:
     engine = start(model, config(3))
     engine.backward(engine(*batches(1)[0]))
     engine.step()
-    sizes = {tuple(whole_shape(p)) for p in model.parameters()}
+    sizes = {tuple(unsharded_shape(p)) for p in model.parameters()}
     weights = weights_of(engine.module)
     return (4, 4) in sizes and (rank() != 0 or torch.allclose(weights["adapter.weight"], first, atol=1e-2))
 
@@ -404,7 +404,7 @@ def accessed(stage: int, dtype: str) -> dict[str, Any]:
     momentum = safe_get_full_optimizer_state(weight, "exp_avg")
     safe_set_full_optimizer_state(weight, torch.full_like(momentum, 0.75), "exp_avg")
     again = safe_get_full_optimizer_state(weight, "exp_avg")
-    safe_set_full_fp32_param(weight, torch.arange(weight_size(weight)).float().view(whole_shape(weight)))
+    safe_set_full_fp32_param(weight, torch.arange(weight_size(weight)).float().view(unsharded_shape(weight)))
     master = safe_get_full_fp32_param(weight)
     shown = weights_of(engine.module)["blocks.1.up.weight"]
     local_master = safe_get_local_fp32_param(weight)
@@ -428,7 +428,7 @@ def accessed(stage: int, dtype: str) -> dict[str, Any]:
 
 
 def weight_size(weight: nn.Parameter) -> int:
-    return whole_shape(weight).numel()
+    return unsharded_shape(weight).numel()
 
 
 @pytest.mark.parametrize("world", [more(1), 2])
@@ -474,7 +474,7 @@ def attributes() -> dict[str, Any]:
         "numbers": numbers,
         "kept": weight._is_hf_initialized,
         "summary": weight.ds_summary()["ds_shape"] == (42, 21),
-        "hidden": hasattr(hidden, "ds_shape") or home_of(hidden) is None,
+        "hidden": hasattr(hidden, "ds_shape") or handle_of(hidden) is None,
     }
 
 
@@ -601,9 +601,8 @@ def runs_shipped(path: str, folder: str) -> tuple[bool, bool, bool]:
         loss = engine(*batches(1)[0])
         engine.backward(loss)
         engine.step()
-    zero = engine.settings.zero_optimization
-    asked = zero.stage3_gather_16bit_weights_on_model_save
-    sharded = engine.plan.shards_parameters == (zero.stage == 3)
+    asked = engine.plan.loop.gathers_weights_on_save
+    sharded = engine.plan.shards_parameters == (engine.zero_optimization_stage() == 3)
     # A schedule that begins at a rate of 0 has hardly moved yet.
     learns = loss.item() < first + (1e-2 if engine.lr_scheduler is not None else 0.0)
     result = learns, sharded, engine.zero_gather_16bit_weights_on_model_save() == asked

@@ -382,11 +382,11 @@ def load_state_dict_from_zero_checkpoint(
     model: Model, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> Model:
     """Move a model to the CPU and give it the weights of a checkpoint. What only one of the two has is warned of."""
-    from onefold.runtime import home_of
+    from onefold.runtime import handle_of
 
     for name, parameter in model.named_parameters():
-        home = home_of(parameter)
-        if home is not None and not home.run_of(parameter)[0].rests_whole:
+        handle = handle_of(parameter)
+        if handle is not None and not handle.place_of(parameter)[0].stays_unsharded:
             raise ExportError(
                 f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
                 "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"

@@ -16,11 +16,11 @@ from torch import nn
 from onefold.checkpoint.manifest import RANGE_BYTES
 from onefold.checkpoint.reader import Checkpoint
 from onefold.checkpoint.shards import Slot
-from onefold.checkpoint.slots import needed_range, outside_runs, state_slots, weight_slots
-from onefold.optim.sharded import ShardedOptimizer
+from onefold.checkpoint.slots import needed_range, outside_units, state_slots, weight_slots
+from onefold.offload.nvme import DiskTensor
+from onefold.offload.param_shard import Flat
+from onefold.optim.step import ShardedStep
 from onefold.runtime import Unit
-from onefold.tier.lower import Flat
-from onefold.tier.nvme import DiskTensor
 
 
 class MisfitError(ValueError):
@@ -33,14 +33,14 @@ class Target:
 
     model: nn.Module
     units: Sequence[Unit]
-    optimizer: ShardedOptimizer | None
+    step: ShardedStep | None
     rank: int
     world_size: int
 
     @property
     def members(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter that lies in a run, with its whole shape."""
-        return {m.name: m.shape for unit in self.units for run in unit.runs for m in run.layout.members}
+        """Every parameter that lies in a unit, with its unsharded shape."""
+        return {m.name: m.shape for unit in self.units for param in unit.params for m in param.layout.members}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Names:
 
 def weight_reads(checkpoint: Checkpoint, target: Target, *, strict: bool) -> list[Read]:
     """What this rank reads to have its weights and buffers. Raises with everything that does not fit."""
-    outside, aliases = outside_runs(target.model)
+    outside, aliases = outside_units(target.model)
     names = Names(checkpoint, aliases)
     shapes = {**target.members, **{name: tuple(tensor.shape) for name, tensor in outside.items()}}
     left_out = set(checkpoint.manifest.left_out)
@@ -108,8 +108,8 @@ def weight_reads(checkpoint: Checkpoint, target: Target, *, strict: bool) -> lis
 
 
 def _run_reads(target: Target, names: Names) -> Iterator[Read]:
-    for run in (run for unit in target.units for run in unit.runs):
-        for slot in weight_slots(run, target.optimizer, *needed_range(run, target.optimizer)):
+    for param in (param for unit in target.units for param in unit.params):
+        for slot in weight_slots(param, target.step, *needed_range(param, target.step)):
             source = names.find(slot.name.removeprefix("model/"))
             if source is not None:
                 yield Read(f"model/{source}", slot.start, slot.stop, slot.memory)
@@ -134,17 +134,17 @@ def buffer_name(rank: int, name: str) -> str:
 
 def state_reads(checkpoint: Checkpoint, target: Target, loose: Mapping[str, Any], *, strict: bool) -> list[Read]:
     """What this rank reads to have its optimizer states, for which there is room then."""
-    optimizer = target.optimizer
-    assert optimizer is not None
-    names = Names(checkpoint, outside_runs(target.model)[1])
-    trained = [member for unit in target.units for run in unit.trained for member in run.layout.members]
+    step = target.step
+    assert step is not None
+    names = Names(checkpoint, outside_units(target.model)[1])
+    trained = [member for unit in target.units for param in unit.trained for member in param.layout.members]
     stored: dict[str, dict[str, torch.dtype]] = {}
     for key in checkpoint.names("optimizer/"):
         name, _, state = key.rpartition("/")
         stored.setdefault(name, {})[state] = checkpoint.stored(f"optimizer/{key}").dtype
     sources = {member.name: names.find(member.name) or member.name for member in trained}
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
-    optimizer.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
+    step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Read] = []
     problems: dict[str, None] = {}
     kept: set[str] = set()
@@ -159,19 +159,19 @@ def state_reads(checkpoint: Checkpoint, target: Target, loose: Mapping[str, Any]
         else:
             reads.append(Read(source, slot.start, slot.stop, slot.memory))
     more = {state for states in wanted.values() for state in states}
-    if kept:  # a rank without a piece of its own keeps none, and cannot tell
-        problems |= dict.fromkeys(f"{optimizer.name} here keeps no {state}" for state in sorted(more - kept))
+    if kept:  # a rank whose shards are all padding keeps none, and cannot tell
+        problems |= dict.fromkeys(f"{step.name} here keeps no {state}" for state in sorted(more - kept))
     if problems and strict:
         raise MisfitError(
-            f"{checkpoint.folder} has other optimizer states than {optimizer.name} keeps:\n  " + "\n  ".join(problems)
+            f"{checkpoint.folder} has other optimizer states than {step.name} keeps:\n  " + "\n  ".join(problems)
             + "\nload_optimizer_states=False starts them anew; load_module_strict=False takes those that both have"
         )  # fmt: skip
     return reads
 
 
 def _state_slots(target: Target) -> Iterator[Slot]:
-    for run in (run for unit in target.units for run in unit.trained):
-        yield from state_slots(run, target.optimizer, *needed_range(run, target.optimizer))
+    for param in (param for unit in target.units for param in unit.trained):
+        yield from state_slots(param, target.step, *needed_range(param, target.step))
 
 
 def verify(checkpoint: Checkpoint, reads: Sequence[Read]) -> None:
@@ -200,14 +200,14 @@ def fill(checkpoint: Checkpoint, reads: Sequence[Read]) -> None:
 
 def groups_for(checkpoint: Checkpoint, target: Target, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each optimizer group the hyperparameters that all its parameters had, or none where they were apart."""
-    optimizer = target.optimizer
-    assert optimizer is not None
+    step = target.step
+    assert step is not None
     known = checkpoint.manifest.parameters
     found: list[dict[str, Any]] = []
-    members = [m for unit in target.units for run in unit.trained for m in run.layout.members]
-    for index, group in enumerate(optimizer.param_groups):
+    members = [m for unit in target.units for param in unit.trained for m in param.layout.members]
+    for index, group in enumerate(step.groups):
         sources = {known.get(member.name) for member in members if member.group == index} - {None}
         chosen = saved[sources.pop() or 0] if len(sources) == 1 else {}
-        known_here = chosen.keys() if optimizer.keeps_other_keys else {*group, "initial_lr"}
+        known_here = chosen.keys() if step.keeps_other_keys else {*group, "initial_lr"}
         found.append({key: value for key, value in chosen.items() if key in known_here and key != "params"})
     return found

@@ -11,7 +11,7 @@ from onefold.checkpoint import folder, staging, tagged
 from onefold.checkpoint.orders import Order, Savable, await_folder, record_name
 from onefold.checkpoint.shards import Slot, write_shard
 from onefold.comm import Board
-from onefold.tier.nvme import DiskTensor
+from onefold.offload.nvme import DiskTensor
 
 
 class Parts:

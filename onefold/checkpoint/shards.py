@@ -13,8 +13,8 @@ import torch
 
 from onefold.checkpoint.header import DTYPE_NAMES, DTYPES, write_header
 from onefold.checkpoint.manifest import RANGE_BYTES, File, Part, checksum
-from onefold.tier.lower import Flat
-from onefold.tier.nvme import DiskTensor
+from onefold.offload.nvme import DiskTensor
+from onefold.offload.param_shard import Flat
 
 
 @dataclass(frozen=True)

@@ -15,48 +15,44 @@ from torch import nn
 
 from onefold.checkpoint.shards import Slot
 from onefold.checkpoint.weights import Contents
-from onefold.optim.sharded import ShardedOptimizer
+from onefold.offload.param_shard import Flat
+from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Layout, Member
-from onefold.runtime import Run, Unit, home_of
-from onefold.tier.lower import Flat
+from onefold.runtime import FlatParam, Unit, handle_of
 
 
-def own_slots(units: Sequence[Unit], optimizer: ShardedOptimizer | None, *, exclude_frozen: bool) -> Iterator[Slot]:
-    """What this rank writes: its own range of every run, whatever else it holds."""
-    for run in (run for unit in units for run in unit.runs):
-        if run.trainable or not exclude_frozen:
-            yield from weight_slots(run, optimizer, *run.own_range)
-            yield from state_slots(run, optimizer, *run.own_range)
+def own_slots(units: Sequence[Unit], step: ShardedStep | None, *, exclude_frozen: bool) -> Iterator[Slot]:
+    """What this rank writes: its own range of every flat parameter, whatever else it holds."""
+    for param in (param for unit in units for param in unit.params):
+        if param.trainable or not exclude_frozen:
+            yield from weight_slots(param, step, *param.own_range)
+            yield from state_slots(param, step, *param.own_range)
 
 
-def needed_range(run: Run, optimizer: ShardedOptimizer | None) -> tuple[int, int]:
-    """What this rank reads of a run's line: what it steps. The rest of a line that rests whole comes from others."""
-    if run.trainable and optimizer is not None:
-        piece = optimizer.piece_of(run)
-        return piece.start, piece.stop
-    return run.own_range
+def needed_range(param: FlatParam, step: ShardedStep | None) -> tuple[int, int]:
+    """What this rank reads of a flat parameter: what it steps. Of one that stays unsharded others send the rest."""
+    return (param.store.start, param.store.stop) if param.trainable and step is not None else param.own_range
 
 
-def weight_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop: int) -> Iterator[Slot]:
-    if run.trainable and optimizer is not None:
-        piece = optimizer.piece_of(run)
-        memory: Flat = piece.master
-        first = piece.start
-    elif run.shard is not None:
-        memory, first = run.shard, run.own_range[0]
+def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
+    store = param.store
+    memory: Flat
+    if param.trainable and step is not None:
+        memory, first = store.master, store.start
+    elif store.param is not None:
+        memory, first = store.param.values, param.own_range[0]
     else:
-        memory, first = run.full, 0
-    for member, low, high in stretches(run.layout, start, stop):
+        memory, first = param.full, 0
+    for member, low, high in stretches(param.layout, start, stop):
         yield _slot(f"model/{member.name}", member, low, high, memory, first)
 
 
-def state_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop: int) -> Iterator[Slot]:
-    if not run.trainable or optimizer is None:
+def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
+    if not param.trainable or step is None:
         return
-    piece = optimizer.piece_of(run)
-    for state in optimizer.held_states(piece):
-        first = piece.start + state.start
-        for member, low, high in stretches(run.layout, max(start, first), min(stop, first + state.memory.numel())):
+    for state in step.held_states(param.store):
+        first = param.store.start + state.start
+        for member, low, high in stretches(param.layout, max(start, first), min(stop, first + state.memory.numel())):
             yield _slot(f"optimizer/{member.name}/{state.name}", member, low, high, state.memory, first)
 
 
@@ -72,29 +68,29 @@ def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: i
     return Slot(name, member.shape, low - member.start, high - member.start, memory[low - first : high - first])
 
 
-def outside_runs(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def outside_units(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Buffers, and parameters that are left alone, by name; and the other names of everything that is tied."""
     contents = Contents.of(model, exclude_frozen=exclude_frozen)
-    return {name: tensor for name, tensor in contents.tensors.items() if home_of(tensor) is None}, contents.aliases
+    return {name: tensor for name, tensor in contents.tensors.items() if handle_of(tensor) is None}, contents.aliases
 
 
 def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
     """Every parameter and its optimizer group, None where it is not trained."""
     return {
-        member.name: member.group if run.trainable else None
+        member.name: member.group if param.trainable else None
         for unit in units
-        for run in unit.runs
-        for member in run.layout.members
+        for param in unit.params
+        for member in param.layout.members
     }
 
 
-def loose_states(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str, dict[str, Any]]:
+def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, dict[str, Any]]:
     """States that do not lie along a parameter (step counts, factored moments), by parameter and name."""
     found: dict[str, dict[str, Any]] = {}
-    for run in (run for unit in units for run in unit.trained) if optimizer is not None else ():
-        assert optimizer is not None
-        piece = optimizer.piece_of(run)
-        for start, stop, values in optimizer.loose_states(piece):
-            for member, _, _ in stretches(run.layout, piece.start + start, piece.start + stop):
+    for param in (param for unit in units for param in unit.trained) if step is not None else ():
+        assert step is not None
+        first = param.store.start
+        for start, stop, values in step.loose_states(param.store):
+            for member, _, _ in stretches(param.layout, first + start, first + stop):
                 found.setdefault(member.name, {}).update(values)
     return found

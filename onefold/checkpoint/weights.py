@@ -14,8 +14,8 @@ from torch import nn
 
 from onefold.checkpoint.safetensors import Weights, Writer
 from onefold.comm import Agreement, Ledger, data_group
-from onefold.runtime import Home, Run, about_to_write, home_of, whole_shape
-from onefold.tier.lower import write
+from onefold.offload.param_shard import write
+from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, unsharded_shape
 
 T = TypeVar("T")
 
@@ -51,18 +51,18 @@ class Contents:
 
 def whole_tensors(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor whole, in turn. All ranks walk through this together; a unit is whole only while it is passed."""
-    by_home: dict[Home | None, list[str]] = {}
+    by_home: dict[ParamHandle | None, list[str]] = {}
     for name, tensor in contents.tensors.items():
-        by_home.setdefault(home_of(tensor), []).append(name)
-    for home in sorted(by_home, key=lambda home: -1 if home is None else home.number):
-        if home is not None:
-            home.borrow()
+        by_home.setdefault(handle_of(tensor), []).append(name)
+    for handle in sorted(by_home, key=lambda handle: -1 if handle is None else handle.number):
+        if handle is not None:
+            handle.borrow()
         try:
-            for name in by_home[home]:
+            for name in by_home[handle]:
                 yield name, contents.tensors[name].detach()
         finally:
-            if home is not None:
-                home.give_back()
+            if handle is not None:
+                handle.give_back()
 
 
 def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
@@ -96,7 +96,7 @@ def save_weights(
         together.agree()
         return
     contents = Contents.of(model, exclude_frozen=exclude_frozen)
-    entries = [(name, tensor.dtype, tuple(whole_shape(tensor))) for name, tensor in contents.tensors.items()]
+    entries = [(name, tensor.dtype, tuple(unsharded_shape(tensor))) for name, tensor in contents.tensors.items()]
     together = _Together()
     together.first(lambda: os.makedirs(folder, exist_ok=True))
     writer = together.first(
@@ -157,21 +157,21 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
         contents = Contents.of(model)
         stored = {name: _stored_as(name, contents, weights) for name in contents.tensors}
         _check(contents, stored, weights, strict=strict)
-        homes: dict[Home, None] = {}
+        handles: dict[ParamHandle, None] = {}
         for tensor in contents.tensors.values():
             about_to_write(tensor)
         for name, tensor in contents.tensors.items():
-            source, home = stored[name], home_of(tensor)
+            source, handle = stored[name], handle_of(tensor)
             if source is None:
                 continue
-            if home is None:
+            if handle is None:
                 _read_whole(weights, source, tensor)
             else:
-                homes[home] = None
-                run, index = home.run_of(tensor)
-                _read_run(weights, source, run, index)
-        for home in homes:
-            home.tell_written()
+                handles[handle] = None
+                param, index = handle.place_of(tensor)
+                _read_shard(weights, source, param, index)
+        for handle in handles:
+            handle.tell_written()
         return weights.bytes_read
 
 
@@ -187,7 +187,7 @@ def _check(contents: Contents, stored: dict[str, str | None], weights: Weights, 
     problems = [f"missing: {name}" for name, source in stored.items() if source is None and strict]
     problems += [f"unexpected: {name}" for name in weights.names if name not in taken and strict]
     for name, source in stored.items():
-        shape = tuple(whole_shape(contents.tensors[name]))
+        shape = tuple(unsharded_shape(contents.tensors[name]))
         if source is not None and tuple(weights.entry(source).shape) != shape:
             there = tuple(weights.entry(source).shape)
             problems.append(f"misshapen: {name} is {shape} in the model, {there} in the file")
@@ -205,17 +205,19 @@ def _read_whole(weights: Weights, name: str, tensor: torch.Tensor) -> None:
         tensor.copy_(line.view(tensor.shape))
 
 
-def _read_run(weights: Weights, name: str, run: Run, index: int) -> None:
+def _read_shard(weights: Weights, name: str, param: FlatParam, index: int) -> None:
     """The part of one parameter that this rank keeps, rounded as it computes."""
-    member = run.layout.members[index]
-    start, stop = (0, run.layout.total) if run.rests_whole else run.own_range
+    member = param.layout.members[index]
+    start, stop = (0, param.layout.total) if param.stays_unsharded else param.own_range
     low, high = max(start, member.start), min(stop, member.stop)
     if low >= high:
         return
-    part = torch.empty(high - low, dtype=run.dtype)
+    part = torch.empty(high - low, dtype=param.dtype)
     weights.read(name, low - member.start, high - member.start, part)
-    target = run.full if run.shard is None else run.shard
-    run.freshen()
-    run.forget_fetched()
+    shard = param.store.param
+    if shard is not None:
+        shard.refresh()
+        shard.forget_prefetched()
+    target = param.full if shard is None else shard.values
     with torch.no_grad():
         write(target[low - start : high - start], part)

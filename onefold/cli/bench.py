@@ -95,8 +95,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     # Only now: importing torch takes seconds, and `--help` should not wait for it.
+    from onefold.offload.host_memory import HostShortage
     from onefold.report.tiers import SETTINGS, cost_of, load_measured, measure, save_measured
-    from onefold.tier.host import HostShortage
 
     paths = _check(options)
     try:
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> list[str]:
     """Everything that can be refused is refused before anything is measured."""
-    from onefold.tier.host import available_bytes
+    from onefold.offload.host_memory import available_bytes
 
     for name, value in (("--size", options.size), ("--parameters", options.parameters)):
         if not (math.isfinite(value) and value > 0):

@@ -8,14 +8,14 @@ import torch
 
 from onefold.comm.agreement import Agreement
 from onefold.comm.board import Board, Silent
-from onefold.comm.collective import Collective, Gathering, Lost, Pending, Reduction, Source, broadcast_from
+from onefold.comm.collective import Collective, ErrorFeedback, Gathering, Pending, Reduction, Source, broadcast_from
 from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
 from onefold.comm.guard import Guard
 from onefold.comm.ledger import Ledger, Row
-from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_host
+from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
 from onefold.comm.native import Native
-from onefold.comm.quantized import Feedback, Quantized, Wires
+from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
 from onefold.comm.watch import Disagreement, of_backend, watch_world
@@ -25,14 +25,13 @@ __all__ = [
     "Board",
     "Collective",
     "Disagreement",
+    "ErrorFeedback",
     "Exchange",
-    "Feedback",
     "Gathering",
     "Group",
     "Guard",
     "Item",
     "Ledger",
-    "Lost",
     "Native",
     "Pending",
     "Quantized",
@@ -51,7 +50,7 @@ __all__ = [
     "local_device",
     "local_rank",
     "make_collective",
-    "num_ranks_on_host",
+    "num_ranks_on_node",
     "of_backend",
     "watch_world",
 ]

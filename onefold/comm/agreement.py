@@ -1,4 +1,4 @@
-"""Ranks tell each other what they want next: small rows of integers, exchanged between hosts."""
+"""Ranks tell each other what they want next: small rows of integers, exchanged between CPUs."""
 
 from __future__ import annotations
 

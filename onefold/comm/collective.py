@@ -17,8 +17,8 @@ from onefold.comm.watch import start_beside
 
 
 @dataclass
-class Lost:
-    """What wires have lost of one run's gradient, by hop, and how often it was kept."""
+class ErrorFeedback:
+    """What quantized wires have lost of one flat gradient, by hop, and how often it was kept."""
 
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class Reduction:
     target: torch.Tensor
     wire: torch.dtype
     add: bool
-    lost: Lost | None = None
-    """For wires that make up for what they lost of this gradient before."""
+    error: ErrorFeedback | None = None
+    """What was lost of this gradient before, for wires that add it to what they encode."""
 
     def store(self, total: torch.Tensor) -> None:
         """The sum is known."""
@@ -81,7 +81,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Swap:
+class PeerExchange:
     """Bytes for one peer, and room for as many from it."""
 
     peer: int
@@ -112,16 +112,16 @@ class Collective(Protocol):
         """Fill each line in place: every rank contributes its own slice."""
         ...
 
-    def take_turn(self) -> int:
-        """A place in the order of exchanges for a swap that starts later: all ranks take theirs in one order."""
+    def reserve_tag(self) -> int:
+        """A place in the order of exchanges for one that starts later: all ranks take theirs in one order."""
         ...
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
+    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
         """Exchange with some peers, who do the same. `operation` is the ledger's name for it."""
         ...
 
 
-class Around:
+class CollectiveWrapper:
     """A collective around another one: what it does not do itself, that one does."""
 
     def __init__(self, plain: Collective, group: Group, device: torch.device) -> None:
@@ -129,11 +129,11 @@ class Around:
         self._plain = plain
         self._lane = Lane(device)
 
-    def take_turn(self) -> int:
-        return self._plain.take_turn()
+    def reserve_tag(self) -> int:
+        return self._plain.reserve_tag()
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
-        return self._plain.start_swap(swaps, operation, turn)
+    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
+        return self._plain.start_peer_exchange(exchanges, operation, tag)
 
 
 class Lane:

@@ -13,12 +13,12 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, Pending, Reduction, Swap
+from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
-from onefold.tier.device import Pool
+from onefold.pool import Pool
 
-# The ledger's group for what leaves a host, where ranks are on several.
+# The ledger's group for what leaves a node, where ranks are on several.
 ACROSS = "across"
 
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ class Exchange:
                 size = source.numel() // group.size
                 inbox = self._pool.take(size * (group.size - 1), reduction.wire)
                 for row, peer in enumerate(group.peers):
-                    operations += self._swap(
+                    operations += self._send_and_receive(
                         source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size), peer, tag
                     )
                 self._note(sent, group.peers, size * reduction.wire.itemsize)
@@ -79,7 +79,7 @@ class Exchange:
                 size, tag = own.numel(), self._tag()
                 span = gathering.span or group.size
                 for peer in group.peers_within(span):
-                    operations += self._swap(own, line.narrow(0, peer % span * size, size), peer, tag)
+                    operations += self._send_and_receive(own, line.narrow(0, peer % span * size, size), peer, tag)
                 self._note(sent, group.peers_within(span), own.nbytes)
             works = _launch(operations)
         self._count("gather", sent)
@@ -91,17 +91,17 @@ class Exchange:
 
         return self._lane.pending(complete)
 
-    def take_turn(self) -> int:
+    def reserve_tag(self) -> int:
         return self._tag()
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
+    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
         operations: list[dist.P2POp] = []
         sent: dict[str, int] = {}
         with self._lane.enter(), self._ledger.timed(operation, self.group.axis):
-            tag = self._tag() if turn is None else turn
-            for swap in swaps:
-                operations += self._swap(swap.outgoing, swap.incoming, swap.peer, tag)
-                self._note(sent, [swap.peer], swap.outgoing.nbytes)
+            tag = self._tag() if tag is None else tag
+            for each in exchanges:
+                operations += self._send_and_receive(each.outgoing, each.incoming, each.peer, tag)
+                self._note(sent, [each.peer], each.outgoing.nbytes)
             works = _launch(operations)
         self._count(operation, sent)
 
@@ -113,7 +113,7 @@ class Exchange:
         return self._lane.pending(complete)
 
     def _note(self, sent: dict[str, int], peers: Sequence[int], num_bytes: int) -> None:
-        """Bytes for each of some peers, by whether they are on this host."""
+        """Bytes for each of some peers, by whether they are on this node."""
         group = self.group
         for peer in peers:
             axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
@@ -123,7 +123,9 @@ class Exchange:
         for axis, num_bytes in (sent or {self.group.axis: 0}).items():
             self._ledger.count(operation, axis, num_bytes)
 
-    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, tag: int) -> list[dist.P2POp]:
+    def _send_and_receive(
+        self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, tag: int
+    ) -> list[dist.P2POp]:
         there, process_group = self.group.global_rank(peer), self.group.process_group
         return [
             dist.P2POp(dist.irecv, incoming, there, process_group, tag),

@@ -1,6 +1,6 @@
 """An engine's side of the hang guard: where it is in the program that all ranks follow ([Note: comparing notes]).
 
-Notes also serve ranks that must part from a program they all follow: a note says how far its rank has come, and a
+Notes also serve ranks that must diverge from a program they all follow: a note says how far its rank has come, and a
 mark in the store (`ask`) reaches every rank whose wait lasts, so that a rank with something to say is heard.
 """
 
@@ -49,7 +49,7 @@ class Guard:
     def furthest(self) -> int:
         """The launches of this pass made by ranks that wait and have heard, at the most.
 
-        Only those count: they will not launch more, so that where ranks part does not depend on who was faster.
+        Only those count: they will not launch more, so that where ranks diverge does not depend on who was faster.
         """
         notes = self._watch.others_notes(alive=False).values()
         return max((note.progress for note in notes if note.passes == self.passes and note.heard), default=0)

@@ -90,7 +90,7 @@ def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A listening socket at this address; None where it is none of this host's, or a name: hosts may each see another
+    """A listening socket at this address; None where it is none of this node's, or a name: nodes may each see another
     address behind it.
     """
     try:
@@ -126,19 +126,19 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
-def num_ranks_on_host(group: Group) -> int:
-    """By the launcher; without its word all ranks are held to be on one host."""
+def num_ranks_on_node(group: Group) -> int:
+    """By the launcher; without its word all ranks are held to be on one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
 
 
 def node_size_of(world_size: int, asked: int | None = None) -> int:
-    """Ranks of a host, as asked or by the launcher. Hosts of different sizes are held to be one."""
+    """Ranks of a node, as asked or by the launcher. Nodes of different sizes are held to be one."""
     size = asked or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return size if world_size % size == 0 else world_size
 
 
 def local_device() -> torch.device:
-    """The device of this rank. Ranks beyond the GPUs of a host share them, which only a host-staged wire can serve."""
+    """The device of this rank. Ranks beyond the GPUs of a node share them, which only a host-staged wire can serve."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
@@ -154,9 +154,9 @@ class Group:
     """The same ranks on a backend whose waits the host makes itself: where ranks tell each other what comes next."""
 
     node_size: int = 1
-    """Ranks of one host, neighbours in the order of ranks; the last hosts may not be smaller."""
+    """Ranks of one node, neighbours in the order of ranks; the last node may not be smaller."""
     replicas: int = 1
-    """How many parts of neighbouring ranks hold a whole model state each, sharded over the ranks of the part."""
+    """How many groups of neighbouring ranks hold a model state each, sharded over the ranks of the group (MiCS)."""
 
     @cached_property
     def rank(self) -> int:
@@ -198,7 +198,7 @@ class Group:
         return [first + (place + distance) % span for distance in range(1, span)]
 
     def is_near(self, peer: int) -> bool:
-        """Whether a rank is on the same host."""
+        """Whether a rank is on the same node."""
         return peer // self.node_size == self.rank // self.node_size
 
 
@@ -208,7 +208,7 @@ _mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup] | None = None
 def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
     """The group over which model state is sharded, out of a mesh that is made once per process group.
 
-    `node_size`: ranks of a host, where the launcher's word is not to be taken.
+    `node_size`: ranks of a node, where the launcher's word is not to be taken.
     """
     global _mesh
     world = dist.group.WORLD
@@ -223,10 +223,10 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
             # metric there must not be given what another rank sends in a meeting.
             host = group if alone else dist.new_group(backend="gloo", timeout=timeout_of(world))
         _mesh = (world, mesh, host)
-    on_host = node_size_of(dist.get_world_size(), node_size)
+    on_node = node_size_of(dist.get_world_size(), node_size)
     _, mesh, host = _mesh
     process_group = mesh.get_group(DATA_AXIS) if mesh.device_type == "cuda" else host
-    return Group(DATA_AXIS, process_group, host, on_host, replicas)
+    return Group(DATA_AXIS, process_group, host, on_node, replicas)
 
 
 def timeout_of(world: dist.ProcessGroup) -> timedelta:

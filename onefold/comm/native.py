@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, Pending, Reduction, Swap
+from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -68,8 +68,8 @@ class Native:
 
         return self._lane.pending(complete)
 
-    def take_turn(self) -> int:
-        return self._exchange.take_turn()
+    def reserve_tag(self) -> int:
+        return self._exchange.reserve_tag()
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
-        return self._exchange.start_swap(swaps, operation, turn)
+    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
+        return self._exchange.start_peer_exchange(exchanges, operation, tag)

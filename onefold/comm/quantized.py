@@ -18,15 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from onefold.comm.codec import Codec
-from onefold.comm.collective import Around, Collective, Gathering, Lost, Pending, Reduction, Swap
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """What a codec loses is added to what it encodes next: a moving average of errors, forgotten every so often."""
-
-    beta: float
-    reset_every: int
+from onefold.comm.collective import (
+    Collective,
+    CollectiveWrapper,
+    ErrorFeedback,
+    Gathering,
+    PeerExchange,
+    Pending,
+    Reduction,
+)
+from onefold.plan import Feedback, Plan, Wire
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,18 @@ class Wires:
     across: Codec | None = None
     feedback: Feedback | None = None
 
+    @staticmethod
+    def of(plan: Plan) -> Wires:
+        codecs = {Wire.INT8: Codec(8), Wire.INT4: Codec(4)}
+        return Wires(
+            parameters=codecs.get(plan.frozen_wire),
+            inside=Codec(8) if plan.gradients.wire is not Wire.NATIVE else None,
+            across=codecs.get(plan.gradients.wire),
+            feedback=plan.feedback,
+        )
 
-class Quantized(Around):
+
+class Quantized(CollectiveWrapper):
     """A collective that quantizes what may be, and leaves the rest to another one."""
 
     def __init__(self, plain: Collective, wires: Wires, device: torch.device) -> None:
@@ -77,10 +88,10 @@ class Quantized(Around):
         plain = [reduction for reduction in reductions if not _can_be_coded(reduction.source)]
         with self._lane.enter():
             beside = self._plain.start_reduce_scatter(plain) if plain else Pending(lambda: None)
-            hops = [(reduction, self._start_inside(reduction), self.take_turn()) for reduction in coded]
+            hops = [(reduction, self._start_inside(reduction), self.reserve_tag()) for reduction in coded]
 
         def complete() -> None:
-            across = [(reduction, self._start_across(reduction, hop, turn)) for reduction, hop, turn in hops]
+            across = [(reduction, self._start_across(reduction, hop, tag)) for reduction, hop, tag in hops]
             for reduction, hop in across:
                 reduction.store(hop.codec.add(hop.finish()))
             beside.finish()
@@ -95,36 +106,36 @@ class Quantized(Around):
             return None
         by_node = reduction.source.view(-1, group.node_size, reduction.source.numel() // group.size)
         first = group.rank - group.rank % group.node_size
-        data = self._encode("inside", reduction.lost, by_node.transpose(0, 1), codec)
-        return self._send(data, codec, range(first, first + group.node_size), "reduce inside", self.take_turn())
+        data = self._encode("inside", reduction.error, by_node.transpose(0, 1), codec)
+        return self._send(data, codec, range(first, first + group.node_size), "reduce inside", self.reserve_tag())
 
-    def _start_across(self, reduction: Reduction, inside: _Hop | None, turn: int) -> _Hop:
-        codec, group, lost = self._wires.across, self.group, reduction.lost
+    def _start_across(self, reduction: Reduction, inside: _Hop | None, tag: int) -> _Hop:
+        codec, group, fed_back = self._wires.across, self.group, reduction.error
         assert codec is not None
         num_nodes = group.size // group.node_size
         if num_nodes == 1:
             assert inside is not None
             return inside
         if inside is None:
-            data = self._encode("across", lost, reduction.source.view(num_nodes, -1), codec)
-        elif lost is None:
+            data = self._encode("across", fed_back, reduction.source.view(num_nodes, -1), codec)
+        elif fed_back is None:
             data = inside.codec.recode(inside.finish(), codec, num_nodes)
         else:
-            data = self._encode("across", lost, inside.codec.add(inside.finish()).view(num_nodes, -1), codec)
+            data = self._encode("across", fed_back, inside.codec.add(inside.finish()).view(num_nodes, -1), codec)
         place = group.rank % group.node_size
-        return self._send(data, codec, range(place, group.size, group.node_size), "reduce across", turn)
+        return self._send(data, codec, range(place, group.size, group.node_size), "reduce across", tag)
 
-    def _send(self, data: torch.Tensor, codec: Codec, peers: Sequence[int], operation: str, turn: int) -> _Hop:
+    def _send(self, data: torch.Tensor, codec: Codec, peers: Sequence[int], operation: str, tag: int) -> _Hop:
         """Row k goes to peer k."""
         inbox, mine = torch.empty_like(data), peers.index(self.group.rank)
-        swaps = [Swap(peer, data[index], inbox[index]) for index, peer in enumerate(peers) if index != mine]
+        exchanges = [PeerExchange(peer, data[index], inbox[index]) for index, peer in enumerate(peers) if index != mine]
         inbox[mine].copy_(data[mine])
-        return _Hop(codec, self._plain.start_swap(swaps, operation, turn), inbox, data)
+        return _Hop(codec, self._plain.start_peer_exchange(exchanges, operation, tag), inbox, data)
 
-    def _encode(self, hop: str, lost: Lost | None, rows: torch.Tensor, codec: Codec) -> torch.Tensor:
-        if lost is None or self._wires.feedback is None:
+    def _encode(self, hop: str, fed_back: ErrorFeedback | None, rows: torch.Tensor, codec: Codec) -> torch.Tensor:
+        if fed_back is None or self._wires.feedback is None:
             return codec.encode(rows)
-        return _with_feedback(hop, lost, rows.reshape(rows.shape[0], -1).float(), codec, self._wires.feedback)
+        return _with_feedback(hop, fed_back, rows.reshape(rows.shape[0], -1).float(), codec, self._wires.feedback)
 
 
 @dataclass(frozen=True)
@@ -151,9 +162,11 @@ def _can_be_coded(line: torch.Tensor) -> bool:
 _ERRORS = Codec(8)
 
 
-def _with_feedback(hop: str, lost: Lost, rows: torch.Tensor, codec: Codec, feedback: Feedback) -> torch.Tensor:
+def _with_feedback(
+    hop: str, fed_back: ErrorFeedback, rows: torch.Tensor, codec: Codec, feedback: Feedback
+) -> torch.Tensor:
     """The rows and what was lost before, encoded; what this loses is kept for the next."""
-    kept = lost.kept.pop(hop, None)
+    kept = fed_back.kept.pop(hop, None)
     before = _ERRORS.decode(kept) if kept is not None else torch.zeros_like(rows)
     rows = rows + before
     data = codec.encode(rows)
@@ -161,7 +174,7 @@ def _with_feedback(hop: str, lost: Lost, rows: torch.Tensor, codec: Codec, feedb
         rows - codec.decode(data), nan=0.0, posinf=0.0, neginf=0.0
     )  # an overflow is not made up for
     error = before.mul_(feedback.beta).add_(gone, alpha=1 - feedback.beta)
-    lost.counts[hop] = lost.counts.get(hop, 0) + 1
-    if lost.counts[hop] % feedback.reset_every:
-        lost.kept[hop] = _ERRORS.encode(error, kept)
+    fed_back.counts[hop] = fed_back.counts.get(hop, 0) + 1
+    if fed_back.counts[hop] % feedback.reset_every:
+        fed_back.kept[hop] = _ERRORS.encode(error, kept)
     return data

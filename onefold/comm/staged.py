@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, Pending, Reduction, Swap
+from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -76,21 +76,23 @@ class StagedExchange:
 
         return self._pending(self._worker.submit(across), up)
 
-    def take_turn(self) -> int:
+    def reserve_tag(self) -> int:
         return 0  # the worker starts everything, in one order
 
-    def start_swap(self, swaps: Sequence[Swap], operation: str, turn: int | None = None) -> Pending:
-        down = self._down([swap.outgoing for swap in swaps])
-        inbox = [torch.empty(swap.incoming.shape, dtype=swap.incoming.dtype) for swap in swaps]
+    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
+        down = self._down([exchange.outgoing for exchange in exchanges])
+        inbox = [torch.empty(exchange.incoming.shape, dtype=exchange.incoming.dtype) for exchange in exchanges]
 
         def across() -> None:
             down.arrived.synchronize()
-            pairs = zip(swaps, down.lines, inbox, strict=True)
-            self._host.start_swap([Swap(swap.peer, out, into) for swap, out, into in pairs], operation).finish()
+            pairs = zip(exchanges, down.lines, inbox, strict=True)
+            self._host.start_peer_exchange(
+                [PeerExchange(exchange.peer, out, into) for exchange, out, into in pairs], operation
+            ).finish()
 
         def up() -> None:
-            for swap, host in zip(swaps, inbox, strict=True):
-                swap.incoming.copy_(host)
+            for exchange, host in zip(exchanges, inbox, strict=True):
+                exchange.incoming.copy_(host)
 
         return self._pending(self._worker.submit(across), up)
 

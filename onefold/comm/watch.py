@@ -353,10 +353,10 @@ def _advice(notes: dict[int, Note], by_operation: dict[str, list[int]]) -> str:
         return "Let every rank make the same engines, and zero.Init models, in the same order"
     if ENDED in by_operation:
         return "Let every rank take as many steps as the others, and save as often, before its program ends"
-    return advice_on_parting(by_operation.get(BEGIN, []), by_operation)
+    return advice_on_divergence(by_operation.get(BEGIN, []), by_operation)
 
 
-def advice_on_parting(beginners: Sequence[int], whats: Iterable[str]) -> str:
+def advice_on_divergence(beginners: Sequence[int], whats: Iterable[str]) -> str:
     """What to do about programs that make different calls; `beginners`: ranks that began another forward."""
     within_pass = not any("GatheredParameters" in what or "load_checkpoint" in what for what in whats)
     if beginners and within_pass:
@@ -367,8 +367,8 @@ def advice_on_parting(beginners: Sequence[int], whats: Iterable[str]) -> str:
             "often"
         )
     return (
-        "Their programs have parted: let every rank make the same calls, of the same modules in the same order, or put "
-        "the modules that only some ranks run into one unit with zero_optimization.leaf_module (or "
+        "Their programs have diverged: let every rank make the same calls, of the same modules in the same order, or "
+        "put the modules that only some ranks run into one unit with zero_optimization.leaf_module (or "
         "onefold.utils.set_z3_leaf_modules)"
     )
 

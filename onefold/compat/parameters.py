@@ -1,4 +1,4 @@
-"""The `ds_*` attributes that other tools read on parameters. Importing this puts them on all that get a home."""
+"""The `ds_*` attributes that other tools read on parameters. Importing this puts them on all that get a handle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime import Home, homes
+from onefold.runtime import ParamHandle, param_handle
 
 
 class ZeroParamStatus(Enum):
@@ -22,14 +22,14 @@ class ZeroParamStatus(Enum):
 class LiveStatus:
     """Compares as what the parameter's status is at that moment."""
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, handle: ParamHandle) -> None:
+        self._handle = handle
 
     @property
     def now(self) -> ZeroParamStatus:
-        if self._home.in_flight:
+        if self._handle.in_flight:
             return ZeroParamStatus.INFLIGHT
-        return ZeroParamStatus.AVAILABLE if self._home.is_whole else ZeroParamStatus.NOT_AVAILABLE
+        return ZeroParamStatus.AVAILABLE if self._handle.is_unsharded else ZeroParamStatus.NOT_AVAILABLE
 
     def __eq__(self, other: object) -> bool:
         return self.now == (other.now if isinstance(other, LiveStatus) else other)
@@ -49,28 +49,28 @@ class LiveStatus:
         return self.now.value
 
 
-def _came(parameter: nn.Parameter, home: Home) -> None:
-    run, index = home.run_of(parameter)
-    if not run.plan.shards_parameters:
+def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
+    param, index = handle.place_of(parameter)
+    if not param.plan.shards_parameters:
         return
-    member, whole = run.layout.members[index], run.rests_whole
-    start, stop = run.own_range
+    member, unsharded = param.layout.members[index], param.stays_unsharded
+    start, stop = param.own_range
     low, high = max(start, member.start), min(stop, member.stop)
-    if run.shard is not None:
-        kept = run.shard[low - start : max(low, high) - start]
-    else:  # a view of a line that is about to be sharded would keep all of it
-        kept = run.full[low : max(low, high)] if whole else run.full.new_empty(0)
+    if param.store.param is not None:
+        kept = param.store.param.values[low - start : max(low, high) - start]
+    else:  # a view of a flat parameter that is about to be sharded would keep all of it
+        kept = param.full[low : max(low, high)] if unsharded else param.full.new_empty(0)
     parameter.__dict__.update(
-        ds_id=home.number + home.place_of(parameter),
+        ds_id=handle.number_of(parameter),
         ds_shape=torch.Size(member.shape),
         ds_numel=member.stop - member.start,
-        ds_status=LiveStatus(home),
+        ds_status=LiveStatus(handle),
         ds_tensor=kept,
-        ds_persist=whole,
-        ds_process_group=home.collective.group.process_group,
+        ds_persist=unsharded,
+        ds_process_group=handle.collective.group.process_group,
         ds_active_sub_modules=set(),
-        all_gather=lambda *_, **__: home.borrow(),
-        partition=lambda *_, **__: home.give_back(),
+        all_gather=lambda *_, **__: handle.borrow(),
+        partition=lambda *_, **__: handle.give_back(),
         partition_numel=kept.numel,
         ds_summary=partial(_summary, weakref.ref(parameter)),
     )
@@ -98,5 +98,5 @@ def _summary(reference: weakref.ref[nn.Parameter], *_: Any, **__: Any) -> dict[s
 
 
 _METHODS = {"all_gather", "partition", "partition_numel"}
-homes.came.append(_came)
-homes.left.append(_left)
+param_handle.on_attach.append(_came)
+param_handle.on_detach.append(_left)

@@ -1,6 +1,6 @@
 """What must be the same on every rank before they train, as a list that ranks compare.
 
-Facts of one host or one rank (paths, free memory, device numbers, logging, how its drives are read) stay out.
+Facts of one node or one rank (paths, free memory, device numbers, logging, how its drives are read) stay out.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from onefold.comm import Item
-from onefold.config import Batch, Config
+from onefold.config import Batch
 from onefold.optim.choose import Chosen
-from onefold.plan import cut
-from onefold.runtime import whole_shape
+from onefold.plan import Plan, cut
+from onefold.runtime import unsharded_shape
 
 # Keys that may differ: local facts, what only rank 0 acts on, and what is compared in another form.
 _LOCAL = {
@@ -56,9 +56,11 @@ _LOCAL = {
 }
 
 
-def items_of(model: nn.Module, settings: Config, batch: Batch, chosen: Chosen | None, scheduler: Any) -> list[Item]:
+def items_of(
+    model: nn.Module, config: Any, plan: Plan, batch: Batch, chosen: Chosen | None, scheduler: Any
+) -> list[Item]:
     """Config, optimizer, parameters, buffers and cut of a model, in their order."""
-    items: list[Item] = [("the config", dict(_facts(settings)))]
+    items: list[Item] = [("the config", dict(_facts(config)))]
     items.append(("the batch", {"micro-batch": str(batch.micro), "accumulation": str(batch.accumulation)}))
     given = type(scheduler).__name__ if scheduler is not None else "none"
     optimizer = {"type": chosen.name if chosen is not None else "none", "lr_scheduler": given}
@@ -68,12 +70,12 @@ def items_of(model: nn.Module, settings: Config, batch: Batch, chosen: Chosen | 
             (f"parameter group {number}", {key: _text(_evened(group[key])) for key in group if key != "params"})
         )
     items += _tensors(model, chosen.group_of_each() if chosen is not None else {})
-    sizes = {name: whole_shape(parameter).numel() for name, parameter in model.named_parameters()}
+    sizes = {name: unsharded_shape(parameter).numel() for name, parameter in model.named_parameters()}
     units = cut(
         model,
-        settings.onefold.units,
-        settings.zero_optimization.leaf_module,
-        lambda parameter: whole_shape(parameter).numel(),
+        plan.cut.units,
+        plan.cut.leaves,
+        lambda parameter: unsharded_shape(parameter).numel(),
     )
     for unit in units:
         count = sum(sizes[name] for name in unit.parameters)
@@ -91,7 +93,7 @@ def _tensors(model: nn.Module, groups: dict[int, int]) -> Iterator[Item]:
         yield (
             f"parameter {name}",
             {
-                "shape": str(tuple(whole_shape(parameter))),
+                "shape": str(tuple(unsharded_shape(parameter))),
                 "dtype": str(parameter.dtype),
                 "requires_grad": str(parameter.requires_grad),
                 "optimizer group": str(groups.get(id(parameter), "none")),

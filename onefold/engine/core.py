@@ -3,139 +3,123 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
-from onefold.comm import Agreement, Disagreement, Group, Ledger, make_collective, of_backend
-from onefold.config import Batch, Config
-from onefold.engine.tiers import make_lower, settle_drafts
-from onefold.engine.weights import Weights
-from onefold.engine.wires import wires_of
-from onefold.loader import data_loader
+from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
+from onefold.config import Batch
+from onefold.engine import deepspeed_names, offload_states
+from onefold.engine.closing import EngineParts, close_engine
+from onefold.engine.loading import Loading
+from onefold.engine.saving import Saving
+from onefold.engine.train_state import TrainState
 from onefold.optim.choose import Chosen
 from onefold.optim.nonfinite import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.optim.update import Update
-from onefold.plan import Counting, Plan
-from onefold.plan.table import DTYPES, gradient_factors, make_precision
+from onefold.optim.step import ShardedStep, StepDecision
+from onefold.plan import Crossing, ModelBytes, Plan, Tier, count_crossing
+from onefold.pool import Pool
+from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.report.log import logger
 from onefold.report.memory import memory_status
 from onefold.report.timeline import Timeline
-from onefold.runtime import Home, Hooks, Schedule, Unit, build_units, draft_units
+from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
 from onefold.runtime.trees import cast_floats
-from onefold.tier.device import Pool
-from onefold.tier.lower import LowerTiers
-from onefold.window import Window
+from onefold.window import AccumulationWindow
 
 # One live engine a model: a second `initialize` on it retires the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-class Engine(Weights):
-    """A model with its optimizer, laid out by a plan. Made by `onefold.initialize`."""
+class Engine(nn.Module):
+    """A model with its optimizer, laid out by a plan. Made by `onefold.initialize`.
+
+    `with engine:` closes it at the end; so does `engine.close()`, and `del engine` too.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        config: Config,
-        batch: Batch,
         plan: Plan,
+        batch: Batch,
         chosen: Chosen | None,
         group: Group,
         device: torch.device,
+        *,
+        config: dict[str, Any],
+        other_plans: Mapping[str, Plan] | None = None,
     ) -> None:
         super().__init__()
         _retire(model)
-        self.settings = config
-        self.plan = plan
+        window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
+        num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
+        self.plan = plan = replace(
+            plan, node_size=group.node_size, num_states=num_states, accumulates=window.accumulates
+        )
         self.device = device
         self.ledger = Ledger()
+        self._other_plans = other_plans or {}
         self.is_compiled = False
         self._compiled: list[tuple[nn.Module, Any]] = []
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
-        self.global_steps = 0
-        self.global_samples = 0
-        self.skipped_steps = 0
-        self._group = group
-        self._window = Window(batch, managed=config.managed_gradient_accumulation)
         self._scaled_backward: weakref.ref[_ScaledBackward] | None = None
-        self._interrupted: str | None = None
-        self._parked = []
-        self._precision = make_precision(config)
 
-        collective = make_collective(config.onefold.collective, group, self.ledger, device, wires_of(plan, config))
+        collective = make_collective(plan.collective, group, self.ledger, device, Wires.of(plan))
         self._collective_name = type(collective).__name__.lower()
-        self._pool = Pool(device)
-        num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
-        micro_steps = 2 if self._window.accumulates else 1
-        self._counting = Counting(plan, self._precision, group.size, micro_steps, num_states, group.node_size)
-        agreement = Agreement(group, self.ledger)
-        groups = chosen.group_of_each() if chosen else {}
-        drafts = draft_units(model, config=config, groups=groups, precision=self._precision, group=group)
-        drafts = settle_drafts(drafts, config, self._counting, agreement, device)
-        self._lower = make_lower(drafts, config, self._counting, agreement, self.ledger, device)
-        self._units = build_units(
-            model,
-            drafts,
+        groups = chosen.group_of_each() if chosen is not None else {}
+        units, memory = lay_out(model, plan, groups, group, self.ledger, device)
+        schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
+        trained = {id(parameter) for param in schedule.trained_params() for parameter in param.parameters}
+        self.state = TrainState(
+            model=model,
             config=config,
             plan=plan,
-            precision=self._precision,
-            accumulates=self._window.accumulates,
             group=group,
-            ledger=self.ledger,
             device=device,
-            lower=self._lower,
+            schedule=schedule,
+            window=window,
+            decision=StepDecision(plan, schedule),
+            step=ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None,
+            left_alone=[p for p in model.parameters() if p.requires_grad and id(p) not in trained],
         )
-        trained = {id(parameter) for unit in self._units for run in unit.trained for parameter in run.parameters}
-        self._left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
-        prescale, postscale = gradient_factors(config, group.size)
-        self._schedule = Schedule(self._units, plan, collective, self.ledger, self._pool, prescale, self._lower)
-        self._update = Update(config, self._schedule, postscale)
         self.optimizer: ShardedOptimizer | None = None
-        if chosen is not None:
-            self.optimizer = ShardedOptimizer(
-                chosen,
-                self._units,
-                plan,
-                self._schedule,
-                group.shard,
-                self._update.loss_scale,
-                weakref.WeakMethod(self.zero_grad),
-                self._lower,
-            )
-        self._timeline = Timeline(device, self.ledger, breakdown=config.wall_clock_breakdown)
-        self._homes = [Home.of_unit(unit, self._schedule, self.ledger, self) for unit in self._units]
+        if self.state.step is not None:
+            drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
+            self.optimizer = ShardedOptimizer(self.state.step, self.state.decision.loss_scale, drop)
+        self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
+        handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
-        arrives = group.size > 1 or any(run.rest.offloads_states for unit in self._units for run in unit.trained)
-        watch = bool(self._schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
-        self._hooks = Hooks(model, self._schedule, self, watch=watch)
-        weakref.finalize(self, _let_go, self._schedule, self._hooks, self._homes, self._lower).atexit = False
-        guard = self._schedule.order.agreement.guard
-        guard.watch()
+        arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
+        watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
+        self._hooks = Hooks(model, schedule, self, watch=watch)
+        schedule.order.agreement.guard.watch()
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
-        self._start_saving()
+        self._saving = Saving(self.state)
+        self._loading = Loading(self.state, self._saving)
+        self._parts = EngineParts(self.state, self._saving, self._hooks, handles, memory)
+        self._finalizer = weakref.finalize(self, close_engine, self._parts)
+        self._finalizer.atexit = False
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._modules["module"]
-        assert model is not None
-        self._check_present()
-        if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
+        self.state.check_present()
+        precision = self.plan.precision
+        if precision.casts_inputs:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
-        with self._timeline.span("forward"), self._autocast():
-            output = model(*args, **kwargs)
-        if self.settings.memory_breakdown:
+        autocast = torch.autocast(self.device.type, dtype=precision.autocast) if precision.autocast else nullcontext()
+        with self._timeline.span("forward"), autocast:
+            output = self.state.model(*args, **kwargs)
+        if self.plan.loop.reports_memory:
             memory_status("after forward")
         return output
 
@@ -148,159 +132,107 @@ class Engine(Weights):
             raise ValueError(
                 "engine.backward: the loss does not require grad; was it computed under no_grad or detached?"
             )
+        state, decision = self.state, self.state.decision
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
         with self._timeline.span("backward"):
-            self._begin_backward(owed=1)
-            self._update.losses.append(loss.detach())
+            self._begin_backward(divisor=1)
+            decision.losses.append(loss.detach())
             try:
-                scaled = loss.float() * self._update.loss_scale.value if self._update.scales_loss else loss
+                scaled = loss.float() * decision.loss_scale.value if decision.scales_loss else loss
                 scaled.backward(retain_graph=retain_graph)
-                self._schedule.end_backward()
+                state.schedule.end_backward()
             except Exception as error:
                 if not isinstance(error, Disagreement) and not of_backend(error):  # else no rank can be reached
-                    self.abort_backward()
+                    state.abort_backward()
                 raise
             except BaseException as error:
-                if self._group.size == 1:
-                    self.abort_backward()
+                if state.group.size == 1:
+                    state.abort_backward()
                 else:  # Ctrl-C enters no collective: other ranks may never come to it
-                    self._interrupted = type(error).__name__
+                    state.interrupted = type(error).__name__
                 raise
-        if self.settings.memory_breakdown:
+        if self.plan.loop.reports_memory:
             memory_status("after backward")
         return loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a bare `loss.backward()`; the accumulation count is divided out later."""
-        scaled = loss.float() * self._update.loss_scale.value
+        scaled = loss.float() * self.state.decision.loss_scale.value
         if scaled.grad_fn is not None:
             scaled.grad_fn.register_prehook(partial(_see_scaled, weakref.ref(self)))
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, move parameters, advance the schedule. Elsewhere: count."""
+        state = self.state
         if self.optimizer is None:
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or a config with an optimizer section"
             )
-        self._check_present()
-        if self._window.in_no_sync:
+        state.check_present()
+        if state.window.in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
-        at_boundary = self._window.at_boundary
+        at_boundary = state.window.at_boundary
         if at_boundary:
-            check_step_arguments(self.lr_scheduler, lr_kwargs or {})
+            check_step_arguments(state.lr_scheduler, lr_kwargs or {})
             with self._timeline.span("step"):
                 self._take_step(self.optimizer)
-            self.global_steps += 1
-            self.global_samples += self.batch.train
-        self._window.micro_steps += 1
+            state.global_steps += 1
+            state.global_samples += self.batch.train
+        state.window.micro_steps += 1
         if at_boundary:
             try:
-                if self._update.applied and self.lr_scheduler is not None:
-                    self.lr_scheduler.step(**(lr_kwargs or {}))
+                if state.decision.applied and state.lr_scheduler is not None:
+                    state.lr_scheduler.step(**(lr_kwargs or {}))
             finally:  # the step is taken and counted, whatever a scheduler raises
-                self._remember_step()
+                self._saving.remember_step()
             self._print_progress()
 
     def _take_step(self, optimizer: ShardedOptimizer) -> None:
+        state, schedule, decision = self.state, self.state.schedule, self.state.decision
         self._hooks.check_model()
-        if not self._window.managed and self.plan.keeps_whole_gradient:
+        if not state.window.managed and self.plan.keeps_whole_gradient:
             # Every step is a boundary, and only now do we know that this is one.
-            self._schedule.begin_backward(boundary=True)
-            self._schedule.end_backward()
-        update, before = self._update, self._update.loss_scale.value
-        self._saver.let_change()
+            schedule.begin_backward(boundary=True)
+            schedule.end_backward()
+        before = decision.loss_scale.value
+        self._saving.let_change()
         try:
-            taken = update.take(optimizer, self._window.owed, alarm=self._saver.failed)
+            taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saving.failed)
         except NonFiniteError:
             self.zero_grad()
-            self._window.restart()
-            self._schedule.end_step()
+            state.window.restart()
+            schedule.end_step()
             raise
         if not taken:
-            self._raise_failed_save()
+            self._saving.raise_failed()
         self.zero_grad()
-        self._schedule.end_step()
-        update.loss_scale.update(overflow=optimizer.overflow)
-        if not update.applied:
-            self.skipped_steps += 1
-            if self._group.rank == 0 and update.scales_loss:
-                logger.info("overflow: step skipped, loss scale %g -> %g", before, update.loss_scale.value)
-            elif self._group.rank == 0:
-                logger.warning("step skipped: %s", update.problem)
+        schedule.end_step()
+        decision.loss_scale.update(overflow=optimizer.overflow)
+        if not decision.applied:
+            state.skipped_steps += 1
+            if state.group.rank == 0 and decision.scales_loss:
+                logger.info("overflow: step skipped, loss scale %g -> %g", before, decision.loss_scale.value)
+            elif state.group.rank == 0:
+                logger.warning("step skipped: %s", decision.problem)
 
-    def _begin_backward(self, *, owed: int) -> None:
-        self._check_present()
-        if self._schedule.in_backward:
-            # A backward outside the engine raised and never ended; its gradients are worthless.
-            self.abort_backward()
-        self._window.owe(owed)
-        self._schedule.begin_backward(boundary=self._window.backward_is_last)
-
-    def abort_backward(self) -> None:
-        """A backward raised: its window's gradients are dropped, and the window starts over."""
-        if self._interrupted is not None:
-            raise RuntimeError(
-                f"a backward of this engine was interrupted ({self._interrupted}) while other ranks counted on it: "
-                "call initialize again on every rank, and load the last checkpoint"
-            )
-        self._schedule.abort_backward()
-        self._update.losses.clear()
-        if self._window.restart():
-            logger.warning("a backward raised inside an accumulation window: the window starts over")
-
-    def begin_bare_backward(self) -> None:
-        """Somebody called `backward` on a loss without the engine."""
-        if self._update.scales_loss and (self._scaled_backward is None or self._scaled_backward() is None):
-            raise RuntimeError(
-                "fp16 gradients underflow without a loss scale: write engine.backward(loss), "
-                "or engine.scale(loss).backward()"
-            )
-        self._begin_backward(owed=self.batch.accumulation)
-
-    def parameters_loaded(self, units: list[Unit]) -> None:
-        """`load_state_dict` has written parameters of these units: masters take them over."""
-        if self.optimizer is not None:
-            self.optimizer.refresh_masters(units)
-
-    def gradient_dropped(self) -> None:
-        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is
-        over.
-        """
-        if not any(run.has_gradient for unit in self._units for run in unit.trained):
-            self.zero_grad()
-
-    def about_to_write(self) -> None:
-        """Parameters are about to be written from outside: what the last step still does is done first."""
-        self._flush()
-        self._schedule.settle_all()
-        if self.optimizer is not None:
-            self.optimizer.wait_for_host()
-            self.optimizer.let_change()
-
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         """Whatever the last step left in flight has arrived."""
-        self._schedule.settle_all()
-
-    def empty_partition_cache(self) -> None:
-        """Whatever is still whole, and need not be, goes back to rest."""
-        self._schedule.rest()
-
-    @property
-    def gradient_factor(self) -> float:
-        """What reduced gradients are still to be multiplied by: ranks, loss scale, bare backwards."""
-        return self._update.unscale(self._window.owed)
+        self.state.schedule.wait_for_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients."""
-        for parameter in self._left_alone:
-            parameter.grad = None
-        if self._schedule.in_backward:
-            self.abort_backward()
-        self._window.close()
-        self._update.losses.clear()
-        self._schedule.drop_gradients()
+        self.state.drop_gradients()
+
+    def _begin_backward(self, *, divisor: int) -> None:
+        state = self.state
+        state.check_present()
+        if state.schedule.in_backward:
+            # A backward outside the engine raised and never ended; its gradients are worthless.
+            state.abort_backward()
+        state.window.divide_by(divisor)
+        state.schedule.begin_backward(boundary=state.window.backward_is_last)
 
     def train(self, mode: bool = True) -> Engine:
         super().train(mode)
@@ -309,19 +241,195 @@ class Engine(Weights):
     def eval(self) -> Engine:
         return self.train(False)
 
+    # -- what hooks and handles tell ----------------------------------------------------------------------------
+
+    def begin_bare_backward(self) -> None:
+        """Somebody called `backward` on a loss without the engine."""
+        if self.state.decision.scales_loss and (self._scaled_backward is None or self._scaled_backward() is None):
+            raise RuntimeError(
+                "fp16 gradients underflow without a loss scale: write engine.backward(loss), "
+                "or engine.scale(loss).backward()"
+            )
+        self._begin_backward(divisor=self.batch.accumulation)
+
+    def abort_backward(self) -> None:
+        """A backward raised: its window's gradients are dropped, and the window starts over."""
+        self.state.abort_backward()
+
+    def parameters_loaded(self, units: list[Unit]) -> None:
+        """`load_state_dict` has written parameters of these units: masters take them over."""
+        if self.state.step is not None:
+            self.state.step.pull_masters(units)
+
+    def gradient_dropped(self) -> None:
+        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is
+        over.
+        """
+        if not any(param.grad.is_held for param in self.state.schedule.trained_params()):
+            self.zero_grad()
+
+    def about_to_write(self) -> None:
+        """Parameters are about to be written from outside: what the last step still does is done first."""
+        self.state.flush()
+        self.state.schedule.wait_for_step()
+        if self.state.step is not None:
+            self.state.step.wait_for_host()
+            self.state.step.let_change()
+
     # -- accumulation -------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or present) micro-step ends with an update."""
-        return self._window.at_boundary
+        return self.state.window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Take the counting over: from now on the caller says, before each backward, whether a step follows."""
-        self._window.explicit = is_boundary
+        self.state.window.explicit = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here are not followed by a step. Plans that shard gradients still reduce: it is linear."""
-        return self._window.no_sync()
+        return self.state.window.no_sync()
+
+    @property
+    def gradient_factor(self) -> float:
+        """What reduced gradients are still to be multiplied by: ranks, loss scale, bare backwards."""
+        return self.state.decision.unscale(self.state.window.divisor)
+
+    # -- checkpoints and weights --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        background: bool | None = None,
+    ) -> bool:
+        """Write model, optimizer, scheduler, random numbers, data position and `client_state` under save_dir/tag.
+
+        Call it on all ranks, or on rank 0 alone: then the others join at their next collective. `tag` is
+        "global_step{N}" by default. `background` (default: the config's `checkpoint.async`): go on training once the
+        state is copied to host memory; `wait_for_checkpoint`, the next save and the end of the process wait for it.
+        """
+        self._saving.save(
+            save_dir,
+            tag,
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            background=background,
+        )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the save in the background is on disk; raises if it failed."""
+        self._saving.finish()
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Take a checkpoint up, saved by any plan on any number of ranks. All ranks call this together.
+
+        Returns its path and the client state it was saved with. Without a `tag`, what `latest` names; where that is
+        damaged or incomplete, the newest that is not, with a warning; (None, None) where `load_dir` holds no checkpoint
+        at all. A `tag` that is not there is an error. Gradients that no step has used yet are dropped.
+
+        A load that is refused changes nothing. Only an error while values are written (of the disk, or of
+        `custom_load_fn`) leaves an engine that does nothing until another load succeeds.
+        """
+        return self._loading.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The bare model: whatever `step` left in flight has arrived."""
+        self.state.schedule.wait_for_step()
+        return self.state.model
+
+    module_state_dict = deepspeed_names.module_state_dict
+    load_module_state_dict = deepspeed_names.load_module_state_dict
+    save_16bit_model = save_fp16_model = deepspeed_names.save_16bit_model
+    _zero3_consolidated_16bit_state_dict = deepspeed_names.consolidated_16bit_state_dict
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states, masters, parameters and gradients (or those that `include` names) to host memory and free the
+        device's, until `reload_states`. What rests below the device already stays there.
+        """
+        offload_states.offload_states(self.state, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Everything is on the device again, as it was."""
+        offload_states.reload_states(self.state, non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Reshard whatever is still unsharded and need not be."""
+        self.state.schedule.reshard_all()
+
+    def planned_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
+        """The plan's arithmetic: model-state bytes of one rank in one tier."""
+        return planned_bytes(self.state.schedule.units, replace(self.plan, accumulates=self._accumulates), tier)
+
+    def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
+        """The same for every stage, all on the device: what another one would have needed."""
+        return {
+            name: planned_bytes(
+                self.state.schedule.units,
+                replace(
+                    plan,
+                    num_states=self.plan.num_states,
+                    node_size=self.plan.node_size,
+                    accumulates=self._accumulates,
+                ),
+                Tier.DEVICE,
+                on_device=True,
+            )
+            for name, plan in self._other_plans.items()
+        }
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.state.window.accumulates
+
+    def planned_crossing(self) -> Crossing:
+        """Bytes that cross between tiers in one step, on one rank: what `ledger` counts."""
+        specs = [param.spec for unit in self.state.schedule.units for param in unit.params]
+        return count_crossing(specs, self.plan, self.batch.accumulation, device_casts=self.device.type == "cuda")
+
+    def held_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
+        """What is really allocated, counted from the tensors."""
+        return held_bytes(self.state.schedule, self.state.step, tier)
+
+    def describe(self) -> str:
+        """The plan in words: what is replicated, what is sharded, bytes per rank, tier and step."""
+        sizes = {tier: self.planned_bytes(tier) for tier in Tier}
+        name = self.optimizer.name if self.optimizer is not None else None
+        units = self.state.schedule.units
+        return describe(units, self.plan, sizes, self.planned_crossing(), self.batch, name, self._collective_name)
+
+    # -- compiling and printing ---------------------------------------------------------------------------------
 
     def compile(  # type: ignore[override]
         self,
@@ -333,8 +441,7 @@ class Engine(Weights):
         """`torch.compile` the forward of every unit; gathers and reductions stay between them."""
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("engine.compile: schedule and compiled_autograd_enabled belong to DeepSpeed's DeepCompile")
-        blocks = [unit for unit in self._units if not unit.encloses]
-        for unit in blocks:
+        for unit in (unit for unit in self.state.schedule.units if not unit.encloses):
             self._hooks.stop_watching(unit.module)
             compiled = torch.compile(unit.module.forward, backend=backend, **compile_kwargs or {})
             # What the instance had for a forward of its own comes back when the engine goes.
@@ -343,71 +450,114 @@ class Engine(Weights):
         self.is_compiled = True
 
     def _print_progress(self) -> None:
-        every = self.settings.steps_per_print or (10 if self.settings.wall_clock_breakdown else None)
+        every = self.plan.loop.steps_per_print
         if not every or self.global_steps % every:
             return
         times = self._timeline.take()
-        if self._group.rank == 0:
+        if self.state.group.rank == 0:
             rates = ", ".join(f"{rate:.6g}" for rate in self.get_lr())
             spent = "".join(f", {phase} {seconds * 1000 / every:.1f} ms" for phase, seconds in times.items())
             logger.info(
                 "step %d, skipped %d, lr [%s], grad norm %.4g%s",
-                self.global_steps, self.skipped_steps, rates, self._update.norm or 0.0, spent,
+                self.global_steps, self.skipped_steps, rates, self.state.decision.norm or 0.0, spent,
             )  # fmt: skip
 
-    def deepspeed_io(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int = 0,
-    ) -> DataLoader[Any]:
-        """A loader of micro-batches over this rank's share of a dataset."""
-        return data_loader(
-            dataset,
-            self._group,
-            batch_size=batch_size or self.batch.micro,
-            collate_fn=collate_fn,
-            drop_last=self.settings.dataloader_drop_last,
-            num_workers=num_local_io_workers,
-            pin_memory=self.device.type == "cuda",
-        )
+    # -- what it knows about itself -----------------------------------------------------------------------------
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    deepspeed_io = deepspeed_names.deepspeed_io
+    train_batch_size = deepspeed_names.train_batch_size
+    train_micro_batch_size_per_gpu = deepspeed_names.train_micro_batch_size_per_gpu
+    gradient_accumulation_steps = deepspeed_names.gradient_accumulation_steps
+    get_batch_info = deepspeed_names.get_batch_info
+    set_train_batch_size = deepspeed_names.set_train_batch_size
+    set_train_micro_batch_size = deepspeed_names.set_train_micro_batch_size
+    set_gradient_accumulation_steps = deepspeed_names.set_gradient_accumulation_steps
+    data_parallel_group = property(deepspeed_names.data_parallel_group)
+    get_data_parallel_rank = deepspeed_names.get_data_parallel_rank
+    was_step_applied = deepspeed_names.was_step_applied
+    get_global_grad_norm = deepspeed_names.get_global_grad_norm
+    get_lr = deepspeed_names.get_lr
+    get_mom = deepspeed_names.get_mom
+    gradient_clipping = deepspeed_names.gradient_clipping
+    zero_optimization_stage = deepspeed_names.zero_optimization_stage
+    zero_optimization_partition_weights = deepspeed_names.zero_optimization_partition_weights
+    zero_gather_16bit_weights_on_model_save = deepspeed_names.zero_gather_16bit_weights_on_model_save
+    loss_scale = deepspeed_names.loss_scale
+    communication_data_type = property(deepspeed_names.communication_data_type)
+    get_data_types = deepspeed_names.get_data_types
 
-    def destroy(self) -> None:
+    config = property(lambda self: self.state.config, doc="The config as the user gave it.")
+    micro_steps = property(lambda self: self.state.window.micro_steps)
+    global_steps = property(lambda self: self.state.global_steps)
+    global_samples = property(lambda self: self.state.global_samples)
+    skipped_steps = property(lambda self: self.state.skipped_steps)
+    local_rank = property(lambda self: local_rank())
+    global_rank = property(lambda self: dist.get_rank())
+    world_size = property(lambda self: self.state.group.size)
+    dp_world_size = property(lambda self: self.state.group.size)
+
+    @property
+    def batch(self) -> Batch:
+        """Samples of a step and of a micro-step, and micro-steps of a step."""
+        return self.state.window.batch
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self.state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.state.lr_scheduler = scheduler
+
+    @property
+    def training_dataloader(self) -> Any:
+        return self.state.training_dataloader
+
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Any) -> None:
+        self.state.training_dataloader = loader
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
-        self._stop_saving()
+        if self._finalizer.detach() is None:
+            return
+        self._saving.stop()
         with suppress(Exception):  # told below, and by the step that failed
-            self._flush()
-        _let_go(self._schedule, self._hooks, self._homes, self._lower)
+            self.state.flush()
+        schedule = self.state.schedule
+        try:
+            schedule.drop_gradients()
+        finally:
+            close_engine(self._parts, lingers=False)
         while self._compiled:
             module, own = self._compiled.pop()
             module.__dict__.pop("forward", None)
             if own is not None:
                 module.__dict__["forward"] = own
-        self._schedule.drop_gradients()
-        self._pool.clear()
-        self.optimizer = None
-        self._units.clear()
-        self._schedule.forget_units()
+        schedule.in_flight.pool.clear()
+        self.optimizer = self.state.step = None
+        schedule.forget_units()
+
+    destroy = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Engine:
-        """`.to()`, `.half()` and their kin would tear parameters out of their lines."""
-        for run in (run for unit in self._units for run in unit.runs):
-            probe = torch.empty(0, dtype=run.dtype, device=run.device)
+        """`.to()`, `.half()` and their kin would tear parameters out of their flat parameters."""
+        for param in (param for unit in self.state.schedule.units for param in unit.params):
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
             changed = fn(probe)
             if (changed.dtype, changed.device) != (probe.dtype, probe.device):
                 raise RuntimeError(
                     "the engine's model cannot be cast or moved: dtypes and devices come from the config"
                 )
         return self
-
-    def _autocast(self) -> Any:
-        section = self.settings.torch_autocast
-        if not section.enabled:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[section.dtype or "bf16"])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -435,35 +585,9 @@ def _see_scaled(engine: weakref.ref[Engine], gradients: Any) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
 
 
-def _let_go(schedule: Schedule, hooks: Hooks, homes: list[Home], lower: LowerTiers | None) -> None:
-    """What is in flight arrives, whoever deleted the engine: other ranks count on it, and so does the model."""
-    try:
-        try:
-            schedule.settle_all()
-        except Exception as error:  # whatever a user's optimizer raised on the host, or a disk: the engine goes
-            logger.warning(
-                "the engine goes after a step that failed, and leaves weights of no step: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            schedule.give_up()
-        hooks.remove()
-        schedule.rest()
-        for home in homes:
-            try:
-                home.stand_alone()
-            except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
-                logger.error("weights that rested on a disk are lost with the engine: %s", error)
-        homes.clear()
-    finally:
-        if lower is not None:
-            lower.close()
-        schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
-
-
 def _retire(model: nn.Module) -> None:
     reference = _engines.pop(model, None)
     previous = reference() if reference is not None else None
     if previous is not None:
         logger.info("the model's earlier engine is retired: its states are freed")
-        previous.destroy()
+        previous.close()

@@ -19,8 +19,9 @@ from onefold.checkpoint.slots import loose_states
 from onefold.checkpoint.sound import check_groups, check_loose_like, check_schedule, check_taken
 from onefold.comm import agree_in_meeting
 from onefold.engine.saving import Saving
+from onefold.engine.train_state import TrainState
 from onefold.report.log import logger
-from onefold.runtime import gathered, home_of
+from onefold.runtime import unsharded
 
 
 @dataclass(frozen=True)
@@ -50,54 +51,51 @@ class Opened:
     reads: list[Read]
 
 
-class Loading(Saving):
-    """The part of the engine that loads."""
+class Loading:
+    """Loads a checkpoint into the train state, with all ranks together."""
 
-    def load_checkpoint(
+    def __init__(self, state: TrainState, saving: Saving) -> None:
+        self._state = state
+        self._saving = saving
+
+    def load(
         self,
         load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., None] | None = None,
+        tag: str | None,
+        *,
+        strict: bool,
+        optimizer_states: bool,
+        lr_scheduler_states: bool,
+        module_only: bool,
+        custom: Callable[..., None] | None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Take a checkpoint up, saved by any plan on any number of ranks. All ranks call this together.
-
-        Returns its path and the client state it was saved with. Without a `tag`, what `latest` names; where that is
-        damaged or incomplete, the newest that is not, with a warning; (None, None) where `load_dir` holds no checkpoint
-        at all. A `tag` that is not there is an error. Gradients that no step has used yet are dropped.
-
-        A load that is refused changes nothing. Only an error while values are written (of the disk, or of
-        `custom_load_fn`) leaves an engine that does nothing until another load succeeds.
-        """
-        self._check_reloaded()
-        if self.optimizer is not None:
-            self.optimizer.flush()
-        self._saver.finish()
-        self._schedule.meet_for_load()
-        self.zero_grad()
-        self._window.restart()
+        """The checkpoint's path and client state; None and None where there is none. See `Engine.load_checkpoint`."""
+        state = self._state
+        state.check_reloaded()
+        state.flush()
+        self._saving.finish()
+        state.schedule.meet_for_load()
+        state.drop_gradients()
+        state.window.restart()
         asked = Asked(
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only and self.optimizer is not None,
-            scheduler=load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None,
-            job=not load_module_only,
-            exactly=not load_module_only and (load_optimizer_states or self.optimizer is None),
-            custom=custom_load_fn,
+            strict=strict,
+            optimizer=optimizer_states and not module_only and state.step is not None,
+            scheduler=lr_scheduler_states and not module_only and state.lr_scheduler is not None,
+            job=not module_only,
+            exactly=not module_only and (optimizer_states or state.step is None),
+            custom=custom,
         )
-        # Each rank reads its own slices. Folders may differ: they are as a rank's host has them mounted.
+        # Each rank reads its own slices. Folders may differ: they are as a rank's node has them mounted.
         given = {
             "tag": str(tag),
-            "load_module_strict": str(load_module_strict),
-            "load_optimizer_states": str(load_optimizer_states),
-            "load_lr_scheduler_states": str(load_lr_scheduler_states),
-            "load_module_only": str(load_module_only),
-            "custom_load_fn": "a function" if custom_load_fn is not None else "None",
+            "load_module_strict": str(strict),
+            "load_optimizer_states": str(optimizer_states),
+            "load_lr_scheduler_states": str(lr_scheduler_states),
+            "load_module_only": str(module_only),
+            "custom_load_fn": "a function" if custom is not None else "None",
         }
         advice = "Every rank must load the same"
-        agree_in_meeting(self._schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
+        agree_in_meeting(state.schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
         names, tried = self._candidates(Path(load_dir), tag), list[str]()
         while names:
             with ExitStack() as stack:
@@ -114,18 +112,18 @@ class Loading(Saving):
         return None, None
 
     def _warn(self, message: str) -> None:
-        if self._group.rank == 0:
+        if self._state.group.rank == 0:
             logger.warning("%s", message)
 
     def _candidates(self, load_dir: Path, tag: str | None, tried: Sequence[str] = ()) -> list[str]:
         """The tags to try, best first, as rank 0 sees them. None where there is nothing to load."""
         text = error = ""
-        if self._group.rank == 0:
+        if self._state.group.rank == 0:
             try:
                 text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
-        told = self._schedule.order.agreement.tell("load_checkpoint", f"{error}\0{text}")
+        told = self._state.schedule.order.agreement.tell("load_checkpoint", f"{error}\0{text}")
         error, _, text = told.partition("\0")
         if error:
             raise CheckpointError(error)
@@ -139,8 +137,8 @@ class Loading(Saving):
             checkpoint = stack.enter_context(Checkpoint.open(path))
             checkpoint.check_headers()
             state = checkpoint.state
-            same_world = checkpoint.manifest.world_size == self._group.size
-            own = checkpoint.own(self._group.rank if same_world else 0) if asked.exactly else {}
+            same_world = checkpoint.manifest.world_size == self._state.group.size
+            own = checkpoint.own(self._state.group.rank if same_world else 0) if asked.exactly else {}
             reads = [] if asked.custom else weight_reads(checkpoint, self._target, strict=asked.strict)
             whole = self._whole_state(checkpoint) if asked.custom else {}
             groups: list[dict[str, Any]] = []
@@ -149,11 +147,12 @@ class Loading(Saving):
                 groups = groups_for(checkpoint, self._target, state["optimizer"]["groups"])
             found = Opened(checkpoint, state, own, same_world, whole, groups, reads)
             self._check_small(found, asked)
-            if self.global_steps:  # there is something to lose
+            if self._state.global_steps:  # there is something to lose
                 verify(checkpoint, reads)
             opened.append(found)
 
-        undo = self.optimizer.remember_states() if self.optimizer is not None else lambda: None
+        step = self._state.step
+        undo = step.remember_states() if step is not None else lambda: None
         try:
             problem = self._agree(prepare)
         except Exception:
@@ -163,10 +162,10 @@ class Loading(Saving):
             undo()
             return problem, None
         # From here on values are written. `_take_up` ends this; an error before it leaves it as it is, on all ranks.
-        self._half_loaded = f"load_checkpoint of {path} failed half-way on some rank"
+        self._state.half_loaded = f"load_checkpoint of {path} failed half-way on some rank"
         problem = self._agree(lambda: fill(opened[0].checkpoint, opened[0].reads))
         if problem:
-            self._half_loaded = f"load_checkpoint of {path} failed half-way: {problem}"
+            self._state.half_loaded = f"load_checkpoint of {path} failed half-way: {problem}"
         return problem, None if problem else opened[0]
 
     def _check_small(self, found: Opened, asked: Asked) -> None:
@@ -174,19 +173,21 @@ class Loading(Saving):
         path, state = found.checkpoint.folder / NAME, found.state
         try:
             if asked.optimizer:
-                assert self.optimizer is not None
-                check_groups(found.groups, self.optimizer.param_groups)
+                assert self._state.step is not None
+                check_groups(found.groups, self._state.step.groups)
             if self._restores_schedule(found, asked):
-                check_schedule(state["lr_scheduler"], self.lr_scheduler)
-                check_taken(state["lr_scheduler"], self.lr_scheduler, self._groups(), "state.lr_scheduler")
+                scheduler, step = self._state.lr_scheduler, self._state.step
+                check_schedule(state["lr_scheduler"], scheduler)
+                groups = step.groups if step is not None else []
+                check_taken(state["lr_scheduler"], scheduler, groups, "state.lr_scheduler")
             if self._restores_data(found, asked):
-                loader = self.training_dataloader
+                loader = self._state.training_dataloader
                 if hasattr(loader, "check_state"):
                     loader.check_state(found.own["data"])
                 else:
                     check_taken(found.own["data"], loader, [], "data")
             if asked.exactly and found.same_world and found.own:
-                rng.check(found.own["rng"], self.device)
+                rng.check(found.own["rng"], self._state.device)
         except MisfitError:
             raise
         except ValueError as error:
@@ -194,15 +195,16 @@ class Loading(Saving):
 
     def _restores_schedule(self, found: Opened, asked: Asked) -> bool:
         has_state = asked.scheduler and found.state["lr_scheduler"] is not None
-        return has_state and hasattr(self.lr_scheduler, "load_state_dict")
+        return has_state and hasattr(self._state.lr_scheduler, "load_state_dict")
 
     def _restores_data(self, found: Opened, asked: Asked) -> bool:
         has_position = asked.exactly and found.own.get("data") is not None
-        return has_position and hasattr(self.training_dataloader, "load_state_dict")
+        return has_position and hasattr(self._state.training_dataloader, "load_state_dict")
 
     @property
     def _target(self) -> Target:
-        return Target(self._model, self._units, self.optimizer, self._group.rank, self._group.size)
+        state = self._state
+        return Target(state.model, state.schedule.units, state.step, state.group.rank, state.group.size)
 
     def _agree(self, work: Callable[[], None]) -> str:
         """Work that is this rank's alone. What any rank finds damaged is returned on all of them, what else goes wrong
@@ -214,11 +216,11 @@ class Loading(Saving):
         except Exception as error:
             caught = error
             kind = 1 if isinstance(error, CheckpointError | OSError) else 2 if isinstance(error, MisfitError) else 3
-        kinds = self._schedule.meet_for_load(kind)
+        kinds = self._state.schedule.meet_for_load(kind)
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._schedule.order.agreement.tell("load_checkpoint", str(caught or ""), worst)
+        message = self._state.schedule.order.agreement.tell("load_checkpoint", str(caught or ""), worst)
         if kind == 3:
             assert caught is not None
             raise caught
@@ -231,10 +233,11 @@ class Loading(Saving):
     def _state_reads(self, checkpoint: Checkpoint, saved: dict[str, Any] | None, asked: Asked) -> list[Read]:
         if saved is None:
             raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
-        assert self.optimizer is not None
-        if saved["name"] is not None and _kind(saved["name"]) != _kind(self.optimizer.name):
+        step = self._state.step
+        assert step is not None
+        if saved["name"] is not None and _kind(saved["name"]) != _kind(step.name):
             raise MisfitError(
-                f"{checkpoint.folder} has the states of {saved['name']}, not of {self.optimizer.name}: "
+                f"{checkpoint.folder} has the states of {saved['name']}, not of {step.name}: "
                 "load_optimizer_states=False leaves the optimizer as it is"
             )
         loose: dict[str, Any] = {}
@@ -242,7 +245,7 @@ class Loading(Saving):
             loose |= checkpoint.loose(rank)
         try:
             if saved["num_steps"]:  # before the first step there are none
-                check_loose_like(loose, loose_states(self._units, self.optimizer))
+                check_loose_like(loose, loose_states(self._state.schedule.units, step))
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.folder / NAME}: {error}") from error
         return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)
@@ -255,35 +258,35 @@ class Loading(Saving):
             self._load_with(found.whole, asked.custom)
         else:
             self._spread_weights()
-        state = found.state
+        state, step = found.state, self._state.step
         if asked.optimizer:
-            assert self.optimizer is not None
-            self.optimizer.num_steps = state["optimizer"]["num_steps"]
-            if not self.optimizer.take_groups(found.groups):
+            assert step is not None
+            step.num_steps = state["optimizer"]["num_steps"]
+            if not step.take_groups(found.groups):
                 self._warn(
-                    f"{found.checkpoint.folder}: its optimizer keeps other states than {self.optimizer.name} here: the "
+                    f"{found.checkpoint.folder}: its optimizer keeps other states than {step.name} here: the "
                     "learning rate and all else that a group has stay as this job's config says"
                 )
-            self.optimizer.take_attributes(state["optimizer"].get("attributes", {}))
+            step.take_attributes(state["optimizer"].get("attributes", {}))
             self._restore_loss_scale(state["loss_scale"] or {})
         if self._restores_schedule(found, asked):
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            self._state.lr_scheduler.load_state_dict(state["lr_scheduler"])
         elif asked.scheduler and state["lr_scheduler"] is None:
             self._warn(f"{found.checkpoint.folder} holds no state of a schedule: the learning rate's starts anew")
         if asked.job:
             self._restore_job(found, asked)
-        self._remember_step()
-        self._half_loaded = ""
+        self._saving.remember_step()
+        self._state.half_loaded = ""
         client_state: dict[str, Any] = state["client_state"]
         return client_state
 
     @torch.no_grad()
     def _spread_weights(self) -> None:
-        """Masters have their values: lines take them over, and ranks send each other their slices."""
-        for run in (run for unit in self._units for run in unit.trained) if self.optimizer is not None else ():
-            assert self.optimizer is not None
-            self.optimizer.piece_of(run).tell().wait()
-        self._schedule.spread()
+        """Masters have their values: parameters take them over, and ranks send each other their slices."""
+        if self._state.step is not None:
+            for store in self._state.step.stores:
+                store.push().wait()
+        self._state.schedule.refresh_now()
 
     def _whole_state(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         found = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
@@ -291,37 +294,37 @@ class Loading(Saving):
 
     def _load_with(self, whole: dict[str, torch.Tensor], load: Callable[..., None]) -> None:
         """The user's own function moves a whole state dict into the whole model."""
-        model = self._model
-        with gathered(model.parameters()):
+        model = self._state.model
+        with unsharded(model.parameters()) as handles:
             load(src=whole, dst=model)
-            for home in sorted({h for p in model.parameters() if (h := home_of(p))}, key=lambda home: home.number):
-                home.take_values_of(0)
+            for handle in handles:
+                handle.take_values_of(0)
 
     def _restore_loss_scale(self, saved: dict[str, Any]) -> None:
         """A scale that is found while training goes on from where it was; one that the config fixes stays."""
-        scale = self._update.loss_scale
+        scale = self._state.decision.loss_scale
         if "iteration" in saved and "iteration" in scale.state_dict():
             scale.load_state_dict(saved)
 
     def _restore_job(self, found: Opened, asked: Asked) -> None:
-        counters = found.state["counters"]
-        self.global_steps = counters["global_steps"]
-        self.global_samples = counters["global_samples"]
-        self.skipped_steps = counters["skipped_steps"]
-        self._window.resume(counters["micro_steps"])
-        self._update.forget_norm()
+        state, counters = self._state, found.state["counters"]
+        state.global_steps = counters["global_steps"]
+        state.global_samples = counters["global_samples"]
+        state.skipped_steps = counters["skipped_steps"]
+        state.window.resume(counters["micro_steps"])
+        state.decision.forget_norm()
         if not asked.exactly:
             return
         if self._restores_data(found, asked):
-            self.training_dataloader.load_state_dict(found.own["data"])
+            state.training_dataloader.load_state_dict(found.own["data"])
         if not found.same_world:
             self._warn(
                 f"{found.checkpoint.folder} was saved by {found.checkpoint.manifest.world_size} ranks, this job has "
-                f"{self._group.size}: weights and states are the same to the bit, random numbers go on from this "
+                f"{self._state.group.size}: weights and states are the same to the bit, random numbers go on from this "
                 "job's own seed"
             )
         elif found.own:
-            rng.restore(found.own["rng"], self.device)
+            rng.restore(found.own["rng"], state.device)
         else:
             self._warn(f"{found.checkpoint.folder} holds no random numbers: they go on from this job's own seed")
 

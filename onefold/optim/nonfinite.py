@@ -1,17 +1,15 @@
-"""Gradients that are not finite: what a config wants done about them, and where they are."""
+"""Gradients that are not finite: where they are, and whose loss they came from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
 from onefold.comm.agreement import as_float, as_integer
-from onefold.config import Config, ConfigError
-from onefold.optim.norm import square_of
-from onefold.runtime import Schedule
+from onefold.offload.grad_shard import GradShard
+from onefold.runtime import Schedule, Unit
 
 _NAMED = 3
 
@@ -20,30 +18,13 @@ class NonFiniteError(FloatingPointError):
     """A step's gradients are not finite. No weight was changed on any rank; the gradients are dropped."""
 
 
-def choose_policy(config: Config, *, scales_loss: bool) -> Literal["raise", "skip", "ignore"]:
-    """fp16 and bf16 do as DeepSpeed does; otherwise such a step would make every weight NaN, and raises."""
-    asked = config.onefold.nonfinite_gradients
-    if scales_loss:
-        if asked not in ("auto", "skip"):
-            raise ConfigError(
-                f"onefold.nonfinite_gradients is {asked!r} with fp16: the loss scale is found by gradients that "
-                'overflow, and such steps are always skipped. Leave it out or write "skip"'
-            )
-        return "skip"
-    if asked != "auto":
-        return asked
-    if config.bf16.enabled:
-        return "skip" if config.bf16.check_grad_overflow else "ignore"
-    return "raise"
-
-
 def tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
     """Which units' gradients are not finite, and whose loss; the same words on all ranks, which call this together.
 
     A reduced gradient no longer shows which rank made it so. The rank's own losses do.
     """
     units = schedule.trained
-    bad = [any(not _is_finite(square_of(run)) for run in unit.trained if run.reduced is not None) for unit in units]
+    bad = [any(not _is_finite(grad.square_sum()) for grad in _reduced(unit)) for unit in units]
     values = [loss.item() for loss in losses]
     worst = next((value for value in values if not math.isfinite(value)), 0.0)
     mine = torch.tensor([*bad, bool(values), as_integer(worst)], dtype=torch.int64)
@@ -69,3 +50,7 @@ def _name(names: Sequence[str], num_units: int) -> str:
 
 def _is_finite(square: torch.Tensor) -> bool:
     return math.isfinite(square.item())
+
+
+def _reduced(unit: Unit) -> list[GradShard]:
+    return [param.grad.shard for param in unit.trained if param.grad.shard.value is not None]

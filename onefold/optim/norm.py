@@ -15,8 +15,7 @@ import torch
 from onefold.comm.agreement import as_float, as_integer
 from onefold.optim.instance import METHODS
 from onefold.optim.outside import Spelled, tell_difference
-from onefold.runtime import Run, Schedule
-from onefold.runtime.squares import square_sum
+from onefold.runtime import FlatParam, Schedule
 
 # What a row of a step says it is for; others are methods of the optimizer.
 _STEP = 0
@@ -45,13 +44,13 @@ class StepScalars:
 
 
 def exchange_scalars(
-    runs: Iterable[Run], schedule: Schedule, groups: Spelled | None, *, late: bool, alarm: bool = False
+    params: Iterable[FlatParam], schedule: Schedule, groups: Spelled | None, *, late: bool, alarm: bool = False
 ) -> StepScalars:
     """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed.
 
     `groups` are hyperparameters that must be the same on all ranks.
     """
-    squares = [square_of(run).to(run.device) for run in runs if run.layout.total]
+    squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
@@ -127,13 +126,3 @@ def _digest(done: Mapping[str, str]) -> int:
     if not any(done.values()):
         return 0
     return int.from_bytes(hashlib.blake2b("\0".join(done.values()).encode(), digest_size=8).digest(), signed=True)
-
-
-def square_of(run: Run) -> torch.Tensor:
-    """Of a gradient that went down whole it was taken on the device; what the host added up it squares itself."""
-    assert run.reduced is not None
-    if run.square is not None:
-        return run.square
-    if run.rest.offloads_states:
-        run.wait_for_reduced()
-    return square_sum(run.reduced)

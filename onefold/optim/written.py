@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from onefold.runtime.fingerprint import as_integers
+from onefold.offload.fingerprint import as_integers
 
 
 class WriteCheck:

@@ -3,14 +3,16 @@ what is launched when (program), what rests in which tier (tiers)."""
 
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.layout import Layout, Member
-from onefold.plan.memory import Counting, Crossing, ModelBytes, Rest, RunShape, count_bytes, count_crossing
+from onefold.plan.memory import Crossing, FlatParamSpec, ModelBytes, Residency, count_bytes, count_crossing
 from onefold.plan.program import Limits, Moment, Program, coalesce, compile_program
-from onefold.plan.table import Part, Placement, Plan, Precision, Tier, Wire, make_plan
-from onefold.plan.tiers import Room, settle_tiers
+from onefold.plan.table import Cut, Feedback, Part, Placement, Plan, Precision, Tier, Wire, make_plan, plan_every_stage
+from onefold.plan.tiers import Room, assign_tiers
 
 __all__ = [
-    "Counting",
     "Crossing",
+    "Cut",
+    "Feedback",
+    "FlatParamSpec",
     "Layout",
     "Limits",
     "Member",
@@ -21,9 +23,8 @@ __all__ = [
     "Plan",
     "Precision",
     "Program",
-    "Rest",
+    "Residency",
     "Room",
-    "RunShape",
     "Tier",
     "UnitCut",
     "Wire",
@@ -34,5 +35,6 @@ __all__ = [
     "cut",
     "make_plan",
     "persistent_parameters",
-    "settle_tiers",
+    "plan_every_stage",
+    "assign_tiers",
 ]

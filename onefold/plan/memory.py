@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from onefold.plan.layout import Layout
-from onefold.plan.table import Plan, Precision, Tier
+from onefold.plan.table import Plan, Tier
 
 
 @dataclass(frozen=True)
-class Rest:
-    """Where a run rests: its masters, states and reduced gradients; and what a gather of its parameters starts from."""
+class Residency:
+    """The tiers of a flat parameter: of masters, states and gradients, and of what a gather starts from."""
 
     states: Tier = Tier.DEVICE
     parameters: Tier = Tier.DEVICE
@@ -24,16 +24,21 @@ class Rest:
     def offloads_states(self) -> bool:
         return self.states is not Tier.DEVICE
 
+    @property
+    def gradients(self) -> Tier:
+        """Reduced gradients wait where the step runs: the host steps what rests on the host or on a disk."""
+        return Tier.HOST if self.offloads_states else Tier.DEVICE
+
 
 @dataclass(frozen=True)
-class RunShape:
-    """What the arithmetic needs to know of a run."""
+class FlatParamSpec:
+    """A flat parameter without tensors: its layout, dtype and treatment."""
 
     layout: Layout
     dtype: torch.dtype
     trainable: bool
     persistent: bool
-    rest: Rest = Rest()
+    residency: Residency = Residency()
 
     @property
     def master_is_shard(self) -> bool:
@@ -42,8 +47,8 @@ class RunShape:
         """
         if not self.trainable:
             return False
-        same = master_dtype(self.dtype) == self.dtype and self.rest.states is self.rest.parameters
-        return not self.rest.offloads_states or (same and not self.rest.apart)
+        same = master_dtype(self.dtype) == self.dtype and self.residency.states is self.residency.parameters
+        return not self.residency.offloads_states or (same and not self.residency.apart)
 
 
 @dataclass(frozen=True)
@@ -63,63 +68,47 @@ class ModelBytes:
         return self.parameters + self.gradients + self.masters + self.states
 
 
-@dataclass(frozen=True)
-class Counting:
-    """What bytes depend on beside the runs. `num_states`: tensors the optimizer keeps per parameter (2 for Adam)."""
-
-    plan: Plan
-    precision: Precision
-    world_size: int
-    num_micro_steps: int
-    num_states: int
-    node_size: int = 1
-
-
-def count_bytes(runs: Iterable[RunShape], counting: Counting, tier: Tier = Tier.DEVICE) -> ModelBytes:
+def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DEVICE) -> ModelBytes:
     """The plan's arithmetic, for one tier."""
     parameters = gradients = masters = states = largest_slot = 0
-    plan, precision, num_micro_steps = counting.plan, counting.precision, counting.num_micro_steps
-    for run in runs:
-        whole = rests_whole(plan, run, counting.world_size)
-        if whole and tier is Tier.DEVICE:
-            parameters += run.layout.total * run.dtype.itemsize
-        elif not whole and run.rest.parameters is tier and not run.master_is_shard:
-            parameters += run.layout.shard_size * run.dtype.itemsize
-        if not whole and tier is Tier.DEVICE and plan.node_shard_size > 1:
-            parameters += run.layout.total // plan.node_shard_size * run.dtype.itemsize
-        if not run.trainable:
+    precision, num_micro_steps = plan.precision, plan.num_micro_steps
+    for spec in specs:
+        layout, residency = spec.layout, spec.residency
+        unsharded = stays_unsharded(plan, spec)
+        if unsharded and tier is Tier.DEVICE:
+            parameters += layout.total * spec.dtype.itemsize
+        elif not unsharded and residency.parameters is tier and not spec.master_is_shard:
+            parameters += layout.shard_size * spec.dtype.itemsize
+        if not unsharded and tier is Tier.DEVICE and plan.node_shard_size > 1:
+            parameters += layout.total // plan.node_shard_size * spec.dtype.itemsize
+        if not spec.trainable:
             continue
-        reduced = precision.of_reduced(run.dtype, num_micro_steps, counting.world_size)
-        in_place = reduces_in_place(plan, run, precision, counting.world_size, num_micro_steps)
+        reduced = precision.of_reduced(spec.dtype, num_micro_steps, layout.num_shards)
+        in_place = reduces_in_place(plan, spec, num_micro_steps)
         if tier is Tier.DEVICE and not in_place:
-            largest_slot = max(largest_slot, run.layout.total * run.dtype.itemsize)
-        if tier is Tier.DEVICE and plan.makes_up:
-            gradients += lost_bytes(run.layout.total, counting.world_size, counting.node_size)
-        if tier is gradient_tier(run.rest):
+            largest_slot = max(largest_slot, layout.total * spec.dtype.itemsize)
+        if tier is Tier.DEVICE and plan.feedback is not None:
+            gradients += feedback_bytes(layout.total, layout.num_shards, plan.node_size or 1)
+        if tier is residency.gradients:
             if in_place:
-                gradients += run.layout.total * precision.of_gradient(run.dtype, num_micro_steps).itemsize
+                gradients += layout.total * precision.of_gradient(spec.dtype, num_micro_steps).itemsize
             else:
                 # One is stepped with while the next comes down.
-                num = 2 if plan.delays_host and run.rest.offloads_states else 1
-                gradients += run.layout.shard_size * reduced.itemsize * num
-        if tier is run.rest.states:
-            stepped = run.layout.shard_size if plan.shards_states else run.layout.total
-            master = master_dtype(run.dtype)
-            is_line = whole and master == run.dtype and not run.rest.offloads_states
-            masters += 0 if is_line else stepped * master.itemsize
-            states += stepped * master.itemsize * counting.num_states
+                num = 2 if plan.delays_host and residency.offloads_states else 1
+                gradients += layout.shard_size * reduced.itemsize * num
+        if tier is residency.states:
+            stepped = layout.shard_size if plan.shards_states else layout.total
+            master = master_dtype(spec.dtype)
+            is_slice = unsharded and master == spec.dtype and not residency.offloads_states
+            masters += 0 if is_slice else stepped * master.itemsize
+            states += stepped * master.itemsize * plan.num_states
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
 
 
-def lost_bytes(numel: int, world_size: int, node_size: int) -> int:
+def feedback_bytes(numel: int, num_ranks: int, node_size: int) -> int:
     """Of what each hop of a quantized reduction has lost: a byte a value, and a scale a block of 256."""
-    values = (numel if node_size > 1 else 0) + (numel // node_size if world_size > node_size else 0)
+    values = (numel if node_size > 1 else 0) + (numel // node_size if num_ranks > node_size else 0)
     return values + values // 64
-
-
-def gradient_tier(rest: Rest) -> Tier:
-    """Reduced gradients wait where the step runs: the host steps what rests on the host and what rests on a disk."""
-    return Tier.HOST if rest.offloads_states else Tier.DEVICE
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -127,24 +116,25 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rests_whole(plan: Plan, run: RunShape, world_size: int) -> bool:
-    """Whether a run is whole at rest: as the plan says, if it is small, or where its resting form is no smaller."""
-    if not plan.shards_parameters or run.persistent:
+def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Whether it is unsharded at rest: as the plan says, if it is small, or if its shard is no smaller."""
+    if not plan.shards_parameters or spec.persistent:
         return True
-    if world_size > 1 or run.rest.parameters is not Tier.DEVICE:
+    if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE:
         return False
-    casts_from_master = run.trainable and not run.rest.offloads_states and master_dtype(run.dtype) != run.dtype
+    casts_from_master = spec.trainable and not spec.residency.offloads_states and master_dtype(spec.dtype) != spec.dtype
     return not casts_from_master
 
 
-def reduces_in_place(plan: Plan, run: RunShape, precision: Precision, world_size: int, num_micro_steps: int) -> bool:
-    """Whether the reduced shard lies in its own slice of the whole gradient, so that it costs no byte of its own."""
-    if run.rest.offloads_states:
+def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> bool:
+    """Whether the reduced shard lies in its own slice of the flat gradient, so that it costs no byte of its own."""
+    num_ranks = spec.layout.num_shards
+    if spec.residency.offloads_states:
         return False
     if not plan.keeps_whole_gradient:
-        return world_size == 1 and num_micro_steps == 1
-    whole = precision.of_gradient(run.dtype, num_micro_steps)
-    return whole == precision.of_reduced(run.dtype, num_micro_steps, world_size)
+        return num_ranks == 1 and num_micro_steps == 1
+    whole = plan.precision.of_gradient(spec.dtype, num_micro_steps)
+    return whole == plan.precision.of_reduced(spec.dtype, num_micro_steps, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -163,34 +153,32 @@ class Crossing:
         return bool(self.down or self.up or self.read or self.written)
 
 
-def count_crossing(
-    runs: Iterable[RunShape], counting: Counting, num_micro_steps: int, *, device_casts: bool
-) -> Crossing:
+def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool) -> Crossing:
     """The plan's arithmetic of a step with so many micro-steps. `device_casts`: shards on the host beside their masters
     take a GPU's cast of them, which is gathered from the master then.
     """
     down = up = read = written = 0
-    for run in runs:
-        shard, master = run.layout.shard_size, master_dtype(run.dtype).itemsize
-        whole = rests_whole(counting.plan, run, counting.world_size)
-        # With second shards only the first gather of a step starts below the device; those of frozen runs stay.
-        gathers = (1 if run.trainable else 0) if counting.plan.node_shard_size > 1 else 2 * num_micro_steps
-        below = not whole and run.rest.parameters is not Tier.DEVICE
-        gathered = gathers * shard * run.dtype.itemsize if below else 0
+    for spec in specs:
+        shard, master, residency = spec.layout.shard_size, master_dtype(spec.dtype).itemsize, spec.residency
+        unsharded = stays_unsharded(plan, spec)
+        # With secondary shards only the first gather of a step starts below the device; those of frozen ones stay.
+        gathers = (1 if spec.trainable else 0) if plan.node_shard_size > 1 else 2 * num_micro_steps
+        below = not unsharded and residency.parameters is not Tier.DEVICE
+        gathered = gathers * shard * spec.dtype.itemsize if below else 0
         up += gathered
-        read += gathered if run.rest.parameters is Tier.NVME else 0
-        if not run.trainable or not run.rest.offloads_states:
+        read += gathered if residency.parameters is Tier.NVME else 0
+        if not spec.trainable or not residency.offloads_states:
             continue
         # One micro-step of one rank is exact in its own dtype; sums over ranks are not.
-        travels = counting.precision.of_reduced(run.dtype, 1, counting.world_size)
+        travels = plan.precision.of_reduced(spec.dtype, 1, spec.layout.num_shards)
         down += num_micro_steps * shard * travels.itemsize
-        up += shard * master if whole or run.rest.parameters is Tier.DEVICE else 0
-        if run.rest.states is run.rest.parameters is Tier.HOST and device_casts and not run.master_is_shard:
-            up += shard * (master - run.dtype.itemsize)
-            down += shard * run.dtype.itemsize
-        if run.rest.states is Tier.NVME:
-            read += shard * master * (1 + counting.num_states)
-            written += shard * master * (1 + counting.num_states)
-        if not whole and run.rest.parameters is Tier.NVME and not run.master_is_shard:
-            written += shard * run.dtype.itemsize
+        up += shard * master if unsharded or residency.parameters is Tier.DEVICE else 0
+        if residency.states is residency.parameters is Tier.HOST and device_casts and not spec.master_is_shard:
+            up += shard * (master - spec.dtype.itemsize)
+            down += shard * spec.dtype.itemsize
+        if residency.states is Tier.NVME:
+            read += shard * master * (1 + plan.num_states)
+            written += shard * master * (1 + plan.num_states)
+        if not unsharded and residency.parameters is Tier.NVME and not spec.master_is_shard:
+            written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)

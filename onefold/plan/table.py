@@ -1,13 +1,20 @@
-"""The table: a config becomes placements, tiers and wires. Above this file nobody knows a stage number."""
+"""The plan: a config and a number of ranks become every decision of a run. Above this package nobody reads a config or
+compares a stage number.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Literal
 
 import torch
 
-from onefold.config import Config
+from onefold.config import Config, ConfigError
+from onefold.config.precision import Fp16
+from onefold.config.sections import Aio, Checkpoint
+from onefold.config.topology import num_replicas
+from onefold.config.zero import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.program import Limits
 
 
@@ -45,11 +52,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run. `compute` None: every parameter keeps the dtype it came with."""
+    """The dtypes of parameters and gradients. `compute` None: every parameter keeps the dtype it came with."""
 
-    compute: torch.dtype | None
-    accumulate: torch.dtype
-    communicate: torch.dtype | None
+    compute: torch.dtype | None = None
+    accumulate: torch.dtype = torch.float32
+    communicate: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    """To which floating-point buffers are cast; None: those of torch's own layers follow the parameters."""
+    autocast: torch.dtype | None = None
+    """Of `torch.autocast` around the forward; None: without it."""
+    casts_inputs: bool = False
+    """Floating-point inputs of the model are cast to the compute dtype."""
 
     def of_parameter(self, dtype: torch.dtype) -> torch.dtype:
         return self.compute or dtype
@@ -58,9 +71,9 @@ class Precision:
         """The dtype in which a whole gradient waits for its reduction."""
         return dtype if num_micro_steps == 1 else self._accumulate(dtype)
 
-    def of_reduced(self, dtype: torch.dtype, num_micro_steps: int, world_size: int) -> torch.dtype:
+    def of_reduced(self, dtype: torch.dtype, num_micro_steps: int, num_ranks: int) -> torch.dtype:
         """The narrowest dtype that holds a reduced gradient exactly (contract point 3)."""
-        if num_micro_steps == 1 and world_size == 1:
+        if num_micro_steps == 1 and num_ranks == 1:
             return dtype
         return self._accumulate(dtype)
 
@@ -74,25 +87,99 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Placement, tier and wire of parameters, gradients and states.
+class Cut:
+    """Where a model is cut into units, and which parameters stay unsharded."""
 
-    Gradients "replicated" means that every rank keeps its own whole partial gradient until the accumulation
+    units: tuple[str, ...] = ()
+    leaves: LeafModule = field(default_factory=LeafModule)
+    persistence_threshold: int = 0
+    """Parameters of at most so many elements are persistent,"""
+    persistence_in_all: int = 0
+    """as long as they come to no more than so many."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Error feedback of quantized gradients: a moving average of what was lost, given up now and then."""
+
+    beta: float
+    reset_every: int
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What gradients and losses are multiplied by, and when a step is not taken."""
+
+    prescale: float = 1.0
+    """Of gradients, before they are added over ranks."""
+    postscale: float = 1.0
+    """And after."""
+    loss_scale: Fp16 = field(default_factory=Fp16)
+    """Enabled where the loss is scaled, which autocast to fp16 needs too."""
+    clipping: float = 0.0
+    nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How much goes below the device, and how it moves there: the config's sections, and what memory they may take."""
+
+    optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    param: OffloadParam = field(default_factory=OffloadParam)
+    aio: Aio = field(default_factory=Aio)
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the training loop prints, counts and saves."""
+
+    manages_accumulation: bool = True
+    steps_per_print: int | None = None
+    times_phases: bool = False
+    reports_memory: bool = False
+    drops_last_batch: bool = False
+    gathers_weights_on_save: bool = False
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placement, tier and wire of parameters, gradients and states, and every other decision.
+
+    Gradients "replicated" means that every rank keeps its own unsharded partial gradient until the accumulation
     boundary and only then reduces it; "sharded" means that each micro-step reduces into the shard.
     """
 
     parameters: Part
     gradients: Part
     states: Part
+    stage: int = 0
+    """Only to be told."""
+    precision: Precision = field(default_factory=Precision)
+    cut: Cut = field(default_factory=Cut)
+    scaling: Scaling = field(default_factory=Scaling)
+    offload: Offload = field(default_factory=Offload)
+    loop: Loop = field(default_factory=Loop)
+    collective: Literal["auto", "native", "exchange"] = "auto"
+    num_shards: int = 1
+    """Neighbouring ranks that hold one whole model state between them,"""
+    num_replicas: int = 1
+    """and groups of them: more than one with MiCS."""
+    node_size: int | None = None
+    """Ranks of one node; None: as many as the launcher says."""
     node_shard_size: int = 1
-    """Neighbouring ranks that hold a second shard of the parameters between them, for all gathers of a step but the
-    first; 1: none.
+    """Neighbouring ranks that hold secondary shards of the parameters between them, for all gathers of a step but the
+    first (hpZ); 1: none.
     """
     frozen_wire: Wire = Wire.NATIVE
-    part_size: int | None = None
-    """Neighbouring ranks that hold one whole model state between them; None: all ranks."""
-    makes_up: bool = False
+    feedback: Feedback | None = None
     """What quantized gradients lose is kept and added to the next ones."""
+    num_states: int = 0
+    """Tensors that the optimizer keeps per parameter, 2 for Adam; 0 where only its class knows."""
+    accumulates: bool = False
+    """A step takes several micro-steps."""
     overlap: bool = False
     honours_writes: bool = True
     """The step looks for writes to unsharded parameters and takes them over into masters."""
@@ -101,6 +188,11 @@ class Plan:
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def num_micro_steps(self) -> int:
+        """1, or 2 for any larger number."""
+        return 2 if self.accumulates else 1
 
     @property
     def shards_parameters(self) -> bool:
@@ -118,24 +210,13 @@ class Plan:
         """In which parameters of a run are gathered."""
         return self.parameters.wire if trainable else self.frozen_wire
 
-    def for_world(self, size: int) -> Plan:
-        """One rank's shard is the whole: nothing travels, and nothing is gained by reducing a gradient to it before the
-        boundary, unless it goes to the host then.
-        """
-        if size > 1:
-            return self
-        parameters, gradients = (replace(part, wire=Wire.NATIVE) for part in (self.parameters, self.gradients))
-        if gradients.tier is Tier.DEVICE:
-            gradients = replace(gradients, placement=Placement.REPLICATED)
-        return replace(self, parameters=parameters, gradients=gradients, frozen_wire=Wire.NATIVE, makes_up=False)
-
     def words(self) -> list[str]:
         """The plan as three sentences, for people."""
         if self.shards_parameters:
-            over = f" over every {self.part_size} ranks" if self.part_size is not None else ""
+            over = f" over every {self.num_shards} ranks" if self.num_replicas > 1 else ""
             parameters = f"sharded{over}: whole only while they are used"
             if self.node_shard_size > 1:
-                parameters += f", a second shard among every {self.node_shard_size} ranks"
+                parameters += f", a secondary shard among every {self.node_shard_size} ranks"
         else:
             parameters = "replicated: every rank holds all of them"
         if self.keeps_whole_gradient:
@@ -169,41 +250,79 @@ TABLE: dict[int, tuple[Placement, Placement, Placement]] = {
     3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
 }
 
+GB = 1_000_000_000
+
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_plan(config: Config) -> Plan:
+def make_plan(config: Config, world_size: int) -> Plan:
     """A row of the table, with the columns that offload and quantized wires change."""
     zero = config.zero_optimization
     parameters, gradients, states = (Part(placement) for placement in TABLE[zero.stage])
     sharded = parameters.placement is Placement.SHARDED
+    # One rank's shard is everything: nothing travels.
+    travels = world_size > 1
     frozen_wire = Wire.NATIVE
-    if sharded and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
+    if sharded and travels and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
         frozen_wire = Wire.INT8
-    if sharded and zero.zero_quantized_weights:
+    if sharded and travels and zero.zero_quantized_weights:
         parameters = replace(parameters, wire=Wire.INT8)
-    if zero.zero_quantized_gradients:
+    if zero.zero_quantized_gradients and travels:
         gradients = replace(gradients, wire=Wire.INT4)
     optimizer_tier = TIERS[zero.offload_optimizer.device]
-    # Whole parameters are on the device all the time.
+    # Unsharded parameters are on the device all the time.
     parameter_tier = TIERS[zero.offload_param.device] if sharded else Tier.DEVICE
     if optimizer_tier is not Tier.DEVICE:
         # The host adds micro-steps up, so that no accumulator fills the device: what is reduced leaves it at once.
         gradients = replace(gradients, placement=Placement.SHARDED, tier=Tier.HOST)
+    elif not travels:
+        # Nothing is gained by reducing a gradient to the only shard before the boundary.
+        gradients = replace(gradients, placement=Placement.REPLICATED)
+    loco = zero.zeropp_loco_param
+    feeds_back = loco is not None and zero.zero_quantized_gradients and travels
     overlap = sharded if zero.overlap_comm is None else zero.overlap_comm
+    own, replicas = config.onefold, num_replicas(config, world_size)
     return Plan(
         parameters=replace(parameters, tier=parameter_tier),
         gradients=gradients,
         states=replace(states, tier=optimizer_tier),
+        stage=zero.stage,
+        precision=make_precision(config),
+        cut=Cut(
+            own.units,
+            zero.leaf_module,
+            zero.stage3_param_persistence_threshold,
+            zero.stage3_model_persistence_threshold,
+        ),
+        scaling=_scaling(config, world_size),
+        offload=Offload(
+            zero.offload_optimizer,
+            zero.offload_param,
+            config.aio,
+            device_bytes=int(own.device_memory * GB) if own.device_memory is not None else None,
+            host_bytes=int(own.host_memory * GB) if own.host_memory is not None else None,
+        ),
+        loop=Loop(
+            manages_accumulation=config.managed_gradient_accumulation,
+            steps_per_print=config.steps_per_print or (10 if config.wall_clock_breakdown else None),
+            times_phases=config.wall_clock_breakdown,
+            reports_memory=config.memory_breakdown,
+            drops_last_batch=config.dataloader_drop_last,
+            gathers_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
+            checkpoint=config.checkpoint,
+        ),
+        collective=own.collective,
+        num_shards=world_size // replicas,
+        num_replicas=replicas,
+        node_size=own.node_size,
         node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
-        part_size=zero.mics_shard_size if sharded and zero.mics_shard_size > 0 else None,
         frozen_wire=frozen_wire,
-        makes_up=zero.zero_quantized_gradients and zero.zeropp_loco_param is not None,
+        feedback=Feedback(loco.err_beta, loco.reset_T) if feeds_back and loco is not None else None,
         overlap=overlap,
-        honours_writes=config.onefold.honour_writes,
-        delays_host=config.onefold.delayed_host_step and optimizer_tier is not Tier.DEVICE,
+        honours_writes=own.honour_writes,
+        delays_host=own.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=zero.allgather_bucket_size,
         limits=Limits(
@@ -214,27 +333,57 @@ def make_plan(config: Config) -> Plan:
     )
 
 
-def every_stage(config: Config) -> dict[str, Plan]:
+def plan_every_stage(config: Config, world_size: int) -> dict[str, Plan]:
     """The plan that each stage would have made of the same config."""
     zero = config.zero_optimization
     return {
-        f"stage {stage}": make_plan(replace(config, zero_optimization=replace(zero, stage=stage))) for stage in TABLE
+        f"stage {stage}": make_plan(replace(config, zero_optimization=replace(zero, stage=stage)), world_size)
+        for stage in TABLE
     }
 
 
 def make_precision(config: Config) -> Precision:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     accumulate, communicate = config.data_types.grad_accum_dtype, config.communication_data_type
+    buffers, autocast = config.data_types.buffer_dtype, config.torch_autocast
     return Precision(
         compute=compute,
         accumulate=DTYPES[accumulate] if accumulate else torch.float32,
         communicate=DTYPES[communicate] if communicate else None,
+        buffers=DTYPES[buffers] if buffers else None,
+        autocast=DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None,
+        casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
     )
 
 
-def gradient_factors(config: Config, world_size: int) -> tuple[float, float]:
-    """What gradients are multiplied by before and after they are added over ranks."""
+def _scaling(config: Config, world_size: int) -> Scaling:
+    scales_loss = config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
     if config.gradient_allreduce_op == "sum":
-        return 1.0, 1.0
-    before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor
-    return before, 1.0 / (world_size * before)
+        before, after = 1.0, 1.0
+    else:
+        before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor
+        after = 1.0 / (world_size * before)
+    return Scaling(
+        prescale=before,
+        postscale=after,
+        loss_scale=replace(config.fp16, enabled=scales_loss),
+        clipping=config.gradient_clipping,
+        nonfinite=_nonfinite(config, scales_loss=scales_loss),
+    )
+
+
+def _nonfinite(config: Config, *, scales_loss: bool) -> Literal["raise", "skip", "ignore"]:
+    """fp16 and bf16 do as DeepSpeed does; otherwise such a step would make every weight NaN, and raises."""
+    asked = config.onefold.nonfinite_gradients
+    if scales_loss:
+        if asked not in ("auto", "skip"):
+            raise ConfigError(
+                f"onefold.nonfinite_gradients is {asked!r} with fp16: the loss scale is found by gradients that "
+                'overflow, and such steps are always skipped. Leave it out or write "skip"'
+            )
+        return "skip"
+    if asked != "auto":
+        return asked
+    if config.bf16.enabled:
+        return "skip" if config.bf16.check_grad_overflow else "ignore"
+    return "raise"

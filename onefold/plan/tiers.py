@@ -1,4 +1,4 @@
-"""Which run rests in which tier: the device is filled first, then the host, then the disks. No tensors.
+"""Which flat parameter rests in which tier: the device is filled first, then the host, then the disks. No tensors.
 
 Units are taken in their order, so what stays on the device is used first: its forward runs while the host still steps
 the rest.
@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onefold.config import Config
-from onefold.plan.memory import Counting, Rest, RunShape, count_bytes, master_dtype
-from onefold.plan.table import Tier
-
-GB = 1_000_000_000
+from onefold.plan.memory import FlatParamSpec, Residency, count_bytes, master_dtype
+from onefold.plan.table import Plan, Tier
 
 
 @dataclass(frozen=True)
@@ -29,53 +26,53 @@ class Room:
     parameters_on_host: int = 0
 
     @staticmethod
-    def of(config: Config, *, free_device: int | None, free_host: int) -> Room:
+    def of(plan: Plan, *, free_device: int | None, free_host: int) -> Room:
         """`free_device`: None where the device is the host itself, whose memory is then no reason to leave it."""
-        zero, own = config.zero_optimization, config.onefold
+        offload = plan.offload
         device = free_device * 3 // 4 if free_device is not None else None
         return Room(
-            ratio=zero.offload_optimizer.ratio,
-            device=int(own.device_memory * GB) if own.device_memory is not None else device,
-            host=int(own.host_memory * GB) if own.host_memory is not None else free_host * 9 // 10,
-            states_on_host=zero.offload_optimizer.max_in_cpu,
-            parameters_on_host=zero.offload_param.max_in_cpu,
+            ratio=offload.optimizer.ratio,
+            device=offload.device_bytes if offload.device_bytes is not None else device,
+            host=offload.host_bytes if offload.host_bytes is not None else free_host * 9 // 10,
+            states_on_host=offload.optimizer.max_in_cpu,
+            parameters_on_host=offload.param.max_in_cpu,
         )
 
 
-def settle_tiers(runs: Sequence[RunShape], counting: Counting, room: Room) -> list[RunShape]:
-    """The same runs, each with its resting place."""
-    wanted = counting.plan.states.tier
-    settled = list(runs)
-    trained = [place for place, run in enumerate(runs) if run.trainable]
+def assign_tiers(specs: Sequence[FlatParamSpec], plan: Plan, room: Room) -> list[FlatParamSpec]:
+    """The same flat parameters, each with its residency."""
+    wanted = plan.states.tier
+    settled = list(specs)
+    trained = [place for place, spec in enumerate(specs) if spec.trainable]
     if wanted is not Tier.DEVICE:
         on_host = trained if wanted is Tier.HOST or room.ratio is None else []
         for place in trained:
-            settled[place] = replace(runs[place], rest=Rest(Tier.HOST if place in on_host else Tier.NVME))
-        settled = [_with_parameters(run, counting) for run in settled]
-        for place in _kept_on_device(settled, trained, counting, room):
-            settled[place] = replace(runs[place], rest=Rest())
-    left = [place for place in trained if settled[place].rest.offloads_states]
+            settled[place] = replace(specs[place], residency=Residency(Tier.HOST if place in on_host else Tier.NVME))
+        settled = [_with_parameters(spec, plan) for spec in settled]
+        for place in _kept_on_device(settled, trained, plan, room):
+            settled[place] = replace(specs[place], residency=Residency())
+    left = [place for place in trained if settled[place].residency.offloads_states]
     if wanted is Tier.NVME and room.ratio is None:
-        _spill(settled, left, counting, room)
+        _spill(settled, left, plan, room)
     elif wanted is Tier.NVME:
         spare = room.states_on_host
         for place in left:
-            spare -= runs[place].layout.shard_size
+            spare -= specs[place].layout.shard_size
             if spare >= 0:
-                settled[place] = replace(settled[place], rest=Rest(Tier.HOST))
-    return _settle_parameters(settled, counting, room)
+                settled[place] = replace(settled[place], residency=Residency(Tier.HOST))
+    return _settle_parameters(settled, plan, room)
 
 
-def _kept_on_device(settled: list[RunShape], trained: list[int], counting: Counting, room: Room) -> list[int]:
-    """The first runs, as far as the ratio or the budget goes."""
+def _kept_on_device(settled: list[FlatParamSpec], trained: list[int], plan: Plan, room: Room) -> list[int]:
+    """The first ones, as far as the ratio or the budget goes."""
     kept: list[int] = []
     if room.ratio is None:
         if room.device is None:
             return trained
         trial = list(settled)
         for place in trained:
-            trial[place] = replace(trial[place], rest=Rest())
-            bytes_ = count_bytes(trial, counting)
+            trial[place] = replace(trial[place], residency=Residency())
+            bytes_ = count_bytes(trial, plan)
             if bytes_.total + 2 * bytes_.largest_slot > room.device:
                 break
             kept.append(place)
@@ -90,32 +87,39 @@ def _kept_on_device(settled: list[RunShape], trained: list[int], counting: Count
     return kept
 
 
-def _spill(settled: list[RunShape], left: list[int], counting: Counting, room: Room) -> None:
+def _spill(settled: list[FlatParamSpec], left: list[int], plan: Plan, room: Room) -> None:
     """What the host has no room for goes to disk, the last first."""
     for place in reversed(left):
-        if room.host is None or count_bytes(settled, counting, Tier.HOST).total <= room.host:
+        if room.host is None or count_bytes(settled, plan, Tier.HOST).total <= room.host:
             return
-        settled[place] = replace(settled[place], rest=Rest(Tier.NVME))
+        settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
 
 
-def _settle_parameters(settled: list[RunShape], counting: Counting, room: Room) -> list[RunShape]:
+def _settle_parameters(settled: list[FlatParamSpec], plan: Plan, room: Room) -> list[FlatParamSpec]:
     """Where parameters rest, the first on the host as far as it was asked to keep them."""
     found, spare = [], room.parameters_on_host
-    for run in settled:
-        run = _with_parameters(run, counting)
-        if run.rest.parameters is Tier.NVME:
-            spare -= run.layout.shard_size
+    for spec in settled:
+        placed = _with_parameters(spec, plan)
+        if placed.residency.parameters is Tier.NVME:
+            spare -= placed.layout.shard_size
             if spare >= 0:
-                run = replace(run, rest=replace(run.rest, parameters=Tier.HOST))
-        found.append(run)
+                placed = replace(placed, residency=replace(placed.residency, parameters=Tier.HOST))
+        found.append(placed)
     return found
 
 
-def _with_parameters(run: RunShape, counting: Counting) -> RunShape:
-    """What rests whole stays on the device, and so does what is cast from a master there: it is held once."""
-    plan, rest = counting.plan, run.rest
+def _with_parameters(spec: FlatParamSpec, plan: Plan) -> FlatParamSpec:
+    """What stays unsharded stays on the device, and so does what is cast from a master there: it is held once."""
+    residency = spec.residency
     wanted = plan.parameters.tier
-    stays = not plan.shards_parameters or run.persistent or (run.trainable and not rest.offloads_states)
-    if wanted is Tier.NVME and rest.states is Tier.HOST and run.trainable and master_dtype(run.dtype) == run.dtype:
+    stays = not plan.shards_parameters or spec.persistent or (spec.trainable and not residency.offloads_states)
+    if (
+        wanted is Tier.NVME
+        and residency.states is Tier.HOST
+        and spec.trainable
+        and master_dtype(spec.dtype) == spec.dtype
+    ):
         wanted = Tier.HOST  # the master there is what is gathered
-    return replace(run, rest=Rest(rest.states, Tier.DEVICE if stays else wanted, apart=plan.delays_host))
+    return replace(
+        spec, residency=Residency(residency.states, Tier.DEVICE if stays else wanted, apart=plan.delays_host)
+    )

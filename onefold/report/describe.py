@@ -6,33 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onefold.config import Batch
-from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import Counting, Crossing, ModelBytes, Plan, Rest, Tier, count_bytes
-from onefold.runtime import Unit
-from onefold.tier.device import Pool
-from onefold.window import Window
+from onefold.optim.step import ShardedStep
+from onefold.plan import Crossing, ModelBytes, Plan, Residency, Tier, count_bytes
+from onefold.runtime import Schedule, Unit
 
 
-def planned_bytes(
-    units: Sequence[Unit], counting: Counting, window: Window, tier: Tier, plan: Plan | None = None
-) -> ModelBytes:
-    """Model-state bytes of one rank in one tier, by arithmetic; under another plan, everything on the device."""
-    counting = replace(counting, num_micro_steps=2 if window.accumulates else 1, plan=plan or counting.plan)
-    shapes = [run.shape for unit in units for run in unit.runs]
-    if plan is not None:
-        shapes = [replace(shape, rest=Rest()) for shape in shapes]
-    return count_bytes(shapes, counting, tier)
+def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
+    """Model-state bytes of one rank in one tier, by arithmetic. `on_device`: as if nothing were offloaded."""
+    specs = [param.spec for unit in units for param in unit.params]
+    if on_device:
+        specs = [replace(spec, residency=Residency()) for spec in specs]
+    return count_bytes(specs, plan, tier)
 
 
-def held_bytes(units: Sequence[Unit], pool: Pool, optimizer: ShardedOptimizer | None, tier: Tier) -> ModelBytes:
+def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:
     """Model-state bytes of this rank in one tier, counted from its tensors."""
-    runs = [run for unit in units for run in unit.runs]
+    params = [param for unit in schedule.units for param in unit.params]
     return ModelBytes(
-        parameters=sum(run.parameter_bytes(tier) for run in runs),
-        gradients=sum(run.gradient_bytes(tier) for run in runs),
-        masters=optimizer.master_bytes(tier) if optimizer else 0,
-        states=optimizer.state_bytes(tier) if optimizer else 0,
-        largest_slot=pool.num_bytes if tier is Tier.DEVICE else 0,
+        parameters=sum(param.param_bytes(tier) for param in params),
+        gradients=sum(param.grad.num_bytes(tier) for param in schedule.trained_params()),
+        masters=step.master_bytes(tier) if step is not None else 0,
+        states=step.state_bytes(tier) if step is not None else 0,
+        largest_slot=schedule.in_flight.pool.num_bytes if tier is Tier.DEVICE else 0,
     )
 
 
@@ -42,16 +37,16 @@ def describe(
     sizes: Mapping[Tier, ModelBytes],
     crossing: Crossing,
     batch: Batch,
-    optimizer: ShardedOptimizer | None,
+    optimizer: str | None,
     collective: str,
 ) -> str:
     """What is replicated, what is sharded, and what one rank holds of each."""
-    trained = sum(run.layout.numel for unit in units for run in unit.trained)
-    frozen = sum(run.layout.numel for unit in units for run in unit.runs if not run.trainable)
-    kinds = sorted({str(run.dtype).removeprefix("torch.") for unit in units for run in unit.runs})
+    trained = sum(param.layout.numel for unit in units for param in unit.trained)
+    frozen = sum(param.layout.numel for unit in units for param in unit.params if not param.trainable)
+    kinds = sorted({str(param.dtype).removeprefix("torch.") for unit in units for param in unit.params})
     lines = [
         f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {len(units)} units "
-        f"({', '.join(kinds)}), {optimizer.name if optimizer else 'no optimizer'}, {batch.world} "
+        f"({', '.join(kinds)}), {optimizer or 'no optimizer'}, {batch.world} "
         f"rank{'s' * (batch.world > 1)}, {collective} collectives, overlap {'on' if plan.overlap else 'off'}",
         *plan.words(),
     ]

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,25 @@ from typing import Any
 import torch
 
 from onefold.config import Aio, load_config
-from onefold.optim.host import TILE
-from onefold.optim.pieces import Step, Tiler, Window
+from onefold.offload.bus import Bus
+from onefold.offload.host_memory import PAGE, available_bytes, page_aligned
+from onefold.offload.nvme import SwapFiles
+from onefold.optim.host_step import TILE
 from onefold.optim.rules import AdamRule
-from onefold.plan import Counting, Crossing, Layout, Room, RunShape, Tier, count_bytes, count_crossing, settle_tiers
+from onefold.optim.steppers import StateWindow, Step, Tiler
+from onefold.plan import (
+    Crossing,
+    FlatParamSpec,
+    Layout,
+    Room,
+    Tier,
+    count_bytes,
+    count_crossing,
+    make_plan,
+    assign_tiers,
+)
 from onefold.plan.layout import Segment
-from onefold.plan.table import make_plan, make_precision
 from onefold.report.log import logger
-from onefold.tier.bus import Bus
-from onefold.tier.host import PAGE, available_bytes, page_aligned
-from onefold.tier.nvme import Swap
 
 Tell = Callable[[str, int, int], None]
 """Hears what is measured now, how many parts are done, and how many there are."""
@@ -151,7 +160,7 @@ def measure_adam(num_bytes: int) -> float:
     names = rule.state_names([hyper])
     master, *moments = _memory(numel * 4 * (1 + len(names))).view(torch.float32).split(numel)
     gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
-    window = Window(0, numel, master, dict(zip(names, moments, strict=True)))
+    window = StateWindow(0, numel, master, dict(zip(names, moments, strict=True)))
     tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
     # Scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
@@ -164,7 +173,7 @@ class _OneGroup:
 
     comparable = None
 
-    def stepped(self, first: int, last: int) -> list[Segment]:
+    def stepped_segments(self, first: int, last: int) -> list[Segment]:
         return [Segment(0, first, last)]
 
 
@@ -202,7 +211,7 @@ def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
     for piece in memory:
         for part in piece.split(len(noise)):
             part.copy_(noise[: len(part)])
-    swap = Swap(paths, aio=Aio(), rank=0, count=lambda way, size: None)
+    swap = SwapFiles(paths, aio=Aio(), rank=0, count=lambda way, size: None)
     on_disk = [swap.reserve(size, torch.uint8) for _ in memory]
     pairs = list(zip(on_disk, memory, strict=True))
 
@@ -354,16 +363,15 @@ class Cost:
 def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting]})
-    counting = Counting(make_plan(config).for_world(1), make_precision(config), 1, 1, num_states=2)
+    plan = replace(make_plan(config, world_size=1), num_states=2)
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
-    shape = RunShape(layout, torch.bfloat16, trainable=True, persistent=False)
-    room = Room(ratio=config.zero_optimization.offload_optimizer.ratio)
-    runs = settle_tiers([shape] * _NUM_UNITS, counting, room)
-    crossing = count_crossing(runs, counting, 1, device_casts=True)
-    stepped = sum(run.layout.numel for run in runs if run.rest.offloads_states)
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False)
+    specs = assign_tiers([spec] * _NUM_UNITS, plan, Room(ratio=plan.offload.optimizer.ratio))
+    crossing = count_crossing(specs, plan, 1, device_casts=True)
+    stepped = sum(spec.layout.numel for spec in specs if spec.residency.offloads_states)
     bus, disk = measured.bus, measured.disk
     uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
-    device, host, on_disk = (count_bytes(runs, counting, tier).total for tier in Tier)
+    device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
     return Cost(
         setting,
         device_bytes=device,

@@ -4,114 +4,116 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from onefold.comm import Group, Ledger, broadcast_from
-from onefold.config import Config
-from onefold.plan import Layout, Plan, Precision, RunShape, UnitCut, cut, persistent_parameters
-from onefold.plan.table import DTYPES
+from onefold.comm import Agreement, Group, Ledger, broadcast_from
+from onefold.offload.offload_memory import OffloadMemory
+from onefold.offload.placement import make_memory, place
+from onefold.plan import FlatParamSpec, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
+from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import plain_class
-from onefold.runtime.homes import gathered, home_of, leave_home, whole_shape
-from onefold.runtime.unit import Run, Unit
-from onefold.tier.lower import LowerTiers
+from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
+from onefold.runtime.unit import Unit
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A unit before it has tensors: its runs as shapes, each with the names of its parameters in their order."""
+class UnitSpec:
+    """A unit before it has tensors: its flat parameters as specs."""
 
     found: UnitCut
-    shapes: list[RunShape]
+    params: list[FlatParamSpec]
 
 
-def draft_units(
-    model: nn.Module, *, config: Config, groups: Mapping[int, int], precision: Precision, group: Group
-) -> list[Draft]:
+def lay_out(
+    model: nn.Module, plan: Plan, groups: Mapping[int, int], group: Group, ledger: Ledger, device: torch.device
+) -> tuple[list[Unit], OffloadMemory | None]:
+    """Cut a model into units, decide where each of its flat parameters rests, and build them there."""
+    agreement = Agreement(group, ledger)
+    specs = plan_units(model, plan, groups)
+    placed = place([param for spec in specs for param in spec.params], plan, agreement, device)
+    memory = make_memory(placed, plan, agreement, ledger, device)
+    rest = iter(placed)
+    specs = [replace(spec, params=[next(rest) for _ in spec.params]) for spec in specs]
+    return build_units(model, specs, plan, group, ledger, device, memory), memory
+
+
+def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[UnitSpec]:
     """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group; parameters in
     no group are left alone.
     """
-    zero = config.zero_optimization
     parameters = dict(model.named_parameters())
     _check_modules(model)
     check_apart(parameters)
-    shapes = {name: tuple(whole_shape(parameter)) for name, parameter in parameters.items()}
+    shapes = {name: tuple(unsharded_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
         {name: math.prod(shape) for name, shape in shapes.items()},
-        zero.stage3_param_persistence_threshold,
-        zero.stage3_model_persistence_threshold,
+        plan.cut.persistence_threshold,
+        plan.cut.persistence_in_all,
     )
-    cuts = cut(model, config.onefold.units, zero.leaf_module, lambda parameter: whole_shape(parameter).numel())
     return [
-        Draft(
+        UnitSpec(
             found,
             [
-                RunShape(
-                    Layout.of([(name, shapes[name], of) for name, of in inside], group.num_shards),
+                FlatParamSpec(
+                    Layout.of([(name, shapes[name], of) for name, of in inside], plan.num_shards),
                     dtype,
                     trainable,
                     persists,
                 )
-                for (dtype, trainable, persists), inside in _runs_of(
-                    found, parameters, groups, precision, persistent
+                for (dtype, trainable, persists), inside in _flat_params_of(
+                    found, parameters, groups, plan.precision, persistent
                 ).items()
             ],
         )
-        for found in cuts
+        for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel())
     ]
 
 
 def build_units(
     model: nn.Module,
-    drafts: Sequence[Draft],
-    *,
-    config: Config,
+    specs: Sequence[UnitSpec],
     plan: Plan,
-    precision: Precision,
-    accumulates: bool,
     group: Group,
     ledger: Ledger,
     device: torch.device,
-    lower: LowerTiers | None,
+    memory: OffloadMemory | None,
 ) -> list[Unit]:
     """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
     units: list[Unit] = []
-    for index, draft in enumerate(drafts):
-        names = [[member.name for member in shape.layout.members] for shape in draft.shapes]
-        with gathered([parameters[name] for some in names for name in some]):
-            runs = [
-                Run(
-                    shape,
+    for index, spec in enumerate(specs):
+        names = [[member.name for member in param.layout.members] for param in spec.params]
+        with unsharded([parameters[name] for some in names for name in some]):
+            params = [
+                FlatParam(
+                    param,
                     [parameters[name] for name in some],
                     plan=plan,
-                    precision=precision,
                     rank=group.shard,
-                    accumulates=accumulates,
                     device=device,
-                    lower=lower,
+                    memory=memory,
                 )
-                for shape, some in zip(draft.shapes, names, strict=True)
+                for param, some in zip(spec.params, names, strict=True)
             ]
-        leave_home(parameter for run in runs for parameter in run.parameters)
-        found = draft.found
-        unit = Unit(found.module, modules[found.module], runs, index=index, shared=found.shared)
-        _initialise(modules, on_meta & {member.name for run in runs for member in run.layout.members}, units)
-        for run in runs:
-            broadcast_from(group, 0, run.full, ledger)
-            run.store()
-        unit.release()
+        detach(parameter for param in params for parameter in param.parameters)
+        found = spec.found
+        unit = Unit(found.module, modules[found.module], params, index=index, shared=found.shared)
+        _initialise(modules, on_meta & {member.name for param in params for member in param.layout.members}, units)
+        for param in params:
+            broadcast_from(group, 0, param.full, ledger)
+            param.write_back()
+        unit.reshard()
         units.append(unit)
     for unit in units:
         inside = {id(module) for module in unit.module.modules()} - {id(unit.module)}
         unit.encloses = any(id(other.module) in inside for other in units)
-    everywhere = config.data_types.buffer_dtype
-    buffer_dtypes = BufferDtypes(DTYPES[everywhere] if everywhere is not None else None, precision.compute)
+    buffer_dtypes = BufferDtypes(plan.precision.buffers, plan.precision.compute)
     _take_first_ranks_values(model, units, group, ledger, device, buffer_dtypes)
     return units
 
@@ -137,7 +139,7 @@ class BufferDtypes:
         return self.everywhere or (self.compute if follows and self.compute is not None else dtype)
 
 
-def _runs_of(
+def _flat_params_of(
     found: UnitCut,
     parameters: Mapping[str, nn.Parameter],
     groups: Mapping[int, int],
@@ -149,7 +151,7 @@ def _runs_of(
     Of what is not trained, parameters that are not floating point, and subclasses of Parameter that carry their own
     format (quantized weights), stay outside.
     """
-    runs: dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]] = {}
+    found_in: dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]] = {}
     for name in found.parameters:
         parameter = parameters[name]
         trainable = parameter.requires_grad and id(parameter) in groups
@@ -158,8 +160,8 @@ def _runs_of(
         elif not parameter.is_floating_point() or plain_class(parameter) is not nn.Parameter:
             continue
         key = (precision.of_parameter(parameter.dtype), trainable, name in persistent)
-        runs.setdefault(key, []).append((name, groups[id(parameter)] if trainable else 0))
-    return runs
+        found_in.setdefault(key, []).append((name, groups[id(parameter)] if trainable else 0))
+    return found_in
 
 
 def _check_trainable(name: str, parameter: nn.Parameter) -> None:
@@ -196,7 +198,7 @@ def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
     ranges = []
     for name, parameter in parameters.items():
         if (
-            home_of(parameter) is None
+            handle_of(parameter) is None
             and parameter.layout is torch.strided
             and parameter.numel()
             and not parameter.is_meta
@@ -255,8 +257,8 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
         resting = {
             member.name
             for unit in earlier
-            for run in unit.sharded
-            for member, parameter in zip(run.layout.members, run.parameters, strict=True)
+            for param in unit.sharded
+            for member, parameter in zip(param.layout.members, param.parameters, strict=True)
             if any(parameter is own for own in modules[path].parameters(recurse=False))
         }
         if resting:
@@ -275,10 +277,10 @@ def _take_first_ranks_values(
     device: torch.device,
     buffer_dtypes: BufferDtypes,
 ) -> None:
-    """Of what lies in no run: buffers, and parameters that are left alone."""
+    """Of what lies in no flat parameter: buffers, and parameters that are left alone."""
     with torch.no_grad():
-        in_runs = {id(parameter) for unit in units for run in unit.runs for parameter in run.parameters}
-        loose = [parameter for parameter in model.parameters() if id(parameter) not in in_runs]
+        flattened = {id(parameter) for unit in units for param in unit.params for parameter in param.parameters}
+        loose = [parameter for parameter in model.parameters() if id(parameter) not in flattened]
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:

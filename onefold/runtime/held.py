@@ -26,7 +26,7 @@ from torch import nn
 from onefold.runtime.compiler import outside_compiler
 from onefold.runtime.trees import tensors_in
 
-HOLDER = "_onefold_home"
+HOLDER = "_onefold_handle"
 _PLAIN = "_onefold_plain_class"
 _RESTING = "_onefold_resting"
 

@@ -8,13 +8,13 @@ reentrant checkpointing runs nested ones, whose callbacks come too early. Only w
 way is it queued by the first landing itself.
 
 [Note: where a unit's backward begins and ends]
-Units whose parameters are not whole at rest are watched call by call. A call's backward begins when the node that
+Units whose parameters are sharded at rest are watched call by call. A call's backward begins when the node that
 produced one of its outputs is about to run; of an output that is a view also the node of its base, since writing to
 the view in place takes the view's own node out of the graph. Tensors that a call leaves on its modules (the loss of a
 router) are outputs too. It ends when the node that produced one of its inputs is about to run; where that is an output
 of another unit, the end comes first. Nodes are watched and not tensors passed through a function of ours, so that a
 module may write to its inputs in place. A backward that is itself recorded (`create_graph`) leaves nodes that no hook
-knows: units it goes through stay whole until the pass ends.
+knows: units it goes through stay unsharded until the pass ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.compiler import outside_compiler
+from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import is_resting, raw_grad, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.trees import inside_backward, inside_transform, may_hold_tensors, tensors_in
-from onefold.runtime.unit import Run, Unit
+from onefold.runtime.unit import Unit
 
 
 class Listener(Protocol):
@@ -54,7 +55,7 @@ class Listener(Protocol):
 
 
 class Hooks:
-    """All hooks of one engine. `watch`: parameters may not be whole when somebody reads them, so reading waits."""
+    """All hooks of one engine. `watch`: parameters may be in flight when somebody reads them, so reading waits."""
 
     def __init__(self, model: nn.Module, schedule: Schedule, listener: Listener, *, watch: bool) -> None:
         self._schedule = schedule
@@ -67,15 +68,18 @@ class Hooks:
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, _before_root_forward)))
         owner = {
-            id(parameter): unit.index for unit in schedule.units for run in unit.runs for parameter in run.parameters
+            id(parameter): unit.index
+            for unit in schedule.units
+            for param in unit.params
+            for parameter in param.parameters
         }
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
-            for run in unit.trained:
-                for index, parameter in enumerate(run.parameters):
-                    hook = _on_gradient(me, weakref.ref(unit), weakref.ref(run), index)
+            for param in unit.trained:
+                for index, parameter in enumerate(param.parameters):
+                    hook = _on_gradient(me, weakref.ref(unit), weakref.ref(param), index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-                    if not run.rests_whole:
+                    if not param.stays_unsharded:
                         self._handles.append(parameter.register_hook(_before_gradient(me, weakref.ref(unit))))
         for module in model.modules():
             units = sorted({owner[id(p)] for p in module._parameters.values() if id(p) in owner})
@@ -147,22 +151,22 @@ class Hooks:
             listener.abort_backward()
             self._bare = None
 
-    def land(self, unit: Unit, run: Run, index: int) -> None:
+    def land(self, unit: Unit, param: FlatParam, index: int) -> None:
         listener = self._listener()
         if listener is None:
             return
-        landed = raw_grad(run.parameters[index])
+        landed = raw_grad(param.parameters[index])
         self.expect_end()
         # An earlier backward that raised is forgotten only now, with what it left on parameters: not this one's.
-        set_raw_grad(run.parameters[index], landed)
+        set_raw_grad(param.parameters[index], landed)
         if not self._schedule.in_backward:
             try:
                 listener.begin_bare_backward()
             except RuntimeError:
                 # The backward is refused: its gradient must not be found here by the next one.
-                set_raw_grad(run.parameters[index], None)
+                set_raw_grad(param.parameters[index], None)
                 raise
-        self._schedule.land(unit, run, index)
+        self._schedule.land(unit, param, index)
 
     def check_model(self) -> None:
         """Raise where the model has been changed since it was laid out."""
@@ -171,7 +175,7 @@ class Hooks:
     # -- calls of units -----------------------------------------------------------------------------------------
 
     def before_root_forward(self) -> None:
-        self._schedule.before_root_forward()
+        self._schedule.pre_root_forward()
         self.check_model()
         self.recover()
         if torch.is_grad_enabled() and not inside_backward():
@@ -180,10 +184,10 @@ class Hooks:
     def before_forward(self, index: int, arguments: Any) -> None:
         unit = self._schedule.units[index]
         if not unit.sharded:
-            self._schedule.before_whole_forward(unit)
+            unit.pre_unsharded_forward()
             return
         again = inside_backward()
-        self._schedule.before_forward(unit, again=again)
+        unit.pre_forward(recompute=again)
         unit.uses.stack.append((0, []))
         if inside_transform():
             unit.uses.held = True  # whoever runs its backward, it runs on nodes of wrapped tensors
@@ -228,32 +232,32 @@ class Hooks:
                 unit.uses.backwards.add(call)  # inside the backward that will run through it at once
             elif not produced and (unit.trained or call > 0) and output is not None:
                 unit.uses.held = True  # nothing tells when its backward begins, so it must stay
-        self._schedule.after_forward(unit, again=again)
+        unit.post_forward(recompute=again)
 
     def _before_backward(self, index: int, call: int) -> None:
         unit = self._schedule.units[index]
-        self._schedule.before_backward(unit, call)
+        unit.pre_backward(call)
         if torch.is_grad_enabled():
             unit.uses.held = True
 
     def _after_backward(self, index: int, call: int) -> None:
-        self._schedule.after_backward(self._schedule.units[index], [call])
+        self._schedule.units[index].post_backward([call])
 
     # -- reads and writes from outside --------------------------------------------------------------------------
 
     def read(self, units: list[int]) -> None:
         for unit in units:
-            self._schedule.read(self._schedule.units[unit], backward=inside_backward())
+            self._schedule.units[unit].read(backward=inside_backward())
 
-    def settle(self, units: list[int]) -> None:
+    def wait_for_refresh(self, units: list[int]) -> None:
         for unit in units:
-            self._schedule.settle(self._schedule.units[unit])
+            self._schedule.in_flight.wait_for_refresh(self._schedule.units[unit])
 
     def check_whole(self, units: list[int], what: str, instead: str) -> None:
         for unit in (self._schedule.units[index] for index in units):
-            self._schedule.settle(unit)
+            self._schedule.in_flight.wait_for_refresh(unit)
             # Another engine may hold the same frozen parameters, and have unsharded them.
-            if any(is_resting(parameter) for run in unit.sharded for parameter in run.parameters):
+            if any(is_resting(parameter) for param in unit.sharded for parameter in param.parameters):
                 raise RuntimeError(
                     f"{what}: the parameters of {unit.name} rest as shards, and would come out empty. {instead}"
                 )
@@ -262,16 +266,16 @@ class Hooks:
         listener = self._listener()
         if listener is not None:
             listener.about_to_write()
+        self.wait_for_refresh(units)
         for unit in units:
-            self._schedule.settle(self._schedule.units[unit])
-            self._schedule.lend(self._schedule.units[unit])
+            self._schedule.units[unit].lend()
 
     def after_load(self, units: list[int]) -> None:
         listener = self._listener()
         loaded = [self._schedule.units[unit] for unit in units]
         for unit in loaded:
-            unit.store()
-            self._schedule.take_back(unit)
+            unit.write_back()
+            unit.take_back()
         if listener is not None:
             listener.parameters_loaded(loaded)
 
@@ -309,17 +313,17 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
             hooks.read(self._units)
         return super().__getitem__(name)
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.settle(self._units)
+            hooks.wait_for_refresh(self._units)
 
     def items(self) -> Any:
-        self._settle()
+        self._wait()
         return super().items()
 
     def values(self) -> Any:
-        self._settle()
+        self._wait()
         return super().values()
 
     def __reduce__(self) -> Any:
@@ -364,23 +368,23 @@ def _absent_hook() -> Callable[..., None]:
 
 
 def _on_gradient(
-    me: weakref.ref[Hooks], unit: weakref.ref[Unit], run: weakref.ref[Run], index: int
+    me: weakref.ref[Hooks], unit: weakref.ref[Unit], param: weakref.ref[FlatParam], index: int
 ) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        hooks, its_unit, its_run = me(), unit(), run()
-        if hooks is not None and its_unit is not None and its_run is not None:
-            hooks.land(its_unit, its_run, index)
+        hooks, its_unit, its_param = me(), unit(), param()
+        if hooks is not None and its_unit is not None and its_param is not None:
+            hooks.land(its_unit, its_param, index)
 
     return hook
 
 
 def _before_gradient(me: weakref.ref[Hooks], unit: weakref.ref[Unit]) -> Callable[[torch.Tensor], None]:
-    """A gradient comes to a parameter, perhaps from an operation that no hook has seen: it must be whole to take it."""
+    """A gradient comes to a parameter, perhaps from an operation that no hook has seen: unsharded, it can take it."""
 
     def hook(gradient: torch.Tensor) -> None:
         hooks, its_unit = me(), unit()
         if hooks is not None and its_unit is not None:
-            hooks._schedule.read(its_unit, backward=True)
+            its_unit.read(backward=True)
 
     return hook
 
@@ -400,7 +404,7 @@ _ENDS = "onefold ends"
 
 
 def _ends_first(ends: list[Callable[..., None]], begin: Callable[..., None]) -> Callable[..., None]:
-    """Where one call's backward ends and another's begins: let go of the one before the other is gathered."""
+    """Where one call's backward ends and another's begins: reshard the one before the other is unsharded."""
 
     def hook(*_: Any) -> None:
         for end in ends:
@@ -464,7 +468,7 @@ def _before_root_forward(hooks: Hooks, *_: Any) -> None:
 
 
 def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
-    hooks._schedule.after_root_forward()
+    hooks._schedule.post_root_forward()
     # A recomputation inside a backward belongs to that backward.
     if not torch.is_grad_enabled() or inside_backward() or inside_transform():
         return

@@ -33,8 +33,8 @@ class ModelWatch:
         self._names = {
             id(parameter): member.name
             for unit in units
-            for run in unit.runs
-            for member, parameter in zip(run.layout.members, run.parameters, strict=True)
+            for param in unit.params
+            for member, parameter in zip(param.layout.members, param.parameters, strict=True)
         }
         self._known: dict[str, int] = {}
         # Taken since, and not to be trained: a layer that is unfrozen later would be no more trained than a new one.
@@ -42,7 +42,7 @@ class ModelWatch:
         self._samples: list[tuple[weakref.ref[nn.Module], str, int]] = []
         self._remember(model)
         self._first = set(self._known.values())
-        first = {id(unit.runs[0].parameters[0]) for unit in units}
+        first = {id(unit.params[0].parameters[0]) for unit in units}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if id(parameter) in first:

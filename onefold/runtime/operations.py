@@ -12,39 +12,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.runtime.held import at_rest, name_of
-from onefold.runtime.schedule import Schedule
 from onefold.runtime.trees import inside_backward, inside_transform, tensors_in
 from onefold.runtime.unit import Unit
 
 
-class Place(Protocol):
-    """Where a parameter at rest is sharded."""
-
-    number: int
-
-    def lender(self) -> tuple[Schedule, Unit]: ...
-
-
 def operate(
-    places: Iterable[Place],
+    units: Iterable[Unit],
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     resting: list[nn.Parameter],
 ) -> Any:
-    """`func(*args, **kwargs)`, with the parameters unsharded meanwhile."""
+    """`func(*args, **kwargs)`, with the units unsharded meanwhile: they come in one order on every rank."""
     again = inside_backward()
-    lenders = [place.lender() for place in sorted(set(places), key=lambda place: place.number)]
+    used = list(units)
     with ExitStack() as stack:
-        for schedule, unit in lenders:
-            stack.callback(schedule.after_forward, unit, again=again)
-            schedule.before_forward(unit, again=again)
+        for unit in used:
+            stack.callback(unit.post_forward, recompute=again)
+            unit.pre_forward(recompute=again)
         versions = [parameter._version for parameter in resting]
         result = func(*args, **kwargs)
         written = [p for p, version in zip(resting, versions, strict=True) if p._version != version]
@@ -52,14 +43,14 @@ def operate(
             names = [name_of(parameter) for parameter in written]
             raise at_rest(names, f"{getattr(func, '__name__', func)} writes inside a forward or backward")
         nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
-        for schedule, unit in lenders:
+        for unit in used:
             if unit.is_seen_by(tensors_in(result)):
                 unit.uses.held = True
                 unit.hand_out()
             elif inside_transform():
                 unit.uses.held = True
             elif nodes:
-                _Recorded.watch(schedule, unit, result, nodes, again=again)
+                _Recorded.watch(unit, result, nodes, again=again)
     return result
 
 
@@ -78,16 +69,16 @@ def _nodes_of(result: Any, inputs: Any) -> Iterable[Any]:
 
 
 class _Recorded:
-    """An operation that autograd will run backward: a call of the unit, to the schedule."""
+    """An operation that autograd will run backward: a call of the unit, as far as the schedule knows."""
 
-    def __init__(self, schedule: Schedule, unit: Unit, num_nodes: int) -> None:
-        self._schedule, self._unit = weakref.ref(schedule), weakref.ref(unit)
-        self._call = next(schedule.calls)
+    def __init__(self, unit: Unit, num_nodes: int) -> None:
+        self._unit = weakref.ref(unit)
+        self._call = next(unit.schedule.calls)
         self._num_nodes = self._left = num_nodes
 
     @staticmethod
-    def watch(schedule: Schedule, unit: Unit, result: Any, nodes: list[Any], *, again: bool) -> None:
-        recorded = _Recorded(schedule, unit, len(nodes))
+    def watch(unit: Unit, result: Any, nodes: list[Any], *, again: bool) -> None:
+        recorded = _Recorded(unit, len(nodes))
         unit.uses.calls += 1
         first = [tensor.grad_fn for tensor in tensors_in(result)]
         for node in nodes:
@@ -98,15 +89,15 @@ class _Recorded:
             unit.uses.backwards.add(recorded._call)  # inside the backward that will run through it at once
 
     def begin(self, *_: Any) -> None:
-        schedule, unit = self._schedule(), self._unit()
-        if schedule is not None and unit is not None and self._call not in unit.uses.backwards:
+        unit = self._unit()
+        if unit is not None and self._call not in unit.uses.backwards:
             self._left = self._num_nodes
-            schedule.before_backward(unit, self._call)
+            unit.pre_backward(self._call)
             if torch.is_grad_enabled():
                 unit.uses.held = True
 
     def end(self, *_: Any) -> None:
-        schedule, unit = self._schedule(), self._unit()
+        unit = self._unit()
         self._left -= 1
-        if schedule is not None and unit is not None and self._left == 0:
-            schedule.after_backward(unit, [self._call])
+        if unit is not None and self._left == 0:
+            unit.post_backward([self._call])

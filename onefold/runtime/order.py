@@ -2,18 +2,18 @@
 
 [Note: one order for all ranks]
 The first pass is negotiated: before a gather every rank says which unit it wants, the first in module order is
-gathered by all, and who wanted another asks again; what all have finished is reduced. So ranks may part ways in any
+gathered by all, and who wanted another asks again; what all have finished is reduced. So ranks may diverge in any
 manner and none waits in vain; what was granted is recorded, and the record becomes the program of all later passes.
 Those are followed without a word: a rank that skips a unit joins its gathers and reductions when it gets past them,
 reducing zeros; a gradient that still lands after that is late, and reduced once more at the step. Evaluation is always
 negotiated.
 
-[Note: parting]
+[Note: divergence of ranks]
 What no program foresees ends it. The rank that comes to it asks to be heard, joins what the others have launched so
 that none of them waits for it, and meets them: those that hear it in this pass, or at whatever they negotiate next.
-From there on the pass is negotiated, and the next one recorded anew. A model that parts again and again is negotiated
-for good. What cannot be negotiated either (one rank at its step while another begins a forward) is an error on every
-rank.
+From there on the pass is negotiated, and the next one recorded anew. A model whose ranks diverge again and again is
+negotiated for good. What cannot be negotiated either (one rank at its step while another begins a forward) is an error
+on every rank.
 
 Where no parameter is sharded there is nothing to gather in a pass. Then the first pass follows the reversed module
 tree, and the program is the order in which rank 0's units were finished.
@@ -29,16 +29,16 @@ import torch
 
 from onefold.comm import Agreement, Disagreement, broadcast_from
 from onefold.comm.ledger import Ledger
-from onefold.comm.watch import BEGIN, advice_on_parting
+from onefold.comm.watch import BEGIN, advice_on_divergence
 from onefold.plan import Moment, Plan, Program, coalesce, compile_program
 from onefold.plan.program import Event, Launch
-from onefold.runtime.flights import Flights
+from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import ParameterState, Unit
 
-# A model whose passes keep parting from what was recorded is negotiated for good.
-LESSONS = 4
+# A model whose ranks keep diverging from what was recorded is negotiated for good.
+MAX_RETRACES = 4
 
-# A row of a negotiation: wish, value, then how many finished units and which, then four numbers for the wish's own use.
+# A row of a negotiation: request, value, then how many finished units and which, then four numbers of the request's.
 _FINISHED_IN_ROW = 9
 _OWN = 12
 
@@ -46,42 +46,41 @@ _OWN = 12
 _orders = count(1)
 
 
-class Wish(IntEnum):
-    """What a rank says it wants. The first two are gathers of a unit; the others are wanted by all or by none."""
+class Request(IntEnum):
+    """What a rank asks for. The first two are gathers of a unit; the others are asked for by all ranks or by none."""
 
     FORWARD = 0
     BACKWARD = 1
     BEGIN = 2
     END = 3
-    PART = 4
+    DIVERGE = 4
     STEP = 5
     LEND = 6
     READ = 7
     LOAD = 8
 
 
-_WORDS = {
-    Wish.BEGIN: BEGIN,
-    Wish.END: "the end of a backward",
-    Wish.PART: "a use of a module that earlier passes did not make:",
-    Wish.STEP: "the step",
-    Wish.LEND: "GatheredParameters, or another use of whole weights, of",
-    Wish.READ: "a read of whole values",
-    Wish.LOAD: "load_checkpoint",
+_DESCRIPTIONS = {
+    Request.BEGIN: BEGIN,
+    Request.END: "the end of a backward",
+    Request.DIVERGE: "a use of a module that earlier passes did not make:",
+    Request.STEP: "the step",
+    Request.LEND: "GatheredParameters, or another use of unsharded weights, of",
+    Request.READ: "a read of unsharded values",
+    Request.LOAD: "load_checkpoint",
 }
 
 
 class Order:
-    """This rank's place in the order of collectives. `let_go` releases a unit that nobody on this rank uses."""
+    """This rank's place in the order of collectives."""
 
     def __init__(
         self,
         units: Sequence[Unit],
         plan: Plan,
-        flights: Flights,
+        in_flight: InFlightCollectives,
         agreement: Agreement,
         ledger: Ledger,
-        let_go: Callable[[Unit], None],
     ) -> None:
         self.units = list(units)
         self.open = False
@@ -91,15 +90,14 @@ class Order:
         self._guard = agreement.guard
         self._guard.passes = next(_orders) * 1_000_000_000  # passes of two engines are never the same
         self._plan = plan
-        self._flights = flights
+        self._in_flight = in_flight
         self._ledger = ledger
-        self._let_go = let_go
         self._gathers = any(unit.sharded for unit in units)
         self._trained = [unit for unit in units if unit.trained]
         self._finished: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
         self._learning = True
-        self._lessons = LESSONS
+        self._retraces = MAX_RETRACES
         self._whole_record = True
         self._events: list[Event] = []
         self._used: dict[Unit, None] = {}
@@ -116,11 +114,11 @@ class Order:
     def begin(self, *, forward: bool) -> None:
         """A pass begins, with a forward or, where no forward of it was seen, with its backward."""
         if self._gathers:
-            rows = self._negotiate(Wish.BEGIN, int(forward), [self._launched if self.open else 0])
+            rows = self._negotiate(Request.BEGIN, int(forward), [self._launched if self.open else 0])
             if self.open and self.program is not None:
                 self._catch_up(self.program, max(row[_OWN] for row in rows))  # ranks may have stopped at other places
                 for unit in self.units:
-                    self._let_go(unit)
+                    unit.reshard_unused()
             forward = any(row[1] for row in rows)
         if self._programs:
             self.program = self._programs[0 if forward else 1]
@@ -136,27 +134,27 @@ class Order:
     def demand(self, moment: Moment, unit: Unit) -> None:
         """A sharded unit is used now: have its gather launched, and whatever the order puts before it."""
         if self._guard.asked:
-            self._part(unit)
+            self._diverge(unit)
         if not self.open or self.program is None:
-            if unit.parameter is ParameterState.RESTING:
-                self._negotiate(Wish(moment), unit.index)
+            if unit.parameter is ParameterState.SHARDED:
+                self._negotiate(Request(moment), unit.index)
             return
         place = self.program.find((moment, unit.index), self._next_event)
         if place is not None:
             self._follow_to(self.program, place)
             unit.uses.event = place
-        if unit.parameter is ParameterState.RESTING:
+        if unit.parameter is ParameterState.SHARDED:
             self._guard.ask()
-            self._part(unit)
-            self._negotiate(Wish(moment), unit.index)
+            self._diverge(unit)
+            self._negotiate(Request(moment), unit.index)
 
     def lend(self, unit: Unit) -> None:
         """All ranks ask for the unit together, outside any pass."""
-        rows = self._negotiate(Wish.LEND, unit.index)
+        rows = self._negotiate(Request.LEND, unit.index)
         if len({row[1] for row in rows}) > 1:
             raise Disagreement(self._differ(rows))
-        self._flights.start_gather(unit, exact=True)
-        self._flights.finish_gathers()
+        self._in_flight.start_unshard(unit, lossless=True)
+        self._in_flight.finish_unshards()
 
     def note_use(self, unit: Unit) -> None:
         """For the order in which units are refreshed after a step: that of their first use."""
@@ -164,7 +162,7 @@ class Order:
             self._used[unit] = None
 
     def keeps(self, unit: Unit) -> bool:
-        """Whether the unit stays whole after the use it has just been demanded for."""
+        """Whether the unit stays unsharded after the use it has just been demanded for."""
         event = unit.uses.event
         return self.open and self.program is not None and event is not None and self.program.kept[event]
 
@@ -187,30 +185,30 @@ class Order:
     def end(self, *, aborted: bool = False) -> None:
         """The backward is over: what this rank has skipped is joined, what got no gradient is reduced with zeros."""
         if self._guard.asked:
-            self._part()
+            self._diverge()
         if self.program is not None:
             self._follow_to(self.program, len(self.program.events))
         elif self._gathers:
-            self._negotiate(Wish.END, 0)
+            self._negotiate(Request.END, 0)
         if self.reduces:
             self._reduce([unit for unit in self._trained[::-1] if unit not in self._reduced])
-            self._flights.finish_reductions()
+            self._in_flight.finish_reductions()
             if self._learning and self._whole_record:
                 self._learn(aborted)
-        self._flights.finish_gathers()
+        self._in_flight.finish_unshards()
         self.open = False
 
     # -- following ----------------------------------------------------------------------------------------------
 
     def _follow_to(self, program: Program, place: int) -> None:
-        """Launch everything up to an event, and let go of what this rank has passed without using it."""
+        """Launch everything up to an event, and reshard what this rank has passed without using it."""
         for position in range(self._next_event, place):
             moment, index = program.events[position]
             if moment is not Moment.REDUCE:
                 self._launch_until(program, program.launched_at[position])
                 if not program.kept[position]:
-                    self._flights.finish_gathers_until(self.units[index])
-                    self._let_go(self.units[index])
+                    self._in_flight.wait_for_unshard(self.units[index])
+                    self.units[index].reshard_unused()
         at = program.launched_at[place] if place < len(program.events) else len(program.launches)
         self._launch_until(program, at)
         self._next_event = max(self._next_event, place + 1)
@@ -223,10 +221,10 @@ class Order:
         self._launched += 1
         self._guard.progress = self._launched
         if launch.gathers:
-            self._flights.start_gather(self.units[launch.units[0]], near=True)
+            self._in_flight.start_unshard(self.units[launch.units[0]], use_secondary=True)
             assert self.program is not None
             ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
-            self._flights.fetch(self.units[other.units[0]] for other in ahead)
+            self._in_flight.prefetch(self.units[other.units[0]] for other in ahead)
         elif self.reduces:
             self._reduce([self.units[index] for index in launch.units])
 
@@ -234,17 +232,17 @@ class Order:
         batch = [unit for unit in units if unit not in self._reduced]
         self._reduced.update(batch)
         for some in self._batches(batch, self._plan.reduce_bucket):
-            self._flights.start_reduction(some)
+            self._in_flight.start_reduction(some)
 
-    def _part(self, unit: Unit | None = None) -> None:
+    def _diverge(self, unit: Unit | None = None) -> None:
         """Leave the program for the rest of this pass, together with every rank that is still in it."""
         program = self.program
         if program is None:
             self._guard.asked = False
             return
-        rows = self._meet(Wish.PART, unit.index if unit else 0, [], [self._launched])
+        rows = self._meet(Request.DIVERGE, unit.index if unit else 0, [], [self._launched])
         # A rank that has already finished the pass has launched everything.
-        furthest = max(row[_OWN] if row[0] == Wish.PART else len(program.launches) for row in rows)
+        furthest = max(row[_OWN] if row[0] == Request.DIVERGE else len(program.launches) for row in rows)
         self._catch_up(program, furthest)
         self._drop_program()
 
@@ -252,57 +250,59 @@ class Order:
         """Join what other ranks have launched, and keep none of it that this rank does not use."""
         if number > self._launched:
             self._launch_until(program, number)
-            self._flights.finish_gathers()
+            self._in_flight.finish_unshards()
             for unit in self.units:
-                self._let_go(unit)
+                unit.reshard_unused()
 
     def _drop_program(self) -> None:
         self._guard.asked = False
         if self.program is not None:
             self.program, self._programs, self._whole_record = None, [], False
-            self._lessons -= 1
-            self._learning = self._lessons > 0
+            self._retraces -= 1
+            self._learning = self._retraces > 0
 
     # -- negotiating --------------------------------------------------------------------------------------------
 
-    def meet(self, wish: Wish, numbers: Sequence[int]) -> list[list[int]]:
+    def meet(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
         """A point that every rank comes to, and up to four numbers of each rank that all of them see there."""
-        return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(wish, 0, numbers)]
+        return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(request, 0, numbers)]
 
-    def _negotiate(self, wish: Wish, value: int, own: Sequence[int] = ()) -> list[list[int]]:
-        """Until this rank's wish is granted: gather what other ranks wish for, reduce what all have finished."""
+    def _negotiate(self, request: Request, value: int, own: Sequence[int] = ()) -> list[list[int]]:
+        """Until this rank's request is granted: gather what other ranks request for, reduce what all have finished."""
         while True:
             waits = self.open and self.program is None and self.reduces
             done = [unit.index for unit in self._finished if unit not in self._reduced and not unit.shared]
-            rows = self._meet(wish, value, done[:_FINISHED_IN_ROW] if waits else [], own)
-            if any(row[0] == Wish.PART for row in rows):
+            rows = self._meet(request, value, done[:_FINISHED_IN_ROW] if waits else [], own)
+            if any(row[0] == Request.DIVERGE for row in rows):
                 self._drop_program()
                 continue
             reported = [row[3 : 3 + row[2]] for row in rows]
             finished = [index for index in reported[0] if all(index in others for others in reported[1:])]
             self._reduce([self.units[index] for index in finished])
-            self._flights.finish_reductions()
+            self._in_flight.finish_reductions()
             if self._learning and self.open:
                 self._events += [(Moment.REDUCE, index) for index in finished]
-            gathers = sorted({(row[0], row[1]) for row in rows if row[0] in (Wish.FORWARD, Wish.BACKWARD)}, key=_turn)
+            gathers = sorted(
+                {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}, key=_turn
+            )
             if not gathers:
-                if len({row[0] for row in rows}) == 1 or (wish is Wish.END and not self._whole_record):
+                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._whole_record):
                     return rows
-                if any(row[0] == Wish.END for row in rows) and not self._whole_record:
-                    continue  # ranks that parted end their pass now; the others were through with it before
+                if any(row[0] == Request.END for row in rows) and not self._whole_record:
+                    continue  # ranks that diverged end their pass now; the others were through with it before
                 raise Disagreement(self._differ(rows))
             moment, index = gathers[0]
             unit = self.units[index]
-            self._flights.start_gather(unit)
-            self._flights.finish_gathers()
+            self._in_flight.start_unshard(unit)
+            self._in_flight.finish_unshards()
             if self.open and self._learning:
                 self._events.append((Moment(moment), index))
-            if (wish, value) == (moment, index):
+            if (request, value) == (moment, index):
                 return rows
-            self._let_go(unit)
+            unit.reshard_unused()
 
-    def _meet(self, wish: Wish, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
-        row = [wish, value, len(finished), *finished]
+    def _meet(self, request: Request, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
+        row = [request, value, len(finished), *finished]
         row += [0] * (_OWN - len(row))
         return self.agreement.meet(self._say(row), [*row, *own], self._meanwhile())
 
@@ -315,14 +315,18 @@ class Order:
 
     def _differ(self, rows: list[list[int]]) -> str:
         stands = "; ".join(f"rank {rank} is at {self._say(row)}" for rank, row in enumerate(rows))
-        beginners = [rank for rank, row in enumerate(rows) if row[0] == Wish.BEGIN]
-        return f"the ranks have parted: {stands}. {advice_on_parting(beginners, map(self._say, rows))}"
+        beginners = [rank for rank, row in enumerate(rows) if row[0] == Request.BEGIN]
+        return f"the ranks have diverged: {stands}. {advice_on_divergence(beginners, map(self._say, rows))}"
 
     def _say(self, row: list[int]) -> str:
-        wish = Wish(row[0])
-        if wish in (Wish.FORWARD, Wish.BACKWARD):
-            return f"the {wish.name.lower()} gather of {self.units[row[1]].name}"
-        return f"{_WORDS[wish]} {self.units[row[1]].name}" if wish in (Wish.PART, Wish.LEND) else _WORDS[wish]
+        request = Request(row[0])
+        if request in (Request.FORWARD, Request.BACKWARD):
+            return f"the {request.name.lower()} gather of {self.units[row[1]].name}"
+        return (
+            f"{_DESCRIPTIONS[request]} {self.units[row[1]].name}"
+            if request in (Request.DIVERGE, Request.LEND)
+            else _DESCRIPTIONS[request]
+        )
 
     # -- learning -----------------------------------------------------------------------------------------------
 
@@ -390,5 +394,5 @@ class Order:
 
 def _turn(gather: tuple[int, int]) -> tuple[int, int]:
     """Forwards in the order of the module tree, then backwards in the reverse one."""
-    wish, index = gather
-    return (wish, index if wish == Wish.FORWARD else -index)
+    request, index = gather
+    return (request, index if request == Request.FORWARD else -index)

@@ -1,147 +1,51 @@
-"""Units: runs that are gathered, released, reduced and stepped together, and who needs them now."""
+"""Units, the parameters that are unsharded, reduced and stepped together, and the life of one from forward to step.
+
+[Note: when a unit may be resharded]
+After its forward, unless the program keeps it. In backward, when nothing will read it any more: when the producer of
+an input of every call that had begun is about to run (autograd runs later nodes first, so all of the call's nodes
+have), or, for a call without inputs that need gradients, when all its gradients have landed. Whatever is still
+unsharded when backward ends is resharded then.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from onefold.comm import Gathering, Reduction
-from onefold.runtime.run import Run
-from onefold.tier.device import Pool
+from onefold.plan import Moment
+from onefold.pool import Pool
+from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.held import at_rest
+from onefold.runtime.trees import unrecorded
 
-__all__ = ["GradientState", "ParameterState", "Run", "Unit", "Uses"]
+if TYPE_CHECKING:
+    from onefold.runtime.schedule import Schedule
+
+
+class ParameterState(Enum):
+    """SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED. A unit whose parameters all stay unsharded is always UNSHARDED."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
 
 class GradientState(Enum):
-    """EMPTY -> OPEN (gradients land) -> REDUCING (on the wire) -> EMPTY, the sum left in each run's `reduced`."""
+    """EMPTY -> OPEN (gradients land) -> REDUCING (in flight) -> EMPTY, the sum left in each gradient's shard."""
 
     EMPTY = "empty"
     OPEN = "open"
     REDUCING = "reducing"
 
 
-class ParameterState(Enum):
-    """RESTING -> GATHERING -> FULL -> RESTING. A unit whose runs all rest whole is always FULL."""
-
-    RESTING = "resting"
-    GATHERING = "gathering"
-    FULL = "full"
-
-
-class Unit:
-    """The parameters that are gathered, released, reduced and stepped together."""
-
-    def __init__(self, name: str, module: nn.Module, runs: Sequence[Run], *, index: int, shared: bool) -> None:
-        self.name = name or "(root)"
-        self.module = module
-        self.runs = list(runs)
-        self.trained = [run for run in runs if run.trainable]
-        self.sharded = [run for run in runs if not run.rests_whole]
-        self.index = index
-        # Its module contains modules of other units.
-        self.encloses = False
-        # Some gradient may arrive twice in one backward, so only the end of backward closes this unit.
-        self.shared = shared
-        self.gradient = GradientState.EMPTY
-        self.parameter = ParameterState.FULL
-        # Stepped, and the other ranks' slices of what rests whole are on their way.
-        self.refreshing = False
-        # Gathers on their way. A unit that is whole may be gathered again, since another rank needs this one's part.
-        self.flying = 0
-        self.uses = Uses()
-        self.num_elements = sum(run.layout.total for run in self.trained)
-        self.num_gathered = sum(run.layout.total for run in self.sharded)
-        self.num_parameters = sum(len(run.parameters) for run in self.trained)
-
-    # -- parameters ---------------------------------------------------------------------------------------------
-
-    def start_gather(self, *, exact: bool = False, near: bool = False) -> list[Gathering]:
-        self.flying += 1
-        if self.parameter is ParameterState.RESTING:
-            self.parameter = ParameterState.GATHERING
-        return [run.refill(exact=exact, near=near) for run in self.sharded]
-
-    def undo_gather(self) -> None:
-        """It could not be started."""
-        for run in self.sharded:
-            run.change()
-        self.flying -= 1
-        if self.parameter is ParameterState.GATHERING and not self.flying:
-            self.parameter = ParameterState.RESTING
-            for run in self.sharded:
-                run.hide()
-
-    def finish_gather(self) -> None:
-        self.flying -= 1
-        # A unit that was whole when another rank asked for it stays as it is.
-        if self.parameter is ParameterState.GATHERING:
-            for run in self.sharded:
-                run.show()
-            self.parameter = ParameterState.FULL
-        for run in self.sharded:
-            run.keep_second()
-
-    def release(self, *, drop: bool = False) -> None:
-        """Back to rest. `drop`: no graph will look for the next values in the memory of these."""
-        assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
-        assert not self.flying, self.name
-        if self.sharded:
-            for run in self.sharded:
-                run.hide(drop=drop)
-            self.parameter = ParameterState.RESTING
-
-    def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of the tensors is a view of these parameters."""
-        found = list(tensors)
-        return any(run.is_seen_by(found) for run in self.sharded)
-
-    def hand_out(self) -> None:
-        """Somebody got a view of these parameters, and may keep it."""
-        for run in self.sharded:
-            run.hand_out()
-
-    def written_members(self) -> list[str]:
-        """Parameters that were written in place while they were unsharded: resharding would lose it."""
-        return [name for run in self.sharded for name in run.written_members()]
-
-    def store(self) -> None:
-        """The whole values were written from outside: shards take them over."""
-        assert self.parameter is ParameterState.FULL, (self.name, self.parameter)
-        for run in self.sharded:
-            run.store()
-
-    # -- gradients ----------------------------------------------------------------------------------------------
-
-    def open(self, pool: Pool) -> None:
-        if self.gradient is GradientState.EMPTY:
-            for run in self.trained:
-                run.open(pool)
-            self.gradient = GradientState.OPEN
-        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
-
-    def start_reducing(self, prescale: float, pool: Pool) -> list[Reduction]:
-        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
-        self.gradient = GradientState.REDUCING
-        return [run.reduction(prescale, pool) for run in self.trained]
-
-    def finish_reducing(self, pool: Pool) -> None:
-        assert self.gradient is GradientState.REDUCING, (self.name, self.gradient)
-        for run in self.trained:
-            run.close(pool)
-        self.gradient = GradientState.EMPTY
-
-    def drop_gradients(self, pool: Pool) -> None:
-        assert self.gradient is not GradientState.REDUCING, self.name
-        for run in self.trained:
-            run.drop_gradients(pool)
-        self.gradient = GradientState.EMPTY
-
-
 class Uses:
-    """Who needs a unit whole right now, on this rank.
+    """Who needs a unit unsharded right now, on this rank.
 
     `forwards`: calls of its module under way. `backwards`: calls whose backward has begun and not ended; `calls` and
     `ended` count those of the pass that will have a backward, and those whose backward is over.
@@ -169,3 +73,248 @@ class Uses:
         self.ended = 0
         self.held = False
         self.event = None
+
+
+class Unit:
+    """The parameters of one module, or of what is left outside others, as flat parameters."""
+
+    def __init__(self, name: str, module: nn.Module, params: Sequence[FlatParam], *, index: int, shared: bool) -> None:
+        self.name = name or "(root)"
+        self.module = module
+        self.params = list(params)
+        self.trained = [param for param in params if param.trainable]
+        self.sharded = [param for param in params if not param.stays_unsharded]
+        # What a step changes and every rank holds: all-gathered after it.
+        self.refreshed = [param for param in self.trained if param.stays_unsharded]
+        self.index = index
+        # Its module contains modules of other units.
+        self.encloses = False
+        # Some gradient may arrive twice in one backward, so only the end of backward finishes this unit.
+        self.shared = shared
+        self.parameter = ParameterState.UNSHARDED
+        self.gradient = GradientState.EMPTY
+        self.uses = Uses()
+        # Stepped, and the other ranks' slices of what stays unsharded are on their way.
+        self.is_refreshing = False
+        # Gathers in flight. A unit that is unsharded may be gathered again, since another rank needs this one's shard.
+        self.num_gathers = 0
+        self.num_elements = sum(param.layout.total for param in self.trained)
+        self.num_gathered = sum(param.layout.total for param in self.sharded)
+        self._num_to_land = 0
+        # An engine holds its schedule; a unit must not.
+        self._schedule: weakref.ref[Schedule] | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        schedule = self._schedule() if self._schedule is not None else None
+        assert schedule is not None, "a unit of an engine that is gone"
+        return schedule
+
+    def join(self, schedule: Schedule) -> None:
+        """From now on the schedule knows which collective comes next."""
+        self._schedule = weakref.ref(schedule)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, *, recompute: bool = False) -> None:
+        """The unit's module is about to run. `recompute`: inside a backward, for activation checkpointing."""
+        schedule = self.schedule
+        schedule.check_present()
+        self.uses.forwards += 1
+        schedule.depth += 1
+        if self.uses.forwards == 1 or self.parameter is not ParameterState.UNSHARDED:
+            self.unshard(Moment.BACKWARD if recompute else Moment.FORWARD)
+
+    def post_forward(self, *, recompute: bool = False) -> None:
+        schedule = self.schedule
+        self.uses.forwards -= 1
+        schedule.depth -= 1
+        if not recompute and not schedule.order.keeps(self):
+            self.reshard_unused()
+        schedule.reshard_after_evaluation()
+
+    def pre_unsharded_forward(self) -> None:
+        """The module of a unit that stays unsharded is about to run."""
+        self.schedule.order.note_use(self)
+        self.schedule.in_flight.wait_for_refresh(self)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def pre_backward(self, call: int) -> None:
+        """A gradient has reached an output of one call of the unit's module. Negative: its end cannot be seen."""
+        if not self.uses.backwards:
+            self.unshard(Moment.BACKWARD)
+        self.uses.backwards.add(call)
+
+    def expect_gradients(self) -> None:
+        """A backward begins: so many parameters may get a gradient."""
+        self._num_to_land = sum(len(param.parameters) for param in self.trained)
+
+    def land(self, param: FlatParam, index: int, backward_number: int) -> None:
+        """Autograd has produced one parameter's gradient."""
+        schedule = self.schedule
+        while self.gradient is GradientState.REDUCING:
+            schedule.in_flight.finish_reduction()
+        self.open_gradients(schedule.in_flight.pool)
+        grad = param.grad
+        grad.land(index)
+        if grad.last_landing[index] == backward_number:
+            return
+        grad.last_landing[index] = backward_number
+        self._num_to_land -= 1
+        if self._num_to_land == 0:
+            if not self.shared:
+                schedule.order.finish(self)
+            if not self.encloses and all(param.trainable for param in self.sharded):
+                self.post_backward([call for call in self.uses.backwards if call < 0])
+
+    def post_backward(self, calls: Iterable[int]) -> None:
+        """Nothing of these calls is left to run backward."""
+        schedule, uses = self.schedule, self.uses
+        ended = uses.backwards.intersection(calls)
+        uses.backwards -= ended
+        uses.ended += len(ended)
+        if ended and not uses.backwards:
+            if schedule.in_backward and self.trained and uses.ended >= uses.calls and not self.shared:
+                schedule.order.finish(self)
+            if not schedule.order.keeps(self):
+                self.reshard_unused()
+
+    # -- uses from outside its module ---------------------------------------------------------------------------
+
+    def read(self, *, backward: bool = False, within: bool = False) -> None:
+        """A parameter is read outside its module's forward: it stays unsharded until the pass, or evaluation, ends."""
+        schedule = self.schedule
+        schedule.in_flight.wait_for_refresh(self)
+        within = within or backward or schedule.in_pass
+        if self.sharded and within and not self.uses.any:
+            self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
+            self.uses.held = True
+
+    def lend(self) -> None:
+        """Unsharded until `take_back`, whatever happens in between."""
+        schedule = self.schedule
+        schedule.check_present()
+        if schedule.order.open:
+            self.unshard(Moment.FORWARD)
+        elif self.sharded:
+            with unrecorded():
+                schedule.in_flight.wait_for_refresh(self)
+                schedule.order.lend(self)
+        else:
+            schedule.in_flight.wait_for_refresh(self)
+        self.uses.lent += 1
+
+    def take_back(self) -> None:
+        self.uses.lent -= 1
+        if self.schedule.order.open and torch.is_grad_enabled():
+            self.uses.held = True  # what was computed from it may have a backward that nobody sees begin
+        self.reshard_unused(lent=True)
+
+    def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of the tensors is a view of these parameters."""
+        found = list(tensors)
+        return any(param.is_seen_by(found) for param in self.sharded)
+
+    def hand_out(self) -> None:
+        """Somebody got a view of these parameters, and may keep it."""
+        for param in self.sharded:
+            param.hand_out()
+
+    # -- unshard and reshard ------------------------------------------------------------------------------------
+
+    def unshard(self, moment: Moment) -> None:
+        """All-gather the parameters in the order that all ranks keep, and wait for them."""
+        schedule = self.schedule
+        schedule.in_flight.wait_for_refresh(self)
+        schedule.order.note_use(self)
+        if not self.sharded:
+            return
+        begins = not schedule.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
+        # Buffers made while evaluating must not be inference tensors: training uses them again.
+        with unrecorded():
+            if begins:
+                schedule.begin_sharded_pass(forward=moment is Moment.FORWARD)
+            schedule.order.demand(moment, self)
+            schedule.in_flight.wait_for_unshard(self)
+
+    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> list[Gathering]:
+        """What the collective has to gather."""
+        self.num_gathers += 1
+        if self.parameter is ParameterState.SHARDED:
+            self.parameter = ParameterState.UNSHARDING
+        return [param.start_unshard(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
+
+    def undo_unshard(self) -> None:
+        """It could not be started."""
+        for param in self.sharded:
+            param.invalidate_secondary()
+        self.num_gathers -= 1
+        if self.parameter is ParameterState.UNSHARDING and not self.num_gathers:
+            self.parameter = ParameterState.SHARDED
+            for param in self.sharded:
+                param.reshard()
+
+    def finish_unshard(self) -> None:
+        """The gather is done."""
+        self.num_gathers -= 1
+        # A unit that was unsharded when another rank asked for it stays as it is.
+        if self.parameter is ParameterState.UNSHARDING:
+            for param in self.sharded:
+                param.attach_views()
+            self.parameter = ParameterState.UNSHARDED
+        for param in self.sharded:
+            param.fill_secondary()
+
+    def reshard_unused(self, *, lent: bool = False) -> None:
+        """Reshard, unless somebody on this rank still uses it. `lent`: the borrower answers for what he wrote."""
+        if not self.sharded or self.parameter is not ParameterState.UNSHARDED or self.uses.any:
+            return
+        schedule = self.schedule
+        schedule.in_flight.wait_for_unshard(self)
+        written = [] if lent else [name for param in self.sharded for name in param.written_names()]
+        self.reshard(drop=not (schedule.order.open or schedule.in_backward))
+        if written:
+            raise at_rest(written, "a write in place inside a forward or backward")
+
+    def reshard(self, *, drop: bool = False) -> None:
+        """Free the unsharded parameters. `drop`: no graph will look for the next values in the memory of these."""
+        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
+        assert not self.num_gathers, self.name
+        if self.sharded:
+            for param in self.sharded:
+                param.reshard(drop=drop)
+            self.parameter = ParameterState.SHARDED
+
+    def write_back(self) -> None:
+        """The unsharded values were written from outside: shards take them over."""
+        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
+        for param in self.sharded:
+            param.write_back()
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def open_gradients(self, pool: Pool) -> None:
+        if self.gradient is GradientState.EMPTY:
+            for param in self.trained:
+                param.grad.open(pool)
+            self.gradient = GradientState.OPEN
+        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
+
+    def start_reduction(self, prescale: float, pool: Pool) -> list[Reduction]:
+        """What the collective has to reduce and scatter."""
+        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
+        self.gradient = GradientState.REDUCING
+        return [param.grad.start_reduction(prescale, pool) for param in self.trained]
+
+    def finish_reduction(self, pool: Pool) -> None:
+        assert self.gradient is GradientState.REDUCING, (self.name, self.gradient)
+        for param in self.trained:
+            param.grad.finish_reduction(pool)
+        self.gradient = GradientState.EMPTY
+
+    def drop_gradients(self, pool: Pool) -> None:
+        assert self.gradient is not GradientState.REDUCING, self.name
+        for param in self.trained:
+            param.grad.drop(pool)
+        self.gradient = GradientState.EMPTY

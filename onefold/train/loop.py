@@ -66,7 +66,7 @@ def start_engine(build: Callable[[], GPT], prepared: PreparedConfig) -> Engine:
     if config.log_level is None:
         # The job has a progress bar and prints the plan itself.
         logging.getLogger("onefold").setLevel(logging.WARNING)
-    with onefold.zero.Init(config_dict_or_path=config, enabled=make_plan(config).shards_parameters):
+    with onefold.zero.Init(config_dict_or_path=config, enabled=make_plan(config, world_size=1).shards_parameters):
         model = build()
     engine, _, _, _ = onefold.initialize(model=model, config=config)
     return engine

@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 
 from onefold.config.sections import Aio
-from onefold.tier.host import PAGE, page_aligned
-from onefold.tier.swap_folder import SwapFolder, check_space
+from onefold.offload.host_memory import PAGE, page_aligned
+from onefold.offload.swap_folder import SwapFolder, check_space
 
 # A request of a block is already several commands of the drive: more threads only wait for each other.
 _MAX_THREADS = 64
@@ -175,7 +175,9 @@ class DiskTensor:
 
     is_cuda = False
 
-    def __init__(self, swap: Swap, drive: _Drive, dtype: torch.dtype, offset: int, numel: int, tensor_end: int) -> None:
+    def __init__(
+        self, swap: SwapFiles, drive: _Drive, dtype: torch.dtype, offset: int, numel: int, tensor_end: int
+    ) -> None:
         self._swap, self._drive, self._offset, self._numel, self._tensor_end = swap, drive, offset, numel, tensor_end
         self.dtype = dtype
 
@@ -216,7 +218,7 @@ class DiskTensor:
         self.start_store(source).wait()
 
 
-class Swap:
+class SwapFiles:
     """Files of one rank of one job, on one or several drives, that hold flat tensors.
 
     `count` hears "read" or "write" and the bytes of the tensor, once a transfer and on the caller's thread.

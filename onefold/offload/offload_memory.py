@@ -8,25 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from onefold.tier.bus import Bus
-from onefold.tier.host import PAGE, Arena, page_aligned
-from onefold.tier.nvme import DiskTensor, Swap
-from onefold.tier.sources import Buffers, DiskSource, HostSource
-
-# A flat tensor in any tier.
-Flat = torch.Tensor | DiskTensor
-
-
-def read(flat: Flat) -> torch.Tensor:
-    """The values: the tensor itself, or what is on disk."""
-    return flat if isinstance(flat, torch.Tensor) else flat.load()
-
-
-def write(flat: Flat, values: torch.Tensor) -> None:
-    if isinstance(flat, torch.Tensor):
-        flat.copy_(values)
-    else:
-        flat.store(values.to("cpu", flat.dtype))
+from onefold.offload.bus import Bus
+from onefold.offload.grad_offload import GradOffload
+from onefold.offload.host_memory import PAGE, Arena, page_aligned
+from onefold.offload.nvme import DiskTensor, SwapFiles
+from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, Flat, HostShard, ParamShard
+from onefold.plan import Tier
 
 
 @dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Needs:
     parameters_on_disk: Sequence[tuple[int, torch.dtype]] = ()
 
 
-class LowerTiers:
+class OffloadMemory:
     """What an engine's runs and its optimizer take from below the device."""
 
     def __init__(
@@ -59,8 +46,8 @@ class LowerTiers:
         pinned: bool,
         states: DiskOptions,
         parameters: DiskOptions,
-        swap_states: Swap | None,
-        swap_parameters: Swap | None,
+        swap_states: SwapFiles | None,
+        swap_parameters: SwapFiles | None,
     ) -> None:
         self.bus = bus
         self.pinned = pinned and bus.crosses
@@ -69,13 +56,13 @@ class LowerTiers:
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
         self.worker = ThreadPoolExecutor(1, "onefold-host", initializer=_use, initargs=(bus.device,))
         self._leave_cores()
+        self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
         self._states = _Shelf(swap_states, needs.states_on_disk)
         self._parameters = _Shelf(swap_parameters, needs.parameters_on_disk)
         for swap in self._swaps:
             swap.open()
-        self._sources: dict[int, HostSource | DiskSource] = {}
         self._parameter_buffers: Buffers | None = None
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
 
@@ -99,22 +86,17 @@ class LowerTiers:
     def buffers(self, num: int, num_bytes: int) -> Buffers:
         return self.worker.submit(Buffers, num, num_bytes, pinned=self.pinned).result()
 
-    def disk_for_states(self, numel: int, dtype: torch.dtype) -> DiskTensor:
-        return self._states.take(numel, dtype)
+    def param_shard(self, tier: Tier, numel: int, dtype: torch.dtype) -> ParamShard:
+        """Room for a parameter shard in one of the tiers."""
+        if tier is Tier.DEVICE:
+            return DeviceShard(torch.empty(numel, dtype=dtype, device=self.bus.device), self.bus)
+        if tier is Tier.HOST:
+            return HostShard(self.host(numel, dtype), self.bus)
+        return DiskShard(self._parameters.take(numel, dtype), self._buffers_of_parameters(), self.bus)
 
-    def disk_for_parameters(self, numel: int, dtype: torch.dtype) -> DiskTensor:
-        return self._parameters.take(numel, dtype)
-
-    def source(self, shard: Flat) -> HostSource | DiskSource:
-        """The way up of a shard; one for life, since it may be reading ahead."""
-        found = self._sources.get(id(shard))
-        if found is None:
-            if isinstance(shard, torch.Tensor):
-                found = HostSource(shard, self.bus.count)
-            else:
-                found = DiskSource(shard, self._buffers_of_parameters(), self.bus)
-            self._sources[id(shard)] = found
-        return found
+    def state(self, tier: Tier, numel: int, dtype: torch.dtype) -> Flat:
+        """Room for a master or an optimizer state below the device, all zero."""
+        return self._states.take(numel, dtype) if tier is Tier.NVME else self.host(numel, dtype)
 
     def _buffers_of_parameters(self) -> Buffers:
         if self._parameter_buffers is None:
@@ -123,16 +105,15 @@ class LowerTiers:
             self._parameter_buffers = self.buffers(options.num_buffers, size)
         return self._parameter_buffers
 
-    def forget_fetched(self) -> None:
+    def forget_prefetched(self) -> None:
         """Shards are about to change: what was read ahead is old."""
         for holder in list(self._parameter_buffers.holders) if self._parameter_buffers is not None else ():
-            holder.drop()
+            holder.forget_prefetched()
 
     def close(self) -> None:
         """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""
         self.worker.shutdown()
         self._arena = Arena(0, pinned=False)
-        self._sources.clear()
         for swap in self._swaps:
             swap.close()
 
@@ -146,7 +127,7 @@ def _use(device: torch.device) -> None:
 class _Shelf:
     """Tensors on disk that were reserved before the files were made."""
 
-    def __init__(self, swap: Swap | None, needs: Sequence[tuple[int, torch.dtype]]) -> None:
+    def __init__(self, swap: SwapFiles | None, needs: Sequence[tuple[int, torch.dtype]]) -> None:
         self._free: dict[tuple[int, torch.dtype], list[DiskTensor]] = {}
         for need in needs:
             assert swap is not None

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from onefold.config import ConfigError
-from onefold.tier.host import PAGE
+from onefold.offload.host_memory import PAGE
 
 _SHELF, _LOCK, _DATA = "onefold-swap", "lock", "data"
 _OURS = re.compile(r"[0-9a-f]{16}-rank\d+")

@@ -1,6 +1,6 @@
-"""Where the inputs of a checkpointed function rest between its forward and its recomputation.
+"""Activation offload: where the inputs of a checkpointed function are between its forward and its recomputation.
 
-[Note: inputs at rest]
+[Note: offloaded inputs]
 torch keeps the inputs of a checkpoint with autograd, where a pack hook may put something else in their place: here, a
 copy on the host or in a slot of one buffer. Autograd holds it exactly as long as it would have held the input, so
 whatever ends a graph (a backward, an exception, `del loss`) also gives slot and host memory back; nobody counts.
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from onefold.config import ConfigError
-from onefold.tier.bus import HERE, Arrival, Bus
-from onefold.tier.host import page_aligned
+from onefold.offload.bus import HERE, Arrival, Bus
+from onefold.offload.host_memory import page_aligned
 
 _ALIGNMENT = 512  # Bytes: kernels may choose by it, and torch's own CUDA allocations have it.
 
-_buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # One line of memory, and its free slots.
+_buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # One memory of memory, and its free slots.
 _buses: dict[torch.device, Bus] = {}
 
 
@@ -33,8 +33,8 @@ def forget_buffers() -> None:
 
 
 @dataclass(eq=False)
-class Resting:
-    """An input at rest, as itself or as its copy, and the way back."""
+class OffloadedInput:
+    """An input of a checkpointed function, as itself or as its copy, and the way back."""
 
     tensor: Tensor
     device: torch.device
@@ -50,43 +50,43 @@ class Resting:
 
 
 class Inputs:
-    """Puts the floating inputs of one call to rest: on the host or where they are, in slots or each by itself."""
+    """Keeps the floating inputs of one call: on the host or where they are, in slots or each by itself."""
 
     def __init__(self, values: Sequence[Any], *, on_host: bool, num_slots: int | None) -> None:
         self._on_host, self._num_slots = on_host, num_slots
         # A parameter lives anyway: a copy of it would cost memory instead of saving it.
         self._parameters = {value.data_ptr() for value in values if isinstance(value, nn.Parameter)}
         self._num_moved = 0
-        self._copying: list[tuple[Resting, Tensor, int]] = []
+        self._copying: list[tuple[OffloadedInput, Tensor, int]] = []
 
-    def pack(self, tensor: Tensor) -> Resting:
+    def pack(self, tensor: Tensor) -> OffloadedInput:
         tensor = tensor.detach()
-        home = torch.device("cpu") if self._on_host else tensor.device
-        if not self._is_movable(tensor) or (home == tensor.device and self._num_slots is None):
-            return Resting(tensor, tensor.device, version=tensor._version)
-        crosses = tensor.is_cuda and home.type == "cpu"
+        device = torch.device("cpu") if self._on_host else tensor.device
+        if not self._is_movable(tensor) or (device == tensor.device and self._num_slots is None):
+            return OffloadedInput(tensor, tensor.device, version=tensor._version)
+        crosses = tensor.is_cuda and device.type == "cpu"
         if self._num_slots is None:
-            resting = Resting(torch.empty_like(tensor, device=home, pin_memory=crosses), tensor.device)
+            offloaded = OffloadedInput(torch.empty_like(tensor, device=device, pin_memory=crosses), tensor.device)
         else:
-            slot, give_back = _take_slot(tensor, home, self._num_moved, self._num_slots)
-            resting = Resting(slot, tensor.device)
-            weakref.finalize(resting, give_back).atexit = False
+            slot, give_back = _take_slot(tensor, device, self._num_moved, self._num_slots)
+            offloaded = OffloadedInput(slot, tensor.device)
+            weakref.finalize(offloaded, give_back).atexit = False
         self._num_moved += 1
         if crosses:
-            resting.arrived = _bus(tensor.device).down(tensor, resting.tensor)
-            self._copying.append((resting, tensor, tensor._version))
+            offloaded.arrived = _bus(tensor.device).down(tensor, offloaded.tensor)
+            self._copying.append((offloaded, tensor, tensor._version))
         else:
-            resting.tensor.copy_(tensor)
-        return resting
+            offloaded.tensor.copy_(tensor)
+        return offloaded
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """The caller may free its inputs from here on, so the compute stream waits for the copies beside it.
 
         They had the whole function to run beside. Waiting lets the memory be reused at once, in the order of the
         stream; `record_stream` would hold it for as long as the host is ahead of the device.
         """
-        for resting, tensor, version in self._copying:
-            resting.arrived.order()
+        for offloaded, tensor, version in self._copying:
+            offloaded.arrived.order()
             _check_unchanged(tensor, version)  # A change in place would have raced with the copy.
         self._copying.clear()
 
@@ -110,21 +110,21 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
         )
 
 
-def _take_slot(tensor: Tensor, home: torch.device, place: int, num_slots: int) -> tuple[Tensor, Callable[[], None]]:
+def _take_slot(tensor: Tensor, device: torch.device, place: int, num_slots: int) -> tuple[Tensor, Callable[[], None]]:
     """A slot for the input at this place of its call: calls with two inputs of one shape have two buffers."""
     strides = torch.empty_like(tensor, device="meta").stride()  # Dense: the gaps of a view are closed.
     pitch = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT // tensor.itemsize
-    key = (place, tensor.shape, strides, tensor.dtype, tensor.device, home, num_slots)
+    key = (place, tensor.shape, strides, tensor.dtype, tensor.device, device, num_slots)
     if key not in _buffers:
         # Another shape than before, such as a longer sequence: buffers that nobody uses any more make room.
         for other in [other for other, (_, free) in _buffers.items() if len(free) == other[-1]]:
             del _buffers[other]
-        if home.type == "cpu":
-            line = page_aligned(num_slots * pitch * tensor.itemsize, pinned=tensor.is_cuda).view(tensor.dtype)
+        if device.type == "cpu":
+            memory = page_aligned(num_slots * pitch * tensor.itemsize, pinned=tensor.is_cuda).view(tensor.dtype)
         else:
-            line = torch.empty(num_slots * pitch, dtype=tensor.dtype, device=home)
-        _buffers[key] = line, list(reversed(range(num_slots)))
-    line, free = _buffers[key]
+            memory = torch.empty(num_slots * pitch, dtype=tensor.dtype, device=device)
+        _buffers[key] = memory, list(reversed(range(num_slots)))
+    memory, free = _buffers[key]
     if not free:
         gc.collect()  # A graph that an exception ended may still hang in a cycle.
     if not free:
@@ -133,4 +133,4 @@ def _take_slot(tensor: Tensor, home: torch.device, place: int, num_slots: int) -
             "already wait for their backward; raise it to the number of checkpointed calls in one forward"
         )
     index = free.pop()
-    return line.as_strided(tensor.shape, strides, index * pitch), lambda: free.append(index)
+    return memory.as_strided(tensor.shape, strides, index * pitch), lambda: free.append(index)

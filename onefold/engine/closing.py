@@ -1,0 +1,71 @@
+"""The end of an engine: by `close`, by `del`, or by the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from onefold.checkpoint.save import LINGER
+from onefold.engine.saving import Saving
+from onefold.engine.train_state import TrainState
+from onefold.offload.offload_memory import OffloadMemory
+from onefold.report.log import logger
+from onefold.runtime import Hooks, ParamHandle
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What outlives an engine for as long as it takes to close it."""
+
+    state: TrainState
+    saving: Saving
+    hooks: Hooks
+    handles: list[ParamHandle]
+    memory: OffloadMemory | None
+
+
+def close_engine(parts: EngineParts, *, lingers: bool = True) -> None:
+    """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model.
+
+    `lingers`: rank 0 may still be about to save, and gets this rank's part.
+    """
+    if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
+        parts.saving.linger(LINGER)
+    parts.saving.stop()
+    schedule = parts.state.schedule
+    try:
+        try:
+            schedule.wait_for_step()
+        except Exception as error:  # whatever a user's optimizer raised on the host, or a disk: the engine goes
+            logger.warning(
+                "the engine goes after a step that failed, and leaves weights of no step: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            schedule.give_up_step()
+        parts.hooks.remove()
+        schedule.reshard_all()
+        for handle in parts.handles:
+            try:
+                handle.stand_alone()
+            except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
+                logger.error("weights that rested on a disk are lost with the engine: %s", error)
+        parts.handles.clear()
+    finally:
+        if parts.memory is not None:
+            parts.memory.close()
+        schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
+
+
+# Whether the garbage collector runs, in which nobody should wait for other ranks.
+_collecting = False
+
+
+def _see_collection(phase: str, info: Any) -> None:
+    global _collecting
+    _collecting = phase == "start"
+
+
+gc.callbacks.append(_see_collection)

@@ -1,0 +1,125 @@
+"""States off the device for a while, for a job that comes in between (generation, another model).
+
+A storage is emptied and refilled, so that every tensor and every view of it stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from onefold.engine.train_state import TrainState
+from onefold.offload.host_memory import page_aligned
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """What `offload_states` can move, by DeepSpeed's names: states, masters, parameters, gradients, their buffers."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+def offload_states(
+    state: TrainState, include: Iterable[Any] | None, device: Any, *, pin_memory: bool, non_blocking: bool
+) -> None:
+    """Move states, masters, parameters and gradients (or those that `include` names) to host memory."""
+    if torch.device(str(getattr(device, "value", device))).type != "cpu":
+        raise ValueError(f"offload_states: device {device!r}; states go to the host, device='cpu'")
+    kinds = _kinds(include)
+    if state.offloaded:
+        raise RuntimeError("offload_states was called before: call engine.reload_states() first")
+    schedule = state.schedule
+    schedule.wait_for_step()
+    schedule.reshard_all()
+    if OffloadStateTypeEnum.lp_params in kinds:
+        for param in schedule.unsharded_params():
+            param.detach_views()
+    if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
+        schedule.in_flight.pool.clear()
+    schedule.is_offloaded = True
+    state.offloaded = _offload(list(_tensors(state, kinds)), pinned=pin_memory)
+    _wait(state.device, non_blocking=non_blocking)
+
+
+def reload_states(state: TrainState, *, non_blocking: bool) -> None:
+    """Everything is on the device again, as it was."""
+    offloaded, state.offloaded = state.offloaded, []
+    for each in offloaded:
+        each.storage.resize_(each.copy.numel())
+        _bytes(each.storage).copy_(each.copy, non_blocking=True)
+    state.schedule.is_offloaded = False
+    for param in state.schedule.unsharded_params():
+        param.attach_views()
+    # Host memory that is still being copied from must outlive the copy.
+    _wait(state.device, non_blocking=non_blocking and not offloaded)
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """An emptied storage and its bytes."""
+
+    storage: torch.UntypedStorage
+    copy: torch.Tensor
+
+
+def _offload(tensors: Iterable[torch.Tensor], *, pinned: bool) -> list[_Offloaded]:
+    """Copy the storages of these tensors to the host, in the order of the caller's stream, and empty them."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.size():
+            found[storage.data_ptr()] = storage
+    offloaded = []
+    for storage in found.values():
+        copy = page_aligned(storage.size(), pinned=pinned and storage.device.type == "cuda")
+        copy.copy_(_bytes(storage), non_blocking=True)
+        # Freed in the order of the stream that still copies from it.
+        storage.resize_(0)
+        offloaded.append(_Offloaded(storage, copy))
+    return offloaded
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _tensors(state: TrainState, kinds: set[OffloadStateTypeEnum]) -> Iterator[torch.Tensor]:
+    """What is on the device of each kind."""
+    for param in (param for unit in state.schedule.units for param in unit.params):
+        store = param.store
+        held: dict[OffloadStateTypeEnum, list[Any]] = {
+            OffloadStateTypeEnum.lp_params: [param.full, *store.device_params(), param.secondary],
+            OffloadStateTypeEnum.lp_grads: param.grad.device_tensors() if param.trainable else [],
+        }
+        if state.step is not None and param.trainable and not store.steps_on_host:
+            is_slice = param.stays_unsharded and store.param_copy is None  # the flat parameter itself is the master
+            held[OffloadStateTypeEnum.lp_params if is_slice else OffloadStateTypeEnum.hp_params] = [
+                *(held[OffloadStateTypeEnum.lp_params] if is_slice else []),
+                store.master,
+            ]
+            held[OffloadStateTypeEnum.optim_states] = [s.memory for s in state.step.held_states(store)]
+        for kind in kinds & held.keys():
+            yield from (tensor for tensor in held[kind] if isinstance(tensor, torch.Tensor))
+
+
+def _wait(device: torch.device, *, non_blocking: bool) -> None:
+    if not non_blocking and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _kinds(include: Iterable[Any] | None) -> set[OffloadStateTypeEnum]:
+    if include is None:
+        return set(OffloadStateTypeEnum)
+    names = [str(getattr(kind, "value", kind)) for kind in include]
+    known = {kind.value for kind in OffloadStateTypeEnum}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"offload_states: include {name!r} is not known; known: {', '.join(sorted(known))}")
+    return {OffloadStateTypeEnum(name) for name in names}

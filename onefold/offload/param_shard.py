@@ -1,0 +1,407 @@
+"""A parameter shard between uses: what a gather starts from, on the device, in host memory or on disk.
+
+[Note: the newest value of a shard]
+A gather asks the shard for its source and never where that is. Only a shard in host memory may be older than its fp32
+master: on a GPU the host steps the master and leaves the cast to the device, which makes it at the next gather and
+copies it back down. Until then the shard knows the master as its newest value (`stale_behind`), and whoever reads the
+shard in any other way casts it first (`refresh`).
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from onefold.comm import Source
+from onefold.offload.bus import HERE, Arrival, Bus
+from onefold.offload.host_memory import page_aligned
+from onefold.offload.nvme import DiskTensor, Transfer
+from onefold.plan import Tier
+from onefold.plan.memory import master_dtype
+
+# A flat tensor in any tier.
+Flat = torch.Tensor | DiskTensor
+
+# Elements of a master that are copied up and cast at once: a wide copy of them is on the device meanwhile.
+_CAST_SIZE = 1 << 23
+
+
+def read(flat: Flat) -> torch.Tensor:
+    """The values: the tensor itself, or what is on disk."""
+    return flat if isinstance(flat, torch.Tensor) else flat.load()
+
+
+def write(flat: Flat, values: torch.Tensor) -> None:
+    if isinstance(flat, torch.Tensor):
+        flat.copy_(values)
+    else:
+        flat.store(values.to("cpu", flat.dtype))
+
+
+@dataclass(frozen=True)
+class OutputContext:
+    """What a tier may need to know to take updated parameters."""
+
+    last_use: torch.cuda.Event | None
+    """Until then the caller's stream may read what is on the device."""
+    padding: Sequence[tuple[int, int]]
+    """Ranges that belong to no parameter, counted from the start of what is stepped."""
+
+
+class StepOutput(Protocol):
+    """Where the host's step leaves the parameters that it updates, some elements at a time."""
+
+    def memory(self, start: int, stop: int) -> torch.Tensor | None:
+        """What these elements are cast into; None: nothing, the master is sent as it is."""
+
+    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
+        """These elements of the master are updated, and cast."""
+
+    def leave(self) -> None:
+        """The master's memory may be used for other elements next."""
+
+    def finish(self) -> Arrival:
+        """All are updated. The master is read until the arrival."""
+
+
+class ParamShard(Protocol):
+    """This rank's shard of a flat parameter, in the dtype and tier in which it rests."""
+
+    tier: Tier
+
+    @property
+    def values(self) -> Flat:
+        """The shard as it rests."""
+
+    def gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
+        """What fills this rank's slice of a gather. `is_overwritten`: the gather then decodes other values into it."""
+
+    def prefetch(self) -> bool:
+        """A gather comes soon: read ahead what is on disk. False where there is no buffer for all of it."""
+
+    def forget_prefetched(self) -> None:
+        """The shard is about to be written: nobody reads it any more, and what was read ahead is old."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Write back: the shard takes these values."""
+
+    def refresh(self) -> None:
+        """The shard itself has its newest value, whether or not anybody has gathered it."""
+
+    def order(self) -> None:
+        """What the caller's stream does next comes after copies into the shard that are under way."""
+
+    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+        """Where the host's step leaves updated values. The gradient's memory may be used for them."""
+
+    def in_own_memory(self) -> ParamShard:
+        """The same values, when the engine and its offload memory go."""
+
+
+class DeviceShard:
+    """On the device that computes."""
+
+    tier = Tier.DEVICE
+
+    def __init__(self, values: torch.Tensor, bus: Bus | None = None) -> None:
+        self.values = values
+        self._bus = bus
+
+    def gather_source(self, *, is_overwritten: bool) -> torch.Tensor:
+        return self.values
+
+    def prefetch(self) -> bool:
+        return True
+
+    def forget_prefetched(self) -> None:
+        pass
+
+    def write(self, values: torch.Tensor) -> None:
+        self.values.copy_(values)
+
+    def refresh(self) -> None:
+        pass
+
+    def order(self) -> None:
+        pass
+
+    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+        assert self._bus is not None
+        return DeviceOutput(self.values, self._bus, step.last_use)
+
+    def in_own_memory(self) -> ParamShard:
+        return self
+
+
+class HostShard:
+    """In host memory: copied up by every gather."""
+
+    tier = Tier.HOST
+
+    def __init__(self, values: torch.Tensor, bus: Bus) -> None:
+        self.values = values
+        self._bus = bus
+        self._master: torch.Tensor | None = None
+        self._copying: Arrival = HERE
+
+    def stale_behind(self, master: torch.Tensor) -> None:
+        """The host has stepped the master: the next gather casts it on the device, and the shard takes the cast."""
+        self._master = master
+
+    def gather_source(self, *, is_overwritten: bool) -> Source:
+        return _HostSource(self, is_overwritten=is_overwritten)
+
+    def copy_to(self, target: torch.Tensor, *, is_overwritten: bool) -> None:
+        if self._master is None:
+            self._bus.count("up", self.values.nbytes)
+            target.copy_(self.values, non_blocking=True)
+            return
+        for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
+            self._bus.count("up", source.nbytes)
+            part.copy_(torch.empty_like(source, device=target.device).copy_(source, non_blocking=True))
+        self._copying, self._master = self._bus.down(target, self.values), None
+        if is_overwritten:
+            self._copying.order()
+
+    def prefetch(self) -> bool:
+        return True
+
+    def forget_prefetched(self) -> None:
+        self._copying.wait()
+
+    def write(self, values: torch.Tensor) -> None:
+        self._copying.wait()
+        self.values.copy_(values)
+        self._master = None
+
+    def refresh(self) -> None:
+        self._copying.wait()
+        if self._master is not None:
+            self.values.copy_(self._master)
+            self._master = None
+
+    def order(self) -> None:
+        self._copying.order()
+
+    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+        if self._bus.crosses and isinstance(master, torch.Tensor):
+            return _CastLater(self, master)
+        return _InMemory(self.values)
+
+    def in_own_memory(self) -> ParamShard:
+        self.refresh()
+        return HostShard(self.values.clone(), self._bus)
+
+
+class _HostSource:
+    def __init__(self, shard: HostShard, *, is_overwritten: bool) -> None:
+        self._shard, self._is_overwritten = shard, is_overwritten
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        self._shard.copy_to(target, is_overwritten=self._is_overwritten)
+
+
+class DiskShard:
+    """In a file: read ahead into the page-locked buffers that are free, the rest as they come free again."""
+
+    tier = Tier.NVME
+
+    def __init__(self, values: DiskTensor, buffers: Buffers, bus: Bus) -> None:
+        self.values = values
+        self._parts = values.split(buffers.num_bytes // values.itemsize)
+        self._buffers, self._bus = buffers, bus
+        self._reading: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self._num_started = 0
+
+    def gather_source(self, *, is_overwritten: bool) -> Source:
+        return self
+
+    def prefetch(self) -> bool:
+        while self._num_started < len(self._parts):
+            buffer = self._buffers.try_take()
+            if buffer is None:
+                return False
+            self._start(buffer)
+        return True
+
+    def _start(self, buffer: torch.Tensor) -> None:
+        if self not in self._buffers.holders:
+            self._buffers.holders.append(self)
+        part = self._parts[self._num_started]
+        self._num_started += 1
+        self._reading.append((buffer, part.start_load(buffer[: part.nbytes].view(part.dtype))))
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        start = 0
+        for part in self._parts:
+            self.prefetch()
+            if not self._reading:
+                self._start(self._buffers.take(self))
+            buffer, transfer = self._reading.popleft()
+            try:
+                transfer.wait()
+            except BaseException:
+                self._buffers.give_back(buffer)
+                self.forget_prefetched()
+                raise
+            self._bus.count("up", part.nbytes)
+            target[start : start + part.numel()].copy_(buffer[: part.nbytes].view(part.dtype), non_blocking=True)
+            self._buffers.give_back(buffer, self._bus.now())
+            start += part.numel()
+        self.forget_prefetched()
+
+    def forget_prefetched(self) -> None:
+        if self in self._buffers.holders:
+            self._buffers.holders.remove(self)
+        while self._reading:
+            buffer, transfer = self._reading.popleft()
+            transfer.finish()
+            self._buffers.give_back(buffer)
+        self._num_started = 0
+
+    def write(self, values: torch.Tensor) -> None:
+        self.forget_prefetched()
+        self.values.store(values.to("cpu", self.values.dtype))
+
+    def refresh(self) -> None:
+        pass
+
+    def order(self) -> None:
+        pass
+
+    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+        return _ToDisk(self.values, gradient, step.padding)
+
+    def in_own_memory(self) -> ParamShard:
+        return HostShard(self.values.load(), self._bus)
+
+
+class Buffers:
+    """Some page-locked host buffers of one size. One given back is free once the device has read it."""
+
+    def __init__(self, num: int, num_bytes: int, *, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
+        # Who has read ahead, the oldest first: whoever is used now may take a buffer from one who is not.
+        self.holders: list[DiskShard] = []
+        memory = page_aligned(num * num_bytes, pinned=pinned)
+        for buffer in memory.split(num_bytes):
+            self._free.put((buffer, None))
+
+    def take(self, user: DiskShard | None = None) -> torch.Tensor:
+        for holder in reversed(self.holders):
+            if self._free.empty() and holder is not user:
+                holder.forget_prefetched()
+        buffer, read = self._free.get()
+        if read is not None:
+            read.synchronize()
+        return buffer
+
+    def try_take(self) -> torch.Tensor | None:
+        try:
+            buffer, read = self._free.get_nowait()
+        except queue.Empty:
+            return None
+        if read is not None:
+            read.synchronize()
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, read: torch.cuda.Event | None = None) -> None:
+        self._free.put((buffer, read))
+
+
+# -- what the host's step does with updated parameters ----------------------------------------------------------
+
+
+class DeviceOutput:
+    """Sent up to the device as the fp32 master, which the device casts. Where the device is the host, cast in place."""
+
+    def __init__(self, target: torch.Tensor, bus: Bus, last_use: torch.cuda.Event | None) -> None:
+        self._target, self._bus, self._last_use = target, bus, last_use
+        self._arrival: Arrival = HERE
+
+    def memory(self, start: int, stop: int) -> torch.Tensor | None:
+        return None if self._bus.crosses else self._target[start:stop]
+
+    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
+        if self._bus.crosses:
+            self._arrival = self._bus.up(master, self._target[start:stop], self._last_use)
+        else:
+            self._bus.count("up", master.nbytes)
+
+    def leave(self) -> None:
+        self._arrival.wait()
+
+    def finish(self) -> Arrival:
+        return self._arrival
+
+
+class NoOutput:
+    """The master is what is gathered, or what computes is told later."""
+
+    def memory(self, start: int, stop: int) -> torch.Tensor | None:
+        return None
+
+    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def finish(self) -> Arrival:
+        return HERE
+
+
+class _CastLater(NoOutput):
+    """Nothing now: the next gather casts the master on the device, whose cores have nothing better to do."""
+
+    def __init__(self, shard: HostShard, master: torch.Tensor) -> None:
+        self._shard, self._master = shard, master
+
+    def finish(self) -> Arrival:
+        self._shard.stale_behind(self._master)
+        return HERE
+
+
+class _InMemory(NoOutput):
+    """Cast by the host into its shard."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def memory(self, start: int, stop: int) -> torch.Tensor | None:
+        return self._target[start:stop]
+
+
+class _ToDisk:
+    """Cast over the gradient it was made of, which is read by then, and stored from there."""
+
+    def __init__(self, target: DiskTensor, gradient: torch.Tensor, padding: Sequence[tuple[int, int]]) -> None:
+        self._target, self._gradient, self._padding = target, gradient, padding
+        self._stores: list[Transfer] = []
+
+    def memory(self, start: int, stop: int) -> torch.Tensor | None:
+        dtype = self._target.dtype
+        if dtype == master_dtype(dtype):
+            return None  # the master goes to the disk as it is
+        return self._gradient[start:stop].view(dtype)[: stop - start]
+
+    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
+        memory = self.memory(start, stop)
+        if memory is not None:
+            for low, high in self._padding:  # what is left of a gradient there would be gathered as padding
+                memory[max(low - start, 0) : max(high - start, 0)].zero_()
+        self._stores.append(self._target[start:stop].start_store(master if memory is None else memory))
+
+    def leave(self) -> None:
+        while self._stores:
+            self._stores.pop(0).wait()
+
+    def finish(self) -> Arrival:
+        self.leave()
+        return HERE

@@ -1,0 +1,300 @@
+"""This rank's shard of a flat parameter between uses, in all its forms. The runtime and the optimizer ask it, and
+nobody else tests in which tier something rests.
+
+[Note: what a store holds]
+* `param`: the parameter shard that a gather starts from; None for a flat parameter that stays unsharded.
+* `master`: the fp32 values that the optimizer updates, and `states` beside it. The master is the parameter shard itself
+  where that can be (`FlatParamSpec.master_is_shard`), and this rank's slice of the flat parameter where that stays
+  unsharded and computes in fp32: nothing is held twice. Otherwise it is a tensor of its own, and a step tells what
+  computes of the new values (`push`); what was written from outside is taken over the other way (`pull`).
+* `grad`: the reduced gradient.
+
+Each rests in the tier that the plan's `Residency` says. The step of what rests below the device is the host's, on a
+thread of its own: `finish_step` waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from onefold.offload.bus import HERE, Arrival
+from onefold.offload.fingerprint import fingerprint
+from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
+from onefold.offload.offload_memory import OffloadMemory
+from onefold.offload.param_shard import (
+    DeviceOutput,
+    DeviceShard,
+    Flat,
+    NoOutput,
+    OutputContext,
+    ParamShard,
+    StepOutput,
+    read,
+    write,
+)
+from onefold.plan import FlatParamSpec, Plan, Tier
+from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
+from onefold.plan.memory import master_dtype
+
+
+class ShardStore:
+    """Where this rank's shard of one flat parameter lives."""
+
+    def __init__(
+        self, spec: FlatParamSpec, plan: Plan, rank: int, device: torch.device, memory: OffloadMemory | None
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.param: ParamShard | None = None
+        self.grad: GradShard | None = None
+        self.states: dict[str, Flat] = {}
+        # Trained parameters that the user has frozen since, by their place: the step leaves them out.
+        self.frozen: set[int] = set()
+        # What this rank steps.
+        self.start, self.stop = spec.layout.shard_range(rank) if plan.shards_states else (0, spec.layout.total)
+        # The last copy up that reads the master.
+        self.sent: Arrival = HERE
+        self._plan, self._memory = plan, memory
+        self._master: Flat | None = None
+        # Of a flat parameter that stays unsharded: what computes, beside a master of its own.
+        self.computes: torch.Tensor | None = None
+        self._step: Future[Arrival] | None = None
+        # Of what computes, as the last step left it, where that cannot be compared with the master.
+        self._fingerprint: torch.Tensor | None = None
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether master, states and gradient rest below the device, so that the host steps them."""
+        return self.spec.residency.offloads_states
+
+    @property
+    def state_tier(self) -> Tier:
+        return self.spec.residency.states
+
+    # -- the parameter shard ------------------------------------------------------------------------------------
+
+    def write_back(self, values: torch.Tensor) -> None:
+        """This rank's slice of the unsharded parameters becomes the shard."""
+        if self.param is None:
+            self.param = self._new_param_shard()
+        self.param.write(values)
+
+    def _new_param_shard(self) -> ParamShard:
+        spec = self.spec
+        tier, size = spec.residency.parameters, spec.layout.shard_size
+        dtype = master_dtype(spec.dtype) if tier is Tier.DEVICE and spec.master_is_shard else spec.dtype
+        if self._memory is not None:
+            return self._memory.param_shard(tier, size, dtype)
+        return DeviceShard(torch.empty(size, dtype=dtype, device=self.device))
+
+    def prefetch(self) -> bool:
+        """A gather comes soon. False where its shard cannot be read ahead yet."""
+        assert self.param is not None
+        if self.param.tier is not Tier.NVME:
+            return True
+        return (self._step is None or self._step.done()) and self.param.prefetch()
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @property
+    def master(self) -> Flat:
+        assert self._master is not None, "only what an optimizer steps has a master"
+        return self._master
+
+    @property
+    def param_copy(self) -> Flat | None:
+        """What computes, or is gathered, where that is another tensor than the master."""
+        if self.param is None:
+            return self.computes
+        return self.param.values if self.param.values is not self._master else None
+
+    def make_master(self, unsharded: torch.Tensor) -> None:
+        """An optimizer will step this shard. `unsharded`: the flat parameter, where it stays unsharded."""
+        used: Flat = self.param.values if self.param is not None else unsharded[self.start : self.stop]
+        wide = master_dtype(self.spec.dtype)
+        if self.steps_on_host and not self.spec.master_is_shard:
+            assert self._memory is not None
+            self._master = self._memory.state(self.state_tier, self.stop - self.start, wide)
+            write(self._master, read(used).to(wide))
+        else:
+            self._master = used if used.dtype == wide else read(used).to(wide)
+        if self.param is None and self._master is not used:
+            assert isinstance(used, torch.Tensor)
+            self.computes = used
+        self.take_fingerprint()
+
+    def new_state(self) -> Flat:
+        """Room for a state beside the master, all zero."""
+        if isinstance(self.master, torch.Tensor) and not self.steps_on_host:
+            return torch.zeros_like(self.master)
+        assert self._memory is not None
+        return self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)
+
+    def output(self, gradient: torch.Tensor, last_use: torch.cuda.Event | None) -> StepOutput:
+        """Where the host's step leaves the updated parameters."""
+        if self.param_copy is None:
+            return NoOutput()
+        padding = [(low - self.start, high - self.start) for low, high in self.spec.layout.gaps]
+        if self.param is not None:
+            return self.param.output(self.master, gradient, OutputContext(last_use, padding))
+        assert self.computes is not None
+        assert self._memory is not None
+        return DeviceOutput(self.computes, self._memory.bus, last_use)
+
+    def start_step(self, step: Future[Arrival]) -> None:
+        """The host steps this shard: whoever needs it waits for that."""
+        assert self._step is None
+        assert isinstance(self.grad, HostGrad)
+        self._step = step
+        self.grad.read_by(step)
+
+    @property
+    def is_stepping(self) -> bool:
+        return self._step is not None
+
+    def finish_step(self) -> None:
+        """The host has stepped this shard, and what it sends up has arrived, as the caller's stream sees it."""
+        if self._step is not None:
+            arrival = self._step.result()
+            self.give_up_step()
+            arrival.order()
+            self.take_fingerprint()
+
+    def give_up_step(self) -> None:
+        """Nothing that is still to come from a step is waited for any more."""
+        self._step = None
+        if isinstance(self.grad, HostGrad):
+            self.grad.read_by(None)
+
+    def push(self) -> Arrival:
+        """What computes becomes what the master is, as the caller's stream sees it; a master in host memory is read
+        until the arrival.
+        """
+        if self.param is not None:
+            self.param.forget_prefetched()  # also where the master itself is what was read ahead
+        copy = self.param_copy
+        if copy is None:
+            return HERE
+        goes_up = self.steps_on_host and (self.param is None or self.param.tier is Tier.DEVICE)
+        if not goes_up and self.param is not None:
+            self.param.write(read(self.master))
+            return HERE
+        if not goes_up:
+            write(copy, read(self.master))
+            return HERE
+        assert self._memory is not None
+        assert isinstance(copy, torch.Tensor)
+        arrival = self._memory.bus.up(read(self.master), copy)
+        arrival.order()
+        self.take_fingerprint()
+        return arrival
+
+    def pull(self) -> None:
+        """What computes was written from outside: the master becomes it."""
+        copy = self.param_copy
+        if copy is None:
+            return
+        if self.param is not None:
+            self.param.refresh()
+        write(self.master, read(copy).to(self.master.dtype))
+        self.take_fingerprint()
+
+    # -- writes to unsharded parameters from outside ------------------------------------------------------------
+
+    @property
+    def comparable(self) -> torch.Tensor | None:
+        """What computes, where writes to it are to be found by comparing it with the master on one device."""
+        return None if self.steps_on_host and self.device.type != "cpu" else self._watched
+
+    @property
+    def _watched(self) -> torch.Tensor | None:
+        return self.computes if self._plan.honours_writes else None
+
+    def take_fingerprint(self) -> None:
+        """What computes has just become what the master says; they cannot be compared later."""
+        if self._watched is not None and self.comparable is None:
+            self._fingerprint = fingerprint(self._watched)
+
+    @staticmethod
+    def written(stores: Sequence[ShardStore]) -> list[ShardStore]:
+        """Those whose parameters were written since the last step, as fingerprints show."""
+        watched = [store for store in stores if store._fingerprint is not None]
+        if not watched:
+            return []
+        before = torch.stack([store._fingerprint for store in watched if store._fingerprint is not None])
+        now = torch.stack([fingerprint(store._watched) for store in watched if store._watched is not None])
+        return [store for store, is_changed in zip(watched, now.ne(before).tolist(), strict=True) if is_changed]
+
+    # -- ranges -------------------------------------------------------------------------------------------------
+
+    def segments(self, first: int = 0, last: int | None = None) -> list[Segment]:
+        """Ranges of one optimizer group each, in [first, last), counted from the start of what is stepped."""
+        stop = self.stop if last is None else self.start + last
+        found = self.spec.layout.segments(self.start + first, stop)
+        return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
+
+    def stepped_segments(self, first: int, last: int) -> list[Segment]:
+        """The same without what the user has frozen."""
+        segments = self.segments(first, last)
+        for index in sorted(self.frozen):
+            member = self.spec.layout.members[index]
+            low, high = member.start - self.start, round_up(member.stop, PARAMETER_ALIGNMENT) - self.start
+            segments = [
+                Segment(segment.group, start, stop)
+                for segment in segments
+                for start, stop in ((segment.start, min(segment.stop, low)), (max(segment.start, high), segment.stop))
+                if start < stop
+            ]
+        return segments
+
+    # -- bytes, and the end -------------------------------------------------------------------------------------
+
+    def param_bytes(self, tier: Tier) -> int:
+        """Of a parameter shard that is not the master."""
+        own = self.param is not None and self.param.tier is tier and not self.spec.master_is_shard
+        return self.param.values.nbytes if own and self.param is not None else 0
+
+    def master_bytes(self, tier: Tier) -> int:
+        """Of a master that is not a slice of the flat parameter itself."""
+        is_slice = self.param is None and self.computes is None
+        return self.master.nbytes if self.state_tier is tier and not is_slice else 0
+
+    def grad_bytes(self, tier: Tier) -> int:
+        held = self.grad.tensors() if self.grad is not None and self.grad.tier is tier else []
+        return sum(tensor.nbytes for tensor in held)
+
+    def device_params(self) -> list[torch.Tensor]:
+        """Parameters on the device that are not the master."""
+        copy = self.param_copy
+        return (
+            [copy] if isinstance(copy, torch.Tensor) and (self.param is None or self.param.tier is Tier.DEVICE) else []
+        )
+
+    def forget_training(self) -> None:
+        """The engine goes: hold nothing but the parameter shard, in memory of its own."""
+        self.grad = self._master = self.computes = self._fingerprint = None
+        self.states = {}
+        if self.param is not None:
+            self.param = self.param.in_own_memory()
+
+
+def make_grad(
+    spec: FlatParamSpec,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    memory: OffloadMemory | None,
+    dtype: torch.dtype,
+    *,
+    in_place: bool,
+) -> GradShard:
+    """Where reduced gradients go, in the tier where they are stepped with."""
+    size = spec.layout.shard_size
+    if not spec.residency.offloads_states:
+        return DeviceGrad(size, dtype, rank, device, in_place=in_place)
+    assert memory is not None
+    alone = spec.layout.num_shards == 1
+    return HostGrad(size, dtype, spec.dtype, memory, alone=alone, delays=plan.delays_host)

@@ -1,0 +1,363 @@
+"""One step, told in one place: from reduced gradients to new parameters.
+
+`take` exchanges the norm, decides whether the step is taken, clips, steps every shard where it rests, and sends what
+stays unsharded to all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from onefold.offload.offload_memory import OffloadMemory
+from onefold.offload.param_shard import Flat
+from onefold.offload.shard_store import ShardStore
+from onefold.optim.choose import Chosen
+from onefold.optim.host_step import HostStep
+from onefold.optim.instance import Attributes, InstanceRule, is_torchs
+from onefold.optim.loss_scale import build_loss_scale
+from onefold.optim.nonfinite import NonFiniteError, tell_nonfinite
+from onefold.optim.norm import StepScalars, exchange_scalars, meet_for_call
+from onefold.optim.outside import (
+    Spelled,
+    digest,
+    has_post_hooks,
+    run_post_hooks,
+    run_pre_hooks,
+    spell_groups,
+    tell_difference,
+)
+from onefold.optim.steppers import HeldState, StateWindow, Step, Stepper, TiledStepper, WholeStepper
+from onefold.optim.written import WriteCheck
+from onefold.plan import Plan, Tier
+from onefold.runtime import FlatParam, Schedule, Unit
+
+
+class ShardedStep:
+    """Steps all shards of this rank with one optimizer."""
+
+    def __init__(self, chosen: Chosen, plan: Plan, schedule: Schedule, memory: OffloadMemory | None) -> None:
+        self.name = chosen.name
+        self.groups = chosen.groups
+        self.instance = chosen.instance
+        self.num_steps = 0
+        self.overflow = False
+        # From the first change of a step until the engine has counted it: what is held is no step's state.
+        self.changing = False
+        # Called before states are handed out to be written.
+        self.let_change: Callable[[], None] = lambda: None
+        # The user's class runs, and its methods are its own.
+        self.in_user_code = False
+        self._schedule = schedule
+        self._rule = chosen.rule
+        self.stores = [param.store for param in schedule.trained_params()]
+        for param in schedule.trained_params():
+            param.store.make_master(param.full)
+        sharded = plan.shards_states and schedule.num_shards > 1
+        self._stepper: Stepper
+        if chosen.rule is not None:
+            self._stepper = TiledStepper(chosen.rule, self.groups, self.stores)
+        else:
+            assert chosen.instance is not None
+            self._stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
+        self._attributes = Attributes(chosen.instance) if chosen.instance is not None else None
+        # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
+        own_class = chosen.instance is not None and not is_torchs(chosen.instance) and chosen.is_stepped
+        self._compares = own_class and sharded
+        self._spelled = None if own_class else Spelled(self.groups)
+        on_host = [store for store in self.stores if store.steps_on_host]
+        self._host: HostStep | None = None
+        if on_host and chosen.rule is not None:
+            assert memory is not None
+            self._host = HostStep(chosen.rule, memory, on_host, delays=plan.delays_host)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def apply(self, optimizer: torch.optim.Optimizer, coefficient: float) -> None:
+        """Step every shard with its gradient times `coefficient`, and start the refresh of stepped units.
+
+        `optimizer` is the one that the user holds: hooks on it run too.
+        """
+        run_pre_hooks(optimizer, self.instance)
+        self.changing = True
+        with torch.no_grad(), self._user_code():
+            self._apply(coefficient)
+        for stepped in (optimizer, self.instance):
+            if stepped is not None:
+                stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
+        if has_post_hooks(optimizer, self.instance):
+            self._schedule.wait_for_step()  # a hook may read any parameter
+            run_post_hooks(optimizer, self.instance)
+
+    def _apply(self, coefficient: float) -> None:
+        schedule = self._schedule
+        schedule.wait_for_step()  # what the last step left on its way is about to be written
+        if self._host is not None:
+            self._host.collect()
+            self._pull_writes()
+        step = Step(self.num_steps + 1, coefficient, self._groups_now())
+        rule = self._rule if isinstance(self._rule, InstanceRule) else None
+        if rule is not None:
+            rule.begin(step.groups)
+        if self._host is not None:
+            self._host.start(schedule.stepped_on_host(), step)
+        for batch, gradients in schedule.gradients_to_step():
+            for store, gradient in gradients.items():
+                if self._host is None or not store.steps_on_host:
+                    self._stepper.step(store, gradient, step)
+            if not self._stepper.whole:
+                schedule.in_flight.start_refresh(batch)
+        if self._stepper.whole:
+            self._stepper.finish()
+            schedule.start_refreshes()
+        if rule is not None and rule.writes:
+            self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
+            rule.finish(self.groups)
+        self.num_steps += 1
+        self._compare_groups()
+
+    def groups_to_compare(self) -> Spelled | None:
+        """What all ranks must hold alike before a step; the user's own class is looked at after its steps instead."""
+        if self._spelled is not None:
+            self._spelled.update(self.groups)
+        return self._spelled
+
+    def _groups_now(self) -> list[dict[str, Any]]:
+        return [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.groups]
+
+    @contextmanager
+    def _user_code(self) -> Iterator[None]:
+        self.in_user_code = True
+        try:
+            with self._attributes.watched() if self._attributes is not None else nullcontext():
+                yield
+        finally:
+            self.in_user_code = False
+
+    def _compare_groups(self) -> None:
+        """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
+        if not self._compares:
+            return
+        agreement, what = self._schedule.order.agreement, "what the optimizer wrote to its param_groups"
+        mine = spell_groups(self.groups)
+        if len({row[0] for row in agreement.meet(what, [digest(mine)])}) == 1:
+            return
+        one, other = tell_difference(agreement, what, mine)
+        raise RuntimeError(
+            f"optimizer {self.name}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
+            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
+            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
+            "where it has such a mode); or use zero_optimization.stage 0"
+        )
+
+    def call(self, method: str) -> None:
+        """A method of the user's class that changes parameters (`train`, `eval`): over masters, then sent to all ranks.
+
+        All ranks call this together.
+        """
+        schedule = self._schedule
+        if schedule.is_offloaded:
+            raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
+        self.let_change()
+        meet_for_call(schedule, method)
+        self.flush()
+        schedule.wait_for_step()
+        self.wait_for_host()
+        self.changing = True
+        self._pull_writes()
+        writes = WriteCheck()
+        for store in self.stores:
+            if store.comparable is not None and isinstance(store.master, torch.Tensor):
+                writes.take_over(store.master, store.comparable)
+        with torch.no_grad(), self._user_code():
+            on_host = [store for store in self.stores if store.steps_on_host]
+            from_host = self._host.rewrite(on_host) if self._host is not None else None
+
+            def windows(store: ShardStore) -> Iterable[StateWindow]:
+                is_hosts = from_host is not None and store.steps_on_host
+                return from_host(store) if is_hosts and from_host is not None else [StateWindow.whole(store)]
+
+            self._stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
+            if isinstance(self._rule, InstanceRule):
+                self._rule.finish(self.groups)
+            for arrival in [store.push() for store in self.stores]:
+                arrival.wait()
+            self._refresh_all()
+        self.changing = False
+
+    def _refresh_all(self) -> None:
+        """Masters have new values outside a step, and shards have taken them over."""
+        for param in self._schedule.trained_params():
+            param.invalidate_secondary()
+        self._schedule.start_refreshes()
+        self._schedule.wait_for_step()
+
+    def _pull_writes(self) -> None:
+        """Where masters are on the host and parameters on a device: what was written since the last step goes down."""
+        for store in ShardStore.written(self.stores):
+            store.pull()
+
+    # -- the host's step ----------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """With a delayed host step: have the last one's weights in use. All ranks call this together."""
+        if self._host is not None and self._host.is_late:
+            self._schedule.wait_for_step()
+            self._host.collect()
+            self._refresh_all()
+
+    def wait_for_host(self) -> None:
+        """Until what the host has been asked to step is stepped. Any thread may ask."""
+        if self._host is not None:
+            self._host.wait()
+
+    @torch.no_grad()
+    def pull_masters(self, units: Sequence[Unit]) -> None:
+        """Parameters of these units were written from outside: take them over."""
+        self.wait_for_host()
+        for param in (param for unit in units for param in unit.trained):
+            param.store.pull()
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+        """The tensors of one state, each with its place in the shard; none before the optimizer has made them."""
+        self.let_change()
+        self.wait_for_host()
+        return self._stepper.states_of(store, name)
+
+    def held_states(self, store: ShardStore) -> list[HeldState]:
+        """All states that lie along a shard."""
+        return self._stepper.held_states(store)
+
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        """The other states, by range of the shard."""
+        return self._stepper.loose_states(store)
+
+    def make_states(
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Have the states that a checkpoint names, by parameter, before they are filled."""
+        for store in self.stores:
+            self._stepper.make_states(store, names, loose)
+
+    def remember_states(self) -> Callable[[], None]:
+        """What puts states back that `make_states` has replaced."""
+        return self._stepper.remember_states()
+
+    @property
+    def keeps_other_keys(self) -> bool:
+        """Whether its steps may have added keys to its groups."""
+        return self._rule is None or isinstance(self._rule, InstanceRule)
+
+    def own_attributes(self) -> tuple[dict[str, Any], list[str]]:
+        """What steps have written to the user's instance: values for a checkpoint, and names that it cannot hold."""
+        return self._attributes.values() if self._attributes is not None else ({}, [])
+
+    def take_attributes(self, values: Mapping[str, Any]) -> None:
+        """Those of a checkpoint."""
+        if self._attributes is not None:
+            self._attributes.take(values)
+
+    def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
+        """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
+        groups = [{**group, **new} for group, new in zip(self.groups, values, strict=True)]
+        if self._rule is not None and self._rule.state_names(groups) != self._rule.state_names(self.groups):
+            return False
+        for group, new in zip(self.groups, values, strict=True):
+            group.update(new)
+        return True
+
+    def master_bytes(self, tier: Tier) -> int:
+        """Masters that are not the parameters themselves."""
+        return sum(store.master_bytes(tier) for store in self.stores)
+
+    def state_bytes(self, tier: Tier) -> int:
+        return self._stepper.state_bytes(tier)
+
+
+class StepDecision:
+    """Whether a step is taken, and with which factor: norm, overflow, loss scale, clipping. `applied`: whether the last
+    gradient was used.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule) -> None:
+        self._scaling = plan.scaling
+        self.scales_loss = plan.scaling.loss_scale.enabled
+        self.loss_scale = build_loss_scale(plan.scaling.loss_scale)
+        # What is not finite in a step that was left out for it, in words.
+        self.problem = ""
+        # Of the backwards since the last step, where the engine was given them.
+        self.losses: list[torch.Tensor] = []
+        self.applied = False
+        self._scalars: StepScalars | None = None
+        self._unscaled = 1.0
+        self._schedule = schedule
+
+    def take(self, step: ShardedStep, optimizer: torch.optim.Optimizer, divisor: int, *, alarm: bool = False) -> bool:
+        """Step with the gradients that were reduced, still to be divided by `divisor`; skip it, or raise, on overflow.
+
+        Where any rank raises the alarm nothing is done, on all ranks alike, and this returns False.
+        """
+        self._schedule.check_in_place()
+        groups = step.groups_to_compare() if not self._schedule.alone else None
+        scalars = self._exchange(groups, alarm=alarm)
+        if scalars.alarm:
+            return False
+        if scalars.late:
+            self._schedule.reduce_late()
+            scalars = self._exchange(groups)
+        self._scalars, self._unscaled = scalars, self.unscale(divisor)
+        # Over several ranks, with clipping and on a CPU the norm is known by now. One GPU without clipping is waited
+        # for here, once a step, and is then idle for as long as the step's first kernels take to launch: a check that
+        # came later would find weights that are NaN already.
+        step.overflow = self._scaling.nonfinite != "ignore" and scalars.overflow
+        self.applied = not step.overflow
+        if self.applied:
+            step.apply(optimizer, self._unscaled * self._clip_coefficient())
+        elif not self.scales_loss:
+            self.problem = tell_nonfinite(self._schedule, self.losses)
+            if self._scaling.nonfinite == "raise":
+                raise NonFiniteError(
+                    f"{self.problem}. No weight was changed, and the gradients are dropped: training may go on with "
+                    'another batch. onefold.nonfinite_gradients: "skip" leaves such steps out, "ignore" takes them'
+                )
+        return True
+
+    @property
+    def norm(self) -> float | None:
+        """Of the last averaged gradient before clipping. Where no step depends on it the device is waited for here."""
+        return self._scalars.norm * self._unscaled if self._scalars is not None else None
+
+    def forget_norm(self) -> None:
+        self._scalars = None
+
+    def unscale(self, divisor: int) -> float:
+        """By the scale the gradients were computed with: it is updated only after it has been divided out."""
+        return self._scaling.postscale / (self.loss_scale.value * divisor)
+
+    def _exchange(self, groups: Spelled | None, *, alarm: bool = False) -> StepScalars:
+        params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
+        late = bool(self._schedule.late_units())
+        if not params and not late and self._schedule.trained:
+            raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
+        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm)
+
+    def _clip_coefficient(self) -> float:
+        norm = self.norm if self._scaling.clipping > 0 else None
+        if norm is None or not math.isfinite(norm):
+            return 1.0
+        return min(1.0, self._scaling.clipping / (norm + 1e-6))
+
+
+def _is_reduced(param: FlatParam) -> bool:
+    return param.grad.shard.value is not None
+
+
+def _now(value: Any) -> Any:
+    """A rate may be a tensor that a scheduler writes to while the host still steps."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

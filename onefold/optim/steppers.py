@@ -1,0 +1,367 @@
+"""How one optimizer is applied to shards: tile by tile by a rule, or once a step by the user's own instance."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from onefold.offload.param_shard import Flat
+from onefold.offload.shard_store import ShardStore
+from onefold.optim.instance import InstanceRule, plain_step
+from onefold.optim.rules import Hyper, Rule, Tile
+from onefold.optim.written import WriteCheck
+from onefold.plan import Tier
+from onefold.plan.layout import Segment
+
+# Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
+TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+
+@dataclass(frozen=True)
+class StateWindow:
+    """A range of a shard with its master and states in memory."""
+
+    start: int
+    stop: int
+    master: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def whole(store: ShardStore) -> StateWindow:
+        assert isinstance(store.master, torch.Tensor)
+        states = {name: state for name, state in store.states.items() if isinstance(state, torch.Tensor)}
+        return StateWindow(0, store.stop - store.start, store.master, states)
+
+
+Windows = Callable[[ShardStore], Iterable[StateWindow]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every tile of a step shares. `groups` are the hyperparameters as they were when the step was called."""
+
+    number: int
+    coefficient: float
+    groups: Sequence[Hyper]
+
+
+class Steppable(Protocol):
+    """What a tiler asks of what it steps."""
+
+    @property
+    def comparable(self) -> torch.Tensor | None:
+        """What computes, if writes to it are to be found."""
+        ...
+
+    def stepped_segments(self, first: int, last: int) -> list[Segment]:
+        """Where in [first, last) which optimizer group lies, without what is frozen."""
+        ...
+
+
+class Tiler:
+    """A rule, tile by tile: cast and scale the gradient, update, cast the parameter out, all while in cache. One thread
+    uses it at a time.
+    """
+
+    def __init__(self, rule: Rule, size: int | None = None) -> None:
+        self._rule = rule
+        self._size = size
+        self._scratch: torch.Tensor | None = None
+        self._writes = WriteCheck()
+
+    def step(
+        self,
+        shard: Steppable,
+        window: StateWindow,
+        start: int,
+        stop: int,
+        gradient: torch.Tensor,
+        out: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; it may be the memory of
+        the range's own gradient.
+        """
+        size = self._size or TILE[window.master.device.type]
+        used = shard.comparable
+        for segment in shard.stepped_segments(start, stop):
+            for low in range(segment.start, segment.stop, size):
+                high = min(low + size, segment.stop)
+                inside = slice(low - window.start, high - window.start)
+                master = window.master[inside]
+                if used is not None:
+                    self._writes.take_over(master, used[low:high])
+                scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
+                states = {name: state[inside] for name, state in window.states.items()}
+                self._rule.apply(Tile(master, scaled, states, segment.group), step.groups[segment.group], step.number)
+                if out is not None:
+                    out[low - start : high - start].copy_(master)
+
+    def _scaled(self, gradient: torch.Tensor, coefficient: float, dtype: torch.dtype, size: int) -> torch.Tensor:
+        if coefficient == 1.0 and gradient.dtype == dtype:
+            return gradient
+        if self._scratch is None or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(size, dtype=dtype, device=gradient.device)
+        # torch's product of two dtypes on a CPU makes a copy first, in fresh memory.
+        scaled = self._scratch[: gradient.numel()].copy_(gradient)
+        return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """A state tensor that lies along a shard, from `start` on, flat."""
+
+    name: str
+    start: int
+    memory: Flat
+
+
+class Stepper(Protocol):
+    """Applies one optimizer to shards. `whole`: it must see every shard before any parameter is final."""
+
+    whole: bool
+
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
+        ...
+
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]: ...
+
+    def held_states(self, store: ShardStore) -> list[HeldState]: ...
+
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        """States that do not lie along a range of the shard."""
+        ...
+
+    def make_states(
+        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Have the states of a checkpoint, by parameter: room for those that lie along it, values for the others."""
+        ...
+
+    def remember_states(self) -> Callable[[], None]:
+        """What undoes `make_states`."""
+        ...
+
+    def state_bytes(self, tier: Tier) -> int: ...
+
+
+class TiledStepper:
+    """A known rule: each shard is final once it has been stepped."""
+
+    whole = False
+
+    def __init__(self, rule: Rule, groups: Sequence[Hyper], stores: Sequence[ShardStore]) -> None:
+        self._tiler = Tiler(rule)
+        self._rule = rule
+        self._stores = stores
+        for store in stores:
+            store.states = {name: store.new_state() for name in rule.state_names(groups)}
+
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+        window = StateWindow.whole(store)
+        self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
+
+    def finish(self) -> None:
+        pass
+
+    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
+        self._rule.begin(groups, method)
+        for store in self._stores:
+            for window in windows(store):
+                for segment in store.segments(window.start, window.stop):
+                    inside = slice(segment.start - window.start, segment.stop - window.start)
+                    states = {name: state[inside] for name, state in window.states.items()}
+                    master = window.master[inside]
+                    tile = Tile(master, torch.empty(0), states, segment.group)
+                    self._rule.call(method, tile, has_states=has_states)
+
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+        return [(0, store.states[name])] if name in store.states else []
+
+    def held_states(self, store: ShardStore) -> list[HeldState]:
+        return [HeldState(name, 0, state) for name, state in store.states.items()]
+
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        if not isinstance(self._rule, InstanceRule):
+            return []
+        return [(s.start, s.stop, self._rule.latest(s.group)) for s in store.segments()]
+
+    def make_states(
+        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """A rule's states are there from the start."""
+        if isinstance(self._rule, InstanceRule):
+            for member in store.spec.layout.members:
+                if member.name in loose:
+                    self._rule.take(member.group, dict(loose[member.name]))
+
+    def remember_states(self) -> Callable[[], None]:
+        return self._rule.remember() if isinstance(self._rule, InstanceRule) else lambda: None
+
+    def state_bytes(self, tier: Tier) -> int:
+        held = [store for store in self._stores if store.state_tier is tier]
+        return sum(state.nbytes for store in held for state in store.states.values())
+
+
+class WholeStepper:
+    """Any other torch optimizer: the user's own instance, stepped once a step, with masters in the place of its
+    parameters, so that what it writes to its groups and to itself stays ([Note: what a step writes]).
+
+    Elementwise optimizers get flat ranges, the same in every plan. Others, which only run where every rank steps
+    everything, get views in the parameters' own shapes.
+    """
+
+    whole = True
+
+    def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
+        self._instance = instance
+        self._writes = WriteCheck()
+        self._targets: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
+        self._by_group: list[list[nn.Parameter]] = [[] for _ in instance.param_groups]
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for store in stores:
+            targets = []
+            for group, start, stop, shape in _targets_of(store, shaped):
+                assert isinstance(store.master, torch.Tensor), "refused where states rest on a disk"
+                target = nn.Parameter(store.master[start:stop].view(shape))
+                self._by_group[group].append(target)
+                targets.append((target, start, stop))
+            self._targets[id(store)] = targets
+        self._stores = list(stores)
+
+    @contextmanager
+    def _over_masters(self) -> Iterator[None]:
+        """The user's instance has masters for parameters, and their states."""
+        instance, groups = self._instance, self._instance.param_groups
+        parameters, state = [group["params"] for group in groups], instance.state
+        for group, targets in zip(groups, self._by_group, strict=True):
+            group["params"] = list(targets)
+        instance.state = self._state
+        try:
+            yield
+        finally:
+            self._state, instance.state = instance.state, state
+            for group, own in zip(groups, parameters, strict=True):
+                group["params"] = own
+        if instance.param_groups is not groups or len(groups) != len(parameters):
+            raise RuntimeError(
+                f"optimizer {type(instance).__name__} made other param_groups in its step: parameter groups are fixed "
+                "when initialize lays out the shards"
+            )
+
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+        assert store.grad is not None
+        store.grad.wait()
+        if store.comparable is not None:
+            assert isinstance(store.master, torch.Tensor)
+            self._writes.take_over(store.master, store.comparable)
+        scaled = gradient.to(store.master.dtype).mul(step.coefficient)
+        for target, start, stop in self._targets[id(store)]:
+            target.grad = scaled[start:stop].view(target.shape)
+
+    @contextmanager
+    def _without_frozen(self) -> Iterator[None]:
+        """What the user has frozen, and its states, are afterwards what they were before."""
+        before = []
+        for target, inside in self._frozen_ranges():
+            along = {n: v.view(-1)[inside].clone() for n, v in self._state[target].items() if _lies_along(v, target)}
+            before.append((target, inside, target.detach().view(-1)[inside].clone(), along))
+        yield
+        for target, inside, master, along in before:
+            target.detach().view(-1)[inside] = master
+            for name, value in self._state[target].items():
+                if _lies_along(value, target):
+                    value.view(-1)[inside] = along.get(name, 0)
+
+    def _frozen_ranges(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        for store in self._stores:
+            for member in (store.spec.layout.members[index] for index in store.frozen):
+                for target, start, stop in self._targets[id(store)]:
+                    low, high = max(member.start - store.start, start), min(member.stop - store.start, stop)
+                    if low < high:
+                        yield target, slice(low - start, high - start)
+
+    def finish(self) -> None:
+        with self._over_masters(), self._without_frozen():
+            plain_step(self._instance)
+        for store in self._stores:
+            for target, _, _ in self._targets[id(store)]:
+                target.grad = None
+            store.push().wait()
+
+    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        with self._over_masters():
+            getattr(type(self._instance), method)(self._instance)
+
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+        found = [(start, self._state[target].get(name)) for target, start, _ in self._targets[id(store)]]
+        return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
+
+    def held_states(self, store: ShardStore) -> list[HeldState]:
+        return [
+            HeldState(name, start, value.view(-1))
+            for target, start, _ in self._targets[id(store)]
+            for name, value in self._state[target].items()
+            if _lies_along(value, target)
+        ]
+
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        return [
+            (start, stop, {k: v for k, v in self._state[target].items() if not _lies_along(v, target)})
+            for target, start, stop in self._targets[id(store)]
+        ]
+
+    def make_states(
+        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        for target, start, stop in self._targets[id(store)]:
+            first, last = store.start + start, store.start + stop
+            inside = [m.name for m in store.spec.layout.members if m.start < last and first < m.stop]
+            state: dict[str, Any] = {}
+            for name in inside:
+                state.update({k: v.to(target.device) if _is_array(v) else v for k, v in loose.get(name, {}).items()})
+                for key, dtype in names.get(name, {}).items():
+                    state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
+            self._state[target] = state
+
+    def remember_states(self) -> Callable[[], None]:
+        before = dict(self._state)
+
+        def undo() -> None:
+            self._state.clear()
+            self._state.update(before)
+
+        return undo
+
+    def state_bytes(self, tier: Tier) -> int:
+        targets = [t for store in self._stores if store.state_tier is tier for t, _, _ in self._targets[id(store)]]
+        values = [value for target in targets for value in self._state[target].values()]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def _is_array(value: Any) -> bool:
+    # torch's optimizers keep step counts in host memory, wherever the parameter is.
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _lies_along(value: Any, target: nn.Parameter) -> bool:
+    return _is_array(value) and value.shape == target.shape and value.is_contiguous()
+
+
+def _targets_of(store: ShardStore, shaped: bool) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    if not shaped:
+        return [(s.group, s.start, s.stop, (s.stop - s.start,)) for s in store.segments()]
+    assert (store.start, store.stop) == (0, store.spec.layout.total)
+    return [(m.group, m.start, m.stop, m.shape) for m in store.spec.layout.members]

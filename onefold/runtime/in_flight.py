@@ -1,0 +1,220 @@
+"""Collectives in flight: started in order, limited in number, finished in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from onefold.comm import Collective, Gathering, Guard, Pending
+from onefold.offload.offload_memory import OffloadMemory
+from onefold.offload.shard_store import ShardStore
+from onefold.plan import Plan
+from onefold.pool import Pool
+from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.unit import Unit
+
+# A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
+# cheapest while that is still in cache.
+REDUCTIONS_IN_FLIGHT = 2
+
+
+@dataclass
+class PendingCollective:
+    """A collective in flight, and the units it carries."""
+
+    units: list[Unit]
+    pending: Pending | None
+    """None: it starts once the host has stepped its units."""
+    num_elements: int
+
+
+class InFlightCollectives:
+    """Starts and finishes the three collectives of units: all-gathers that unshard, reduce-scatters of gradients, and
+    refreshes, the all-gathers after a step of parameters that stay unsharded.
+    """
+
+    def __init__(
+        self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, memory: OffloadMemory | None = None
+    ) -> None:
+        self.collective = collective
+        self.pool = pool
+        self.reductions: deque[PendingCollective] = deque()
+        self.gathers: deque[PendingCollective] = deque()
+        self.refreshes: deque[PendingCollective] = deque()
+        self._plan = plan
+        self._guard = guard
+        self._memory = memory
+
+    @contextmanager
+    def _waiting(self, operation: str, units: Iterable[Unit]) -> Iterator[None]:
+        with self._guard.waiting(operation, [unit.name for unit in units]):
+            yield
+
+    # -- gathers that unshard -----------------------------------------------------------------------------------
+
+    def start_unshard(self, unit: Unit, *, lossless: bool = False, use_secondary: bool = False) -> None:
+        """Whatever the unit's state here: another rank may need this rank's shard."""
+        if self._plan.node_shard_size > 1:
+            self.wait_for_unshard(unit)  # which may be filling the secondary shard
+        for param in unit.sharded:
+            param.store.finish_step()
+        try:
+            with self._waiting("gather of", [unit]):
+                pending = self.collective.start_gather(
+                    unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
+                )
+        except BaseException:
+            unit.undo_unshard()
+            raise
+        self.gathers.append(PendingCollective([unit], pending, unit.num_gathered))
+
+    def prefetch(self, units: Iterable[Unit]) -> None:
+        """These are gathered next, in this order: read ahead what rests on disk, as far as there is room."""
+        for param in (param for unit in units for param in unit.sharded):
+            if not param.prefetch():
+                return
+
+    def _finish_unshard(self) -> None:
+        gather = self.gathers.popleft()
+        assert gather.pending is not None
+        with self._waiting("gather of", gather.units):
+            gather.pending.finish()
+        for unit in gather.units:
+            unit.finish_unshard()
+
+    def wait_for_unshard(self, unit: Unit) -> None:
+        while unit.num_gathers:
+            self._finish_unshard()
+
+    def finish_unshards(self) -> None:
+        while self.gathers:
+            self._finish_unshard()
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def start_reduction(self, batch: list[Unit]) -> None:
+        size = sum(unit.num_elements for unit in batch)
+        while len(self.reductions) >= REDUCTIONS_IN_FLIGHT:
+            self.finish_reduction()
+        _make_room(self.reductions, size, self._plan.reduce_bucket, self.finish_reduction)
+        for unit in batch:
+            unit.open_gradients(self.pool)
+        prescale = self._plan.scaling.prescale
+        reductions = [reduction for unit in batch for reduction in unit.start_reduction(prescale, self.pool)]
+        with self._waiting("reduction of", batch):  # to a rank that is gone even the launch may raise
+            pending = self.collective.start_reduce_scatter(reductions)
+        self.reductions.append(PendingCollective(batch, pending, size))
+        if not self._plan.overlap:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        reduction = self.reductions.popleft()
+        assert reduction.pending is not None
+        with self._waiting("reduction of", reduction.units):
+            reduction.pending.finish()
+        for unit in reduction.units:
+            unit.finish_reduction(self.pool)
+
+    def finish_reductions(self) -> None:
+        while self.reductions:
+            self.finish_reduction()
+        if self._memory is not None:
+            self._memory.gradients.finish()
+
+    # -- refreshes after a step ---------------------------------------------------------------------------------
+
+    def start_refresh(self, batch: list[Unit]) -> None:
+        """The batch has been stepped: send each rank's slice to all others, in place.
+
+        Over several ranks this waits for the host to step the batch (it goes on with the next meanwhile): what one rank
+        alone does after a step must not wait for others. By itself a rank waits where it needs a unit.
+        """
+        params = [param for unit in batch for param in unit.refreshed]
+        travels = self._plan.shards_states and self.collective.group.size > 1
+        waits = any(param.store.is_stepping for param in params)
+        if not params or not (travels or waits):
+            return
+        assert not any(unit.is_refreshing for unit in batch)
+        size = sum(param.layout.total for param in params)
+        if travels:
+            _make_room(self.refreshes, size, self._plan.gather_bucket, self._finish_refresh)
+        for unit in batch:
+            unit.is_refreshing = True
+        self.refreshes.append(PendingCollective(batch, self._launch_refresh(batch) if travels else None, size))
+
+    def _launch_refresh(self, batch: list[Unit]) -> Pending:
+        params = [param for unit in batch for param in unit.refreshed]
+        for param in params:
+            param.store.finish_step()
+        if self.collective.group.size == 1:
+            return Pending(lambda: None)
+        with self._waiting("refresh of", batch):
+            return self.collective.start_gather([Gathering(param.full) for param in params])
+
+    def _finish_refresh(self) -> None:
+        refresh = self.refreshes[0]
+        pending = refresh.pending or self._launch_refresh(refresh.units)  # may raise what the host has met, each time
+        self.refreshes.popleft()
+        with self._waiting("refresh of", refresh.units):
+            pending.finish()
+        for unit in refresh.units:
+            unit.is_refreshing = False
+
+    def wait_for_refresh(self, unit: Unit) -> None:
+        """Finish the refresh that carries this unit, and those launched before it."""
+        while unit.is_refreshing:
+            self._finish_refresh()
+
+    def finish_refreshes(self) -> None:
+        while self.refreshes:
+            self._finish_refresh()
+
+    def give_up_refreshes(self) -> None:
+        """After a step that failed nothing of it is waited for."""
+        for refresh in self.refreshes:
+            for unit in refresh.units:
+                unit.is_refreshing = False
+        self.refreshes.clear()
+
+    def refresh_now(self, unit: Unit, params: list[FlatParam]) -> None:
+        """Each rank's slice of these was written: every rank gets all of them."""
+        with self._waiting("gather of what was loaded, of", [unit]):
+            self.collective.start_gather([Gathering(param.full) for param in params]).finish()
+
+    # -- gradients where every rank steps everything ------------------------------------------------------------
+
+    def unsharded_gradients(
+        self, batches: list[list[Unit]]
+    ) -> Iterator[tuple[list[Unit], dict[ShardStore, torch.Tensor]]]:
+        """The reduced gradients of each batch, gathered, one batch ahead."""
+        ahead = deque(self._start_gathering_gradients(batch) for batch in batches[:1])
+        for position, batch in enumerate(batches):
+            ahead.extend(
+                self._start_gathering_gradients(following) for following in batches[position + 1 : position + 2]
+            )
+            gathered, pending = ahead.popleft()
+            with self._waiting("gather of gradients of", batch):
+                pending.finish()
+            yield batch, gathered
+            for gradient in gathered.values():
+                self.pool.give_back(gradient)
+
+    def _start_gathering_gradients(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], Pending]:
+        gathered, gatherings = {}, []
+        for param in (param for unit in batch for param in unit.trained):
+            reduced = param.grad.shard.value
+            assert reduced is not None
+            gathered[param.store] = self.pool.take(param.layout.total, reduced.dtype)
+            gatherings.append(Gathering(gathered[param.store], reduced))
+        with self._waiting("gather of gradients of", batch):
+            return gathered, self.collective.start_gather(gatherings)
+
+
+def _make_room(pending: deque[PendingCollective], incoming: int, limit: int, finish: Callable[[], None]) -> None:
+    """Bucket sizes limit what is in flight; one batch always may be."""
+    while pending and sum(collective.num_elements for collective in pending) + incoming > limit:
+        finish()

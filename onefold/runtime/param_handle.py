@@ -1,0 +1,345 @@
+"""Parameter handles: who can unshard a parameter that is a placeholder.
+
+Units of a live engine are lent by its schedule, so that all ranks agree on the gather. What no engine has taken yet
+(`zero.Init`), or has any more, is gathered here, by all ranks together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from onefold.comm import Agreement, Collective, Ledger, broadcast_from
+from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.held import HOLDER, hold, let_go, raw_grad, set_data, set_raw_grad
+from onefold.runtime.operations import operate
+from onefold.runtime.order import Request
+from onefold.runtime.trees import inside_backward
+from onefold.runtime.unit import ParameterState, Unit
+
+_next_number = 0
+
+# Told of parameters that get a handle and that lose it for good.
+on_attach: list[Callable[[nn.Parameter, ParamHandle], None]] = []
+on_detach: list[Callable[[nn.Parameter], None]] = []
+
+
+class Owner(Protocol):
+    """The engine, as far as handles know it."""
+
+    def about_to_write(self) -> None:
+        """Parameters are about to be written from outside."""
+
+    def parameters_loaded(self, units: list[Unit]) -> None:
+        """Parameters of these units were written from outside."""
+
+    def gradient_dropped(self) -> None:
+        """Somebody has set a parameter's `grad` to None."""
+
+
+class ParamHandle:
+    """Some flat parameters that are unsharded and resharded together. `number`: that of its first parameter, the same
+    on every rank.
+    """
+
+    def __init__(self, params: Sequence[FlatParam], collective: Collective, ledger: Ledger) -> None:
+        global _next_number
+        self.number = _next_number
+        _next_number += sum(len(param.parameters) for param in params)
+        self.lent = 0
+        self.collective = collective
+        self.ledger = ledger
+        # A live engine holds the unit; this must not keep it alive.
+        self._unit: weakref.ref[Unit] | None = None
+        self._owner: weakref.ref[Owner] | None = None
+        self._params: list[FlatParam] | None = list(params)
+        self._members = {
+            id(parameter): (which, index)
+            for which, param in enumerate(params)
+            for index, parameter in enumerate(param.parameters)
+        }
+        for param in params:
+            for parameter in param.parameters:
+                parameter.__dict__[HOLDER] = self
+                hold(parameter, resting=not param.stays_unsharded and param.is_sharded)
+        self._tell()
+
+    @staticmethod
+    def of_unit(unit: Unit, ledger: Ledger, owner: Owner) -> ParamHandle:
+        handle = ParamHandle(unit.params, unit.schedule.in_flight.collective, ledger)
+        handle._unit, handle._params, handle._owner = weakref.ref(unit), None, weakref.ref(owner)
+        return handle
+
+    def _tell(self) -> None:
+        here = [parameter for param in self.params for parameter in param.parameters if handle_of(parameter) is self]
+        for tell in on_attach:
+            for parameter in here:
+                tell(parameter, self)
+
+    @property
+    def owner(self) -> Owner | None:
+        return self._owner() if self._owner is not None else None
+
+    @property
+    def unit(self) -> Unit | None:
+        return self._unit() if self._unit is not None else None
+
+    @property
+    def params(self) -> list[FlatParam]:
+        unit = self.unit
+        params = unit.params if unit is not None else self._params
+        assert params is not None
+        return params
+
+    def place_of(self, parameter: torch.Tensor) -> tuple[FlatParam, int]:
+        """The flat parameter that a parameter lies in, and its place there."""
+        which, index = self._members[id(parameter)]
+        return self.params[which], index
+
+    def number_of(self, parameter: torch.Tensor) -> int:
+        """The same on every rank."""
+        return self.number + list(self._members).index(id(parameter))
+
+    def stand_alone(self) -> None:
+        """The engine goes: from now on sharded parameters are held here; others need no handle."""
+        params, self._unit, self._owner = self.params, None, None
+        for param in params:
+            param.forget_training()
+        if all(param.stays_unsharded for param in params):
+            detach(parameter for param in params for parameter in param.parameters)
+        else:
+            self._params = params
+            self._tell()  # shards that lay in the engine's memory lie elsewhere now
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(param.full.untyped_storage().size() for param in self.params)
+
+    @property
+    def in_flight(self) -> bool:
+        unit = self.unit
+        return unit is not None and unit.parameter is ParameterState.UNSHARDING
+
+    def borrow(self) -> None:
+        """Unsharded until given back. All ranks call this together."""
+        unit = self.unit
+        with torch._C.DisableTorchFunction():
+            if unit is not None:
+                unit.lend()
+            elif self.lent == 0:
+                sharded = [param for param in self.params if not param.stays_unsharded]
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    self.collective.start_gather([param.start_unshard(lossless=True) for param in sharded]).finish()
+                    for param in sharded:
+                        param.attach_views()
+        self.lent += 1
+
+    def give_back(self) -> None:
+        self.lent -= 1
+        unit = self.unit
+        with torch._C.DisableTorchFunction():
+            if unit is not None:
+                unit.take_back()
+            elif self.lent == 0:
+                for param in self.params:
+                    if not param.stays_unsharded:
+                        param.reshard(drop=True)
+
+    # -- what a held parameter asks -----------------------------------------------------------------------------
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        param, index = self.place_of(parameter)
+        return param.layout.members[index].name
+
+    @property
+    def in_pass(self) -> bool:
+        unit = self.unit
+        return unit is not None and unit.schedule.in_pass
+
+    def operate(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
+    ) -> Any:
+        """One torch function on parameters at rest, inside a pass."""
+        units = [handle.unit for handle in handles_of(resting)]
+        return operate([unit for unit in units if unit is not None], func, args, kwargs, resting)
+
+    def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` while it is unsharded: its values are written to where they lie."""
+        unit = self.unit
+        lent = unit is not None and unit.uses.lent > 0
+        if self.owner is None or (lent and value.shape != parameter.shape):
+            set_data(parameter, value)  # `GatheredParameters` and `Init` see to it, on all ranks together
+            return
+        same = (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device)
+        if not same:
+            raise RuntimeError(
+                f"parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
+                f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the "
+                "engine's model cannot be cast, moved or resized. Do it before initialize; dtypes and devices come "
+                "from the config"
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    def data_read(self, parameter: nn.Parameter) -> None:
+        """From now on writes are looked for by value: resharding would lose them."""
+        param, index = self.place_of(parameter)
+        if self.in_pass and not param.stays_unsharded:
+            param.look_for_writes(index)
+
+    def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None:
+        """A trained parameter that is frozen is left out of the step until it is unfrozen."""
+        param, index = self.place_of(parameter)
+        if param.trainable:
+            (param.store.frozen.discard if value else param.store.frozen.add)(index)
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What stands for a gradient that was moved into the flat buffer."""
+        param, index = self.place_of(parameter)
+        return param.grad.of_parameter(index) if param.trainable and self.unit is not None else None
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        param, index = self.place_of(parameter)
+        unit = self.unit
+        # Autograd has just left it there: a hook of the user's runs before ours, which will take what it leaves.
+        landing = inside_backward() and raw_grad(parameter) is not None
+        if value is not None and param.trainable and self.owner is not None and not landing:
+            raise RuntimeError(
+                f"the gradient of {self.name_of(parameter)} is reduced and held by the engine: set it between "
+                "backward and step with onefold.utils.safe_set_full_grad(parameter, value)"
+            )
+        set_raw_grad(parameter, value)
+        if value is not None or not param.trainable or unit is None:
+            return
+        if inside_backward() and (landing or unit.schedule.in_backward):
+            param.grad.drops_at_end.add(index)
+        else:
+            param.grad.drop_of_parameter(index)
+            owner = self.owner
+            if owner is not None:
+                owner.gradient_dropped()
+
+    def moved(self) -> bool:
+        """Whether some parameter was given a tensor of its own while it was unsharded (`.data = ...`)."""
+        with torch._C.DisableTorchFunction():
+            return any(not param.is_attached(index) for param in self.params for index in range(len(param.parameters)))
+
+    def reshaped(self) -> list[str]:
+        """Parameters that were given data of another shape."""
+        with torch._C.DisableTorchFunction():
+            return [name for param in self.params for name in param.reshaped_names()]
+
+    def cast(self, of: Callable[[torch.dtype], torch.dtype]) -> None:
+        """Another dtype for everything here, before any engine has it."""
+        for param in self.params:
+            if of(param.dtype) != param.dtype:
+                param.cast(of(param.dtype))
+        self._tell()
+
+    def leave_unsharded(self) -> None:
+        """Do not give back: the next forward or step of the engine reshards the unit, and without an engine the
+        parameters are plain from now on.
+        """
+        unit = self.unit
+        if unit is not None:
+            self.lent -= 1
+            unit.uses.held = True
+            unit.take_back()
+        else:
+            detach(parameter for param in self.params for parameter in param.parameters)
+
+    def read(self) -> None:
+        """A module that does not own these parameters is about to use them."""
+        unit = self.unit
+        if unit is not None:
+            unit.read(within=True)
+
+    def meet(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers."""
+        unit = self.unit
+        if unit is not None:
+            return unit.schedule.order.meet(request, numbers)
+        return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
+
+    def take_values_of(self, rank: int) -> None:
+        """One rank has written: its values become everybody's.
+
+        A parameter that was given data of another shape leaves for good, and is laid out anew by `initialize`.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for param in self.params:
+                detach(param.release(name) for name in param.reshaped_names())
+                param.take_parameters()
+                broadcast_from(self.collective.group, rank, param.full, self.ledger)
+                param.write_back()
+        if self.owner is None:
+            self._tell()  # of shards that were made just now
+        self.tell_written()
+
+    def tell_written(self) -> None:
+        """Parameters have new values, on every rank: whoever keeps masters of them must know."""
+        for param in self.params:
+            param.invalidate_secondary()
+        owner, unit = self.owner, self.unit
+        if owner is not None and unit is not None:
+            owner.parameters_loaded([unit])
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        return object, ()  # a pickled parameter is nobody's
+
+
+def handle_of(parameter: object) -> ParamHandle | None:
+    handle = getattr(parameter, "__dict__", {}).get(HOLDER)
+    return handle if isinstance(handle, ParamHandle) and id(parameter) in handle._members else None
+
+
+def handles_of(parameters: Iterable[object]) -> list[ParamHandle]:
+    """Each once, in one order on every rank."""
+    found = {handle for parameter in parameters if (handle := handle_of(parameter)) is not None}
+    return sorted(found, key=lambda handle: handle.number)
+
+
+def about_to_write(parameter: object) -> None:
+    """Somebody outside is about to write a parameter: the engine that trains it, if any, finishes what it does."""
+    handle = handle_of(parameter)
+    owner = handle.owner if handle is not None else None
+    if owner is not None:
+        owner.about_to_write()
+
+
+def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, also while it is a placeholder."""
+    handle = handle_of(parameter)
+    if handle is None:
+        return parameter.shape
+    param, index = handle.place_of(parameter)
+    return torch.Size(param.layout.members[index].shape)
+
+
+def detach(parameters: Iterable[nn.Parameter]) -> None:
+    """These parameters lie elsewhere now; a handle that all have left is freed."""
+    for parameter in parameters:
+        let_go(parameter)
+        if parameter.__dict__.pop(HOLDER, None) is not None:
+            for tell in on_detach:
+                tell(parameter)
+
+
+@contextmanager
+def unsharded(parameters: Iterable[nn.Parameter]) -> Iterator[list[ParamHandle]]:
+    """Unsharded inside."""
+    handles = handles_of(parameters)
+    borrowed: list[ParamHandle] = []
+    try:
+        for handle in handles:
+            handle.borrow()
+            borrowed.append(handle)
+        yield handles
+    finally:
+        for handle in borrowed:
+            handle.give_back()
