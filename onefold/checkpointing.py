@@ -18,9 +18,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from onefold.config import ActivationCheckpointing as Settings
 from onefold.config import Config, ConfigError, load_config
-from onefold.config.sections import ActivationCheckpointing as Settings
-from onefold.report.log import logger
+from onefold.log import logger
 from onefold.tier.resting import Inputs, forget_buffers
 
 _SECTION = "activation_checkpointing"

@@ -1,6 +1,6 @@
 """The keys of `optimizer.params` and `scheduler.params` for the optimizers and schedules that onefold has itself.
 
-Each is a section like the others, so that its values are read, its keys suggested and its fates told in the same way.
+Each is a section like the others: its values are read, its keys suggested and its support status told in the same way.
 The defaults are those of the optimizer; a class of torch is read by its own signature instead (`optim.signature`).
 """
 # ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule wants.
@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.config.errors import ConfigError
-from onefold.config.keys import key
+from onefold.config.keys import ConfigError, key
 
 _KERNEL = "one fused kernel over flat shards serves; the result is the same"
 _BETA = {"minimum": 0, "below": 1}

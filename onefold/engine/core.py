@@ -18,6 +18,7 @@ from onefold.engine.tiers import make_lower, settle_drafts
 from onefold.engine.weights import Weights
 from onefold.engine.wires import wires_of
 from onefold.loader import data_loader
+from onefold.log import logger
 from onefold.optim.choose import Chosen
 from onefold.optim.nonfinite import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
@@ -25,8 +26,7 @@ from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.update import Update
 from onefold.plan import Counting, Plan
 from onefold.plan.table import DTYPES, gradient_factors, make_precision
-from onefold.report.log import logger
-from onefold.report.memory import memory_status
+from onefold.report.memory_usage import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Home, Hooks, Schedule, Unit, build_units, draft_units
 from onefold.runtime.trees import cast_floats

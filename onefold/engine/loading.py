@@ -19,7 +19,7 @@ from onefold.checkpoint.slots import loose_states
 from onefold.checkpoint.sound import check_groups, check_loose_like, check_schedule, check_taken
 from onefold.comm import agree_in_meeting
 from onefold.engine.saving import Saving
-from onefold.report.log import logger
+from onefold.log import logger
 from onefold.runtime import gathered, home_of
 
 

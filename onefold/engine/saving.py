@@ -26,7 +26,7 @@ from onefold.checkpoint.slots import groups_of, loose_states, outside_runs, own_
 from onefold.checkpoint.tagged import ClientStateError
 from onefold.comm import Board
 from onefold.engine.facts import Facts
-from onefold.report.log import logger
+from onefold.log import logger
 from onefold.runtime import Schedule
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from onefold.comm import Agreement, Group, Ledger, num_ranks_on_host
-from onefold.config import Config
-from onefold.config.zero import OffloadOptimizer, OffloadParam
+from onefold.config import Config, OffloadOptimizer, OffloadParam
 from onefold.plan import Counting, Room, RunShape, Tier, count_bytes, settle_tiers
 from onefold.plan.memory import master_dtype, rests_whole
 from onefold.runtime.build import Draft

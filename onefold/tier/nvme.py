@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from onefold.config.sections import Aio
+from onefold.config import Aio
 from onefold.tier.host import PAGE, page_aligned
 from onefold.tier.swap_folder import SwapFolder, check_space
 

@@ -3,11 +3,24 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from onefold.config.keys import key, section
 
 Device = Literal["none", "cpu", "nvme"]
+
+_stage3 = partial(key, from_stage=3)
+_offloaded = partial(key, switch="device")
+_on_nvme = partial(key, switch="device", needs="nvme")
+
+
+def _renamed(default: Any, doc: str, *old_names: str, **rest: Any) -> Any:
+    """A key of stage 3 that has an older name, without `stage3_`. Only one of the names may be in a file."""
+    return key(default, doc, aliases=old_names, one_spelling=True, **rest)
+
+
+_limit = partial(_renamed, from_stage=3, minimum=0)
 
 
 _NVME_PATH = (
@@ -15,22 +28,20 @@ _NVME_PATH = (
     "and variables of the environment (`$SCRATCH/swap`) are filled in; one that is not set is an error."
 )
 _BUFFER_SIZE = "Elements of one buffer; a longer shard is streamed through it."
+_ONE_REDUCTION = "one and the same reduction serves every stage"
+_ONE_GATHER = "a unit is gathered by one collective already"
 
 
 @dataclass(frozen=True)
 class OffloadParam:
     """Where the parameter shards rest between uses."""
 
-    device: Device = key("none", "Where parameter shards rest.", from_stage=3)
-    nvme_path: tuple[str, ...] = key((), _NVME_PATH, from_stage=3, or_one=True)
-    buffer_count: int = key(
-        5, "Staging buffers between NVMe and host.", from_stage=3, switch="device", needs="nvme", minimum=1
-    )
-    buffer_size: int = key(100_000_000, _BUFFER_SIZE, from_stage=3, switch="device", needs="nvme", minimum=1)
-    max_in_cpu: int = key(
-        1_000_000_000, "Elements kept in host memory.", from_stage=3, switch="device", needs="nvme", minimum=0
-    )
-    pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", from_stage=3, switch="device")
+    device: Device = _stage3("none", "Where parameter shards rest.")
+    nvme_path: tuple[str, ...] = _stage3((), _NVME_PATH, or_one=True)
+    buffer_count: int = _on_nvme(5, "Staging buffers between NVMe and host.", from_stage=3, minimum=1)
+    buffer_size: int = _on_nvme(100_000_000, _BUFFER_SIZE, from_stage=3, minimum=1)
+    max_in_cpu: int = _on_nvme(1_000_000_000, "Elements kept in host memory.", from_stage=3, minimum=0)
+    pin_memory: bool = _offloaded(True, "Keep the host copy in page-locked memory.", from_stage=3)
 
 
 @dataclass(frozen=True)
@@ -39,27 +50,20 @@ class OffloadOptimizer:
 
     device: Device = key("none", "Where masters and optimizer states rest; stages 1, 2 and 3.")
     nvme_path: tuple[str, ...] = key((), _NVME_PATH, or_one=True)
-    buffer_count: int = key(
+    buffer_count: int = _on_nvme(
         4,
         "Page-locked buffers of the pipeline: read one, update one, write one; fewer than 3 overlap less.",
-        switch="device",
-        needs="nvme",
         minimum=1,
     )
-    buffer_size: int = key(8_000_000, _BUFFER_SIZE, switch="device", needs="nvme", minimum=1)
-    pin_memory: bool = key(True, "Keep the host copy in page-locked memory.", switch="device")
-    pipeline_read: bool | None = key(
-        None, "Read the next states during the step; on unless it says false.", switch="device", needs="nvme"
-    )
-    pipeline_write: bool | None = key(
-        None, "Write the last states during the step; on unless it says false.", switch="device", needs="nvme"
-    )
+    buffer_size: int = _on_nvme(8_000_000, _BUFFER_SIZE, minimum=1)
+    pin_memory: bool = _offloaded(True, "Keep the host copy in page-locked memory.")
+    pipeline_read: bool | None = _on_nvme(None, "Read the next states during the step; on unless it says false.")
+    pipeline_write: bool | None = _on_nvme(None, "Write the last states during the step; on unless it says false.")
     fast_init: bool = key(False, "Fast start on NVMe.", notice="states start as empty files, which is already fast")
-    ratio: float | None = key(
+    ratio: float | None = _offloaded(
         1.0,
         "Share of the trained parameters whose states are offloaded; the first units stay on the device. `auto`: as "
         "little as fits `onefold.device_memory`.",
-        switch="device",
         minimum=0,
         maximum=1,
         auto=True,
@@ -70,7 +74,7 @@ class OffloadOptimizer:
     cpuadam_cores_perc: float = key(
         0.8, "Share of the cores for DeepSpeed's worker.", notice="the host step uses torch's own threads"
     )
-    max_in_cpu: int = key(0, "Elements whose states stay in host memory.", switch="device", needs="nvme", minimum=0)
+    max_in_cpu: int = _on_nvme(0, "Elements whose states stay in host memory.", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ class LoCo:
 class LeafModule:
     """Modules that are never cut into smaller units."""
 
-    classes: tuple[str, ...] = key((), "Class names.", from_stage=3)
-    names: tuple[str, ...] = key((), "Module names.", from_stage=3)
-    name_suffixes: tuple[str, ...] = key((), "Endings of module names.", from_stage=3)
+    classes: tuple[str, ...] = _stage3((), "Class names.")
+    names: tuple[str, ...] = _stage3((), "Module names.")
+    name_suffixes: tuple[str, ...] = _stage3((), "Endings of module names.")
 
 
 @dataclass(frozen=True)
@@ -132,12 +136,8 @@ class ZeroOptimization:
     contiguous_gradients: bool = key(
         True, "Gradients in contiguous memory.", notice="gradients always lie in flat buffers"
     )
-    reduce_scatter: bool = key(
-        True, "Reduce-scatter instead of all-reduce.", notice="one and the same reduction serves every stage"
-    )
-    use_multi_rank_bucket_allreduce: bool = key(
-        True, "How stages 1 and 2 group reductions.", notice="one and the same reduction serves every stage"
-    )
+    reduce_scatter: bool = key(True, "Reduce-scatter instead of all-reduce.", notice=_ONE_REDUCTION)
+    use_multi_rank_bucket_allreduce: bool = key(True, "How stages 1 and 2 group reductions.", notice=_ONE_REDUCTION)
     allgather_partitions: bool = key(
         True, "All-gather instead of broadcasts after the step.", notice="updated shards are always gathered"
     )
@@ -157,10 +157,8 @@ class ZeroOptimization:
         False, "Spread gradient copies over ranks.", notice="shards are equal by construction"
     )
     grad_hooks: bool = key(True, "Reduce from gradient hooks.", notice="reductions always start from gradient hooks")
-    offload_param: OffloadParam = section(OffloadParam, "Where the parameter shards rest between uses.")
-    offload_optimizer: OffloadOptimizer = section(
-        OffloadOptimizer, "Where masters and optimizer states rest, and hence where the step runs."
-    )
+    offload_param: OffloadParam = section(OffloadParam)
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer)
     cpu_offload: bool = key(False, "Masters and states rest on the host.", same_as="offload_optimizer.device")
     cpu_offload_param: bool = key(
         False, "Parameters rest on the host.", aliases=("cpu_offload_params",), same_as="offload_param.device"
@@ -176,93 +174,54 @@ class ZeroOptimization:
     sub_group_size: int = key(
         1_000_000_000, "Elements that are stepped together.", notice="the step goes unit by unit", minimum=1
     )
-    stage3_prefetch_bucket_size: int = key(
-        50_000_000,
-        "Elements gathered ahead of their use.",
-        aliases=("prefetch_bucket_size",),
-        one_spelling=True,
-        from_stage=3,
-        minimum=0,
+    stage3_prefetch_bucket_size: int = _limit(
+        50_000_000, "Elements gathered ahead of their use.", "prefetch_bucket_size"
     )
-    stage3_param_persistence_threshold: int = key(
-        100_000,
-        "Parameters of at most so many elements stay whole on every rank.",
-        aliases=("param_persistence_threshold",),
-        one_spelling=True,
-        from_stage=3,
-        minimum=0,
+    stage3_param_persistence_threshold: int = _limit(
+        100_000, "Parameters of at most so many elements stay whole on every rank.", "param_persistence_threshold"
     )
-    stage3_model_persistence_threshold: int = key(
-        sys.maxsize,
-        "Elements that may stay whole in all.",
-        aliases=("model_persistence_threshold",),
-        one_spelling=True,
-        from_stage=3,
-        minimum=0,
+    stage3_model_persistence_threshold: int = _limit(
+        sys.maxsize, "Elements that may stay whole in all.", "model_persistence_threshold"
     )
-    stage3_max_live_parameters: int = key(
-        1_000_000_000,
-        "Elements that may be whole at one time.",
-        aliases=("max_live_parameters",),
-        one_spelling=True,
-        from_stage=3,
-        minimum=0,
+    stage3_max_live_parameters: int = _limit(
+        1_000_000_000, "Elements that may be whole at one time.", "max_live_parameters"
     )
-    stage3_max_reuse_distance: int = key(
-        1_000_000_000,
-        "A unit that is used again within so many elements is not released.",
-        aliases=("max_reuse_distance",),
-        one_spelling=True,
-        from_stage=3,
-        minimum=0,
+    stage3_max_reuse_distance: int = _limit(
+        1_000_000_000, "A unit that is used again within so many elements is not released.", "max_reuse_distance"
     )
-    stage3_gather_16bit_weights_on_model_save: bool = key(
+    stage3_gather_16bit_weights_on_model_save: bool = _renamed(
         False,
         "Gather whole weights when the model is saved. Accelerate and Trainer ask for it.",
-        aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-        one_spelling=True,
+        "gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
         from_stage=3,
     )
-    stage3_module_granularity_threshold: int = key(
+    stage3_module_granularity_threshold: int = _renamed(
         0,
         "Find leaf modules by size.",
-        aliases=("module_granularity_threshold",),
-        one_spelling=True,
+        "module_granularity_threshold",
         notice="the cut into units never goes below a block",
         minimum=0,
     )
-    stage3_use_all_reduce_for_fetch_params: bool = key(
-        False,
-        "Gather by all-reduce.",
-        aliases=("use_all_reduce_for_fetch_params",),
-        one_spelling=True,
-        notice="a unit is gathered by one collective already",
+    stage3_use_all_reduce_for_fetch_params: bool = _renamed(
+        False, "Gather by all-reduce.", "use_all_reduce_for_fetch_params", notice=_ONE_GATHER
     )
-    stage3_allgather_sequential: bool = key(
-        False,
-        "Gather one parameter at a time.",
-        aliases=("allgather_sequential",),
-        one_spelling=True,
-        notice="a unit is gathered by one collective already",
+    stage3_allgather_sequential: bool = _renamed(
+        False, "Gather one parameter at a time.", "allgather_sequential", notice=_ONE_GATHER
     )
-    zero_hpz_partition_size: int = key(
-        1,
-        "Ranks of a node that hold a second shard for backward (hpZ).",
-        minimum=1,
-        from_stage=3,
-        asks=lambda value: value > 1,
+    zero_hpz_partition_size: int = _stage3(
+        1, "Ranks of a node that hold a secondary shard for backward (hpZ).", minimum=1, asks=lambda value: value > 1
     )
-    zero_quantized_weights: bool = key(False, "Gather parameters as int8 (qwZ).", from_stage=3)
-    zero_quantized_nontrainable_weights: bool = key(False, "Gather frozen parameters as int8.", from_stage=3)
-    zero_quantized_gradients: bool = key(False, "Reduce gradients as int8 inside a host and int4 across hosts (qgZ).")
+    zero_quantized_weights: bool = _stage3(False, "Gather parameters as int8 (qwZ).")
+    zero_quantized_nontrainable_weights: bool = _stage3(False, "Gather frozen parameters as int8.")
+    zero_quantized_gradients: bool = key(False, "Reduce gradients as int8 inside a node and int4 across nodes (qgZ).")
     zeropp_loco_param: LoCo | None = key(
         None, "Error feedback for quantized gradients (a byte a parameter).", switch="zero_quantized_gradients"
     )
-    mics_shard_size: int = key(
+    mics_shard_size: int = _stage3(
         -1,
         "Neighbouring ranks that hold one whole model state between them (MiCS); -1: all ranks.",
         minimum=-1,
-        from_stage=3,
         asks=lambda value: value > 0,
         asks_text="above 0",
     )
@@ -287,4 +246,4 @@ class ZeroOptimization:
     save_muon_momentum_buffer_in_memory: bool = key(
         False, "Where Muon's momentum rests.", notice="Muon is not elementwise, so its states are never sharded"
     )
-    leaf_module: LeafModule = section(LeafModule, "Modules that are never cut into smaller units.")
+    leaf_module: LeafModule = section(LeafModule)
