@@ -14,6 +14,7 @@ PACKAGE = ROOT / "onefold"
 
 # The floor of each room; a file at the top of the package is a room of its own.
 FLOORS = {
+    "log": 0,
     "config": 0,
     "plan": 0,
     "comm": 1,

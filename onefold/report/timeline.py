@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from onefold.comm import Ledger
-from onefold.report.log import logger
-from onefold.report.memory import GIB, peak_resident_bytes, used_bytes
+from onefold.log import logger
+from onefold.report.memory_usage import GIB, peak_resident_bytes, used_bytes
 
 
 @dataclass(frozen=True)
 class Span:
+    """One phase of a step: when it began, how long it took, and the memory in use at its end."""
+
     phase: str
     start: float
     seconds: float
@@ -148,6 +151,4 @@ class Profiling:
 
 
 def _rank() -> int:
-    import torch.distributed as dist
-
     return dist.get_rank() if dist.is_initialized() else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -18,13 +17,13 @@ import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.engine import Engine
+from onefold.log import logger
 from onefold.plan import make_plan
-from onefold.report.memory import peak_bytes, used_bytes
+from onefold.report.memory_usage import peak_bytes, used_bytes
 from onefold.train.data import Corpus, load_corpus
 from onefold.train.gpt import GPT, PRESETS
 from onefold.train.options import PreparedConfig, TrainOptions, prepare_config
-from onefold.train.progress import Progress, StepMetrics, make_progress
-from onefold.train.report import Summary, show, write_files
+from onefold.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
 
 # Two signals within this time are one Ctrl-C that arrived twice: from the terminal and from the launcher.
 SAME_SIGNAL_SECONDS = 1.0
@@ -65,7 +64,7 @@ def start_engine(build: Callable[[], GPT], prepared: PreparedConfig) -> Engine:
     config = load_config(prepared.document)
     if config.log_level is None:
         # The job has a progress bar and prints the plan itself.
-        logging.getLogger("onefold").setLevel(logging.WARNING)
+        logger.setLevel("WARNING")
     with onefold.zero.Init(config_dict_or_path=config, enabled=make_plan(config).shards_parameters):
         model = build()
     engine, _, _, _ = onefold.initialize(model=model, config=config)
@@ -188,14 +187,13 @@ def finish(
         traffic=tuple(engine.ledger.rows()),
         bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
     )
-    plot = write_files(folder, summary, steps)
+    curve = write_files(folder, summary, steps)
     print(flush=True)
     show(summary)
     if sample:
         print(f"\na sample, after {len(steps)} steps:\n{sample}")
     weights = ", the weights in model.safetensors," if options.save_16bit_model else " and"
-    files = f"metrics.jsonl{weights} summary.json in {folder}"
-    print(f"\nplot: {plot}\n{files}" if plot else f"\n{files}; install matplotlib for a plot", flush=True)
+    print(f"\n{f'plot: {curve}' if curve else NO_CURVE}\nmetrics.jsonl{weights} summary.json in {folder}", flush=True)
 
 
 @torch.no_grad()

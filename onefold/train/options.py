@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,29 +43,14 @@ class TrainOptions:
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
-        return TrainOptions(
-            config=arguments.config,
-            stage=arguments.stage,
-            steps=arguments.steps,
-            preset=arguments.preset,
-            out=arguments.resume or arguments.out,
-            seed=arguments.seed,
-            data=tuple(arguments.data),
-            prompt=arguments.prompt,
-            sample_length=arguments.sample_length,
-            save_16bit_model=arguments.save_16bit_model,
-            save_every=arguments.save_every,
-            resume=arguments.resume is not None,
-        )
+        given = {field.name: getattr(arguments, field.name) for field in fields(TrainOptions)}
+        out, resume = arguments.resume or arguments.out, arguments.resume is not None
+        return TrainOptions(**{**given, "data": tuple(arguments.data), "out": out, "resume": resume})
 
     def to_arguments(self) -> tuple[str, ...]:
         """The flags that give these options again: how the command hands them to its ranks."""
-        flags = {
-            "config": self.config, "stage": self.stage, "steps": self.steps, "preset": self.preset, "out": self.out,
-            "seed": self.seed, "prompt": self.prompt, "sample-length": self.sample_length,
-            "save-every": self.save_every, "resume": self.out if self.resume else None,
-        }  # fmt: skip
-        given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        flags = {**vars(self), "resume": self.out if self.resume else None, "save_16bit_model": None, "data": None}
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
         given += ["--save-16bit-model"] * self.save_16bit_model
         return (*given, *(("--data", *self.data) if self.data else ()))
 

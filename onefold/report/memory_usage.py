@@ -1,10 +1,11 @@
-"""What memory is in use: of the device where there is one, of the process everywhere."""
+"""Memory in use: of the device where there is one, of the process everywhere."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from onefold.report.log import logger
+from onefold.log import logger
 
 GIB = 1 << 30
 
@@ -54,8 +55,6 @@ def _line() -> str:
 
 
 def _speaks(rank: int = 0) -> bool:
-    import torch.distributed as dist
-
     return not dist.is_initialized() or dist.get_rank() == rank
 
 
