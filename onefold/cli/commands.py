@@ -7,9 +7,8 @@ the command does is another function, which is imported when the command is run.
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from onefold.train.options import add_arguments
 
@@ -26,29 +25,13 @@ class UsageError(ValueError):
     """What was typed cannot be done; the message says why, and the command ends with exit code 2."""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """One command, or a group of commands: `ckpt` is the group of `ckpt ls`."""
 
     help: str
-    add_arguments: AddArguments
     run: str | None
     """`module:function` that is given the arguments and returns the exit code; None: a group."""
-
-    def add_to(
-        self, commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str
-    ) -> argparse.ArgumentParser:
-        text, _, examples = inspect.cleandoc(self.add_arguments.__doc__ or "").partition("\n\nexamples:\n")
-        parser = commands.add_parser(
-            name,
-            help=self.help,
-            description=text,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(run=self.run, parser=parser)
-        self.add_arguments(parser)
-        return parser
+    add_arguments: AddArguments
 
 
 COMMANDS: dict[str, Command] = {}
@@ -56,7 +39,7 @@ COMMANDS: dict[str, Command] = {}
 
 def command(name: str, help: str, run: str | None = None) -> Callable[[AddArguments], AddArguments]:
     def declare(add_arguments: AddArguments) -> AddArguments:
-        COMMANDS[name] = Command(help, add_arguments, run)
+        COMMANDS[name] = Command(help, run, add_arguments)
         return add_arguments
 
     return declare

@@ -164,13 +164,12 @@ def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> 
         unknown = sorted(set(slots or ()) - set(nodes[node]))
         if unknown:
             raise UsageError(f"{node} has no slot {unknown[0]}, only {', '.join(map(str, nodes[node]))}")
-    if include:
-        kept = {node: choice[node] or slots for node, slots in nodes.items() if node in choice}
-    else:
-        kept = dict(nodes)
-        for node, slots in choice.items():
-            kept[node] = tuple(slot for slot in nodes[node] if slot not in slots) if slots is not None else ()
-    kept = {node: slots for node, slots in kept.items() if slots}
+    kept: Nodes = {}
+    for node, slots in nodes.items():
+        listed = (choice[node] or slots) if node in choice else ()
+        left = tuple(slot for slot in slots if (slot in listed) == bool(include))
+        if left:
+            kept[node] = left
     if not kept:
         raise UsageError("no slot is left after --include / --exclude")
     return kept

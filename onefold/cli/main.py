@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 
@@ -36,7 +37,16 @@ def build_parser() -> argparse.ArgumentParser:
     groups = {"": parser.add_subparsers(title="commands", metavar="COMMAND", required=True)}
     for path, command in COMMANDS.items():
         group, _, name = path.rpartition(" ")
-        added = command.add_to(groups[group], name)
+        text, _, examples = inspect.cleandoc(command.add_arguments.__doc__ or "").partition("\n\nexamples:\n")
+        added = groups[group].add_parser(
+            name,
+            help=command.help,
+            description=text,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(run=command.run, parser=added)
+        command.add_arguments(added)
         if command.run is None:
             groups[path] = added.add_subparsers(title="commands", metavar="COMMAND")
     return parser

@@ -7,17 +7,6 @@ from onefold.config.schema import ActivationCheckpointing, Aio, Config
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 
 __all__ = [
-    "ActivationCheckpointing",
-    "Aio",
-    "Batch",
-    "Config",
-    "ConfigError",
-    "LeafModule",
-    "OffloadOptimizer",
-    "OffloadParam",
-    "check_built",
-    "check_topology",
-    "load_config",
-    "num_replicas",
-    "solve_batch",
-]
+    "ActivationCheckpointing", "Aio", "Batch", "Config", "ConfigError", "LeafModule", "OffloadOptimizer",
+    "OffloadParam", "check_built", "check_topology", "load_config", "num_replicas", "solve_batch",
+]  # fmt: skip

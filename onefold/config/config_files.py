@@ -13,7 +13,18 @@ from typing import Any
 
 import yaml
 
-from onefold.config.keys import MAX_DIGITS, ConfigError, Key, as_number, is_absent, read_as, shown, spellings, wrong
+from onefold.config.keys import (
+    MAX_DIGITS,
+    ConfigError,
+    Key,
+    as_number,
+    is_absent,
+    join,
+    read_as,
+    shown,
+    spellings,
+    wrong,
+)
 from onefold.config.zero_optimization import ZeroOptimization
 
 _MAX_DEPTH = 50
@@ -74,12 +85,9 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     """One YAML document, without duplicate keys."""
     try:
         parsed = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        if mark is None:
-            raise ConfigError(f"{name}: {error}") from error
-        raise _at(name, text, mark.line + 1, mark.column + 1, error.problem or "not YAML") from error
     except yaml.YAMLError as error:
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark or error.context_mark) is not None:
+            raise _at(name, text, mark.line + 1, mark.column + 1, error.problem or "not YAML") from error
         raise ConfigError(f"{name}: {error}") from error
     except RecursionError as error:
         raise _too_deep(name) from error
@@ -137,13 +145,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for name, _ in node.value:
-            if not isinstance(name, yaml.ScalarNode):
-                continue
-            if name.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {name.value!r} is given twice", problem_mark=name.start_mark
-                )
-            seen.add(name.value)
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {name.value!r} is given twice", problem_mark=name.start_mark
+                    )
+                seen.add(name.value)
         return super().construct_mapping(node, deep)
 
 
@@ -156,7 +163,7 @@ def _without_duplicates(value: Any, path: str, name: str) -> Any:
     if isinstance(value, _Pairs):
         found: dict[str, Any] = {}
         for key, inner in value:
-            full = f"{path}.{key}" if path else key
+            full = join(path, key)
             if key in found:
                 raise ConfigError(f"{name}: the key {full} is given twice; keep one of them")
             found[key] = _without_duplicates(inner, full, name)
@@ -173,13 +180,10 @@ def _top(parsed: Any, name: str) -> dict[str, Any]:
 
 
 def _at(name: str, text: str, line: int, column: int, problem: str) -> ConfigError:
-    lines = text.splitlines()
-    there = lines[line - 1] if 0 < line <= len(lines) else ""
-    start = max(0, column - 1 - _WIDTH // 2)
-    there = there[start : start + _WIDTH]
-    return ConfigError(
-        f"{name}, line {line}, column {column}: {problem}\n    {there}\n    {' ' * (column - 1 - start)}^"
-    )
+    lines, start = text.splitlines(), max(0, column - 1 - _WIDTH // 2)
+    there = lines[line - 1][start : start + _WIDTH] if 0 < line <= len(lines) else ""
+    pointer = " " * (column - 1 - start) + "^"
+    return ConfigError(f"{name}, line {line}, column {column}: {problem}\n    {there}\n    {pointer}")
 
 
 def _decode(text: str) -> str | None:
@@ -198,32 +202,13 @@ _INNER_MARKS = ("zero_stage", "offload_optimizer_device", "offload_param_device"
 
 # Keys that start processes, with the value that says nothing. `onefold launch` and torchrun have arguments for them.
 _LAUNCHER: dict[str, Any] = {
-    "num_processes": None,
-    "num_machines": 1,
-    "machine_rank": 0,
-    "main_process_ip": None,
-    "main_process_port": None,
-    "main_training_function": "main",
-    "rdzv_backend": "static",
-    "rdzv_endpoint": None,
-    "same_network": True,
-    "gpu_ids": "all",
-    "use_cpu": False,
-    "debug": False,
-    "enable_cpu_affinity": False,
-    "downcast_bf16": False,
-    "dynamo_backend": "NO",
-    "dynamo_config": {},
-    "mpirun_config": {},
-    "ipex_config": {},
-    "command_file": None,
-    "commands": None,
-    "tpu_env": [],
-    "tpu_name": None,
-    "tpu_zone": None,
-    "tpu_use_cluster": False,
+    "num_processes": None, "num_machines": 1, "machine_rank": 0, "main_process_ip": None, "main_process_port": None,
+    "main_training_function": "main", "rdzv_backend": "static", "rdzv_endpoint": None, "same_network": True,
+    "gpu_ids": "all", "use_cpu": False, "debug": False, "enable_cpu_affinity": False, "downcast_bf16": False,
+    "dynamo_backend": "NO", "dynamo_config": {}, "mpirun_config": {}, "ipex_config": {}, "command_file": None,
+    "commands": None, "tpu_env": [], "tpu_name": None, "tpu_zone": None, "tpu_use_cluster": False,
     "tpu_use_sudo": False,
-}
+}  # fmt: skip
 _DEEPSPEED_LAUNCHER: dict[str, Any] = {
     "deepspeed_multinode_launcher": "standard",
     "deepspeed_hostfile": None,
@@ -355,13 +340,10 @@ def _named_file(name: str, folder: str | None) -> dict[str, Any]:
 
 def _speaking(keys: Mapping[str, Any], quiet: Mapping[str, Any], prefix: str) -> list[str]:
     return [
-        f"{prefix}{name}"
+        prefix + name
         for name, default in quiet.items()
-        if name in keys
-        and not is_absent(keys[name])
-        and keys[name] != default
-        and keys[name] != str(default)
-        and not (keys[name] == "no" and default is False)
+        if not is_absent(value := keys.get(name))
+        and value not in (default, str(default), "no" if default is False else default)
     ]
 
 

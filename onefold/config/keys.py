@@ -77,6 +77,16 @@ def key(default: Any, doc: str, **rest: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def noticed(default: Any, doc: str, reason: str, **rest: Any) -> Any:
+    """A key that has nothing to do here: a value that asks for something gets one line with the reason."""
+    return key(default, doc, notice=reason, **rest)
+
+
+def refused(default: Any, doc: str, reason: str, **rest: Any) -> Any:
+    """A key that onefold does not offer: a value that asks for it is an error with the reason."""
+    return key(default, doc, refused=reason, **rest)
+
+
 def section(kind: type, doc: str = "", **rest: Any) -> Any:
     """A field that is a section of its own, present with its defaults when the file does not have it."""
     return dataclasses.field(default_factory=kind, metadata={_METADATA: Key(doc or str(kind.__doc__), **rest)})
@@ -155,11 +165,7 @@ def join(path: str, name: str) -> str:
 _WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
 _NUMBER = re.compile(rf"[+-]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _INFINITE = {"inf", "+inf", "infinity", "+infinity", ".inf"}
-_DTYPES = {
-    "fp32": ("fp32", "float32", "float"),
-    "bf16": ("bf16", "bfloat16"),
-    "fp16": ("fp16", "float16", "half"),
-}
+_DTYPES = {"fp32": ("fp32", "float32", "float"), "bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half")}
 _LISTS = (tuple, list, collections.abc.Iterable, collections.abc.Sequence)
 MAX_DIGITS = 300
 """Longer than any number that a key can have; Python itself refuses to read thousands of them."""

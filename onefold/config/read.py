@@ -227,17 +227,10 @@ _MEANT = {
     "lr_range_test_step_rate": ("step_rate",),
 }
 # Nobody uses these for anything else.
-_CERTAIN = (
-    "learning_rate",
-    "learn_rate",
-    "wd",
-    "epsilon",
-    "adam_epsilon",
-    "beta1",
-    "beta2",
+_CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"} | {
     "adam_beta1",
     "adam_beta2",
-)
+}
 
 
 def meant_key(name: str, known: Iterable[str], *, certain: bool = False) -> str | None:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from onefold.config.keys import Dtype, Key, key, section
+from onefold.config.keys import Dtype, Key, key, noticed, refused, section
 from onefold.config.zero_optimization import ZeroOptimization
 
 _if_enabled = partial(key, switch="enabled")
 _if_compiled = partial(key, switch="deepcompile")
 _MASTERS = "masters are always fp32; leave it out"
+_SCOPE = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"
 _COUNTED = "every call and byte is always counted; read engine.ledger"
 _MONITOR = "monitors are outside onefold's scope; log from your own loop and leave it out"
 _WRITER = "every rank writes its own file, flushed and checked"
@@ -29,13 +30,11 @@ class Fp16:
     auto_cast: bool = _if_enabled(False, "Cast floating-point inputs of the model to fp16.")
     loss_scale: float = _if_enabled(0.0, "A fixed loss scale; 0: dynamic.", minimum=0)
     initial_scale_power: int = _if_enabled(16, "The dynamic scale starts at two to this power.", minimum=0)
-    loss_scale_window: int = _if_enabled(
-        1000, "Steps without overflow after which the dynamic scale doubles.", minimum=1
-    )
+    loss_scale_window: int = _if_enabled(1000, "Steps without overflow before the dynamic scale doubles.", minimum=1)
     hysteresis: int = _if_enabled(2, "Overflows that are forgiven before the scale halves.", minimum=1)
     consecutive_hysteresis: bool = _if_enabled(False, "A step without overflow forgives all earlier ones.")
     min_loss_scale: float = _if_enabled(1.0, "The dynamic scale never goes below; overflow there raises.", minimum=0)
-    fp16_master_weights_and_grads: bool = key(False, "Keep masters and gradients in fp16.", refused=_MASTERS)
+    fp16_master_weights_and_grads: bool = refused(False, "Keep masters and gradients in fp16.", _MASTERS)
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,12 @@ class Bf16:
 
     enabled: bool = key(False, "Compute in bf16 with fp32 masters.")
     check_grad_overflow: bool = _if_enabled(True, "Skip the step, on all ranks alike, when a gradient is not finite.")
-    immediate_grad_update: bool = key(
-        False, "Accumulate as each gradient lands.", notice="gradients always accumulate in place as they land"
+    immediate_grad_update: bool = noticed(
+        False, "Accumulate as each gradient lands.", "gradients always accumulate in place as they land"
     )
-    bf16_master_weights_and_grads: bool = key(False, "Keep masters and gradients in bf16.", refused=_MASTERS)
-    bf16_optimizer_states: bool = key(
-        False, "Keep optimizer states in bf16.", refused="states are always fp32; leave it out"
-    )
-    loss_scale: float | None = key(
-        None, "Seen in the wild.", notice="bf16 has the range of fp32 and needs no loss scale"
-    )
+    bf16_master_weights_and_grads: bool = refused(False, "Keep masters and gradients in bf16.", _MASTERS)
+    bf16_optimizer_states: bool = refused(False, "Keep states in bf16.", "states are always fp32; leave it out")
+    loss_scale: float | None = noticed(None, "A loss scale.", "bf16 has the range of fp32 and needs no loss scale")
 
 
 @dataclass(frozen=True)
@@ -91,9 +86,7 @@ class OptimizerSection:
 
     type: str = key("", "Adam, AdamW, SGD, Adagrad, Lion or any class of `torch.optim`. Required.")
     params: dict[str, Any] = key({}, "Handed to the optimizer; keys that are `auto` are dropped.")
-    legacy_fusion: bool = key(
-        False, "DeepSpeed's old fused optimizer.", notice="there is one optimizer step, over flat shards"
-    )
+    legacy_fusion: bool = noticed(False, "The old fused optimizer.", "there is one optimizer step, over flat shards")
 
 
 @dataclass(frozen=True)
@@ -101,8 +94,7 @@ class SchedulerSection:
     """The learning-rate scheduler that the engine builds and steps."""
 
     type: str = key(
-        "",
-        "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or a `torch.optim.lr_scheduler`. Required.",
+        "", "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or a `torch.optim.lr_scheduler`. Required."
     )
     params: dict[str, Any] = key({}, "Handed to the scheduler; keys that are `auto` are dropped.")
 
@@ -161,21 +153,21 @@ class Aio:
     block_size: int = key(1_048_576, "Bytes of one request.", minimum=1)
     queue_depth: int = key(8, "Requests in flight.", minimum=1)
     intra_op_parallelism: int = key(
-        1, "`queue_depth` requests for each of so many threads.", aliases=("thread_count",), minimum=1
+        1, "Threads with `queue_depth` requests each.", aliases=("thread_count",), minimum=1
     )
     single_submit: bool = key(False, "One request at a time in each transfer.")
     overlap_events: bool = key(True, "false: each transfer is finished where it is started.")
-    use_gds: bool = key(False, "GPU-direct storage.", notice="transfers go through page-locked host memory")
+    use_gds: bool = noticed(False, "GPU-direct storage.", "transfers go through page-locked host memory")
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """What `onefold.checkpointing.checkpoint` does with the inputs of the functions that it computes again."""
 
-    partition_activations: bool = key(
+    partition_activations: bool = noticed(
         False,
         "Shard inputs over the model-parallel group.",
-        notice="there is no model-parallel group, so every rank keeps its inputs whole",
+        "there is no model-parallel group, so every rank keeps its inputs whole",
     )
     number_checkpoints: int | None = key(
         None, "Checkpointed calls in one forward.", switch="contiguous_memory_optimization", minimum=1
@@ -192,10 +184,10 @@ class ActivationCheckpointing:
 class FlopsProfiler:
     """Counts floating-point operations."""
 
-    enabled: bool = key(
+    enabled: bool = refused(
         False,
         "Profile one step.",
-        refused="the flops profiler comes with a later release; onefold.Profiling times a loop today",
+        "the flops profiler comes with a later release; onefold.Profiling times a loop today",
     )
     recompute_fwd_factor: float = _if_enabled(0.0, "Share of forward that is recomputed.")
     profile_step: int = _if_enabled(1, "The step to profile.")
@@ -209,18 +201,18 @@ class FlopsProfiler:
 class CommsLogger:
     """Logs collectives."""
 
-    enabled: bool = key(False, "Log collectives.", notice=_COUNTED)
-    prof_all: bool = key(True, "Log all of them.", notice=_COUNTED)
-    prof_ops: tuple[str, ...] = key((), "Log these.", notice=_COUNTED)
-    verbose: bool = key(False, "Print each as it happens.", notice=_COUNTED)
-    debug: bool = key(False, "Name the caller.", notice=_COUNTED)
+    enabled: bool = noticed(False, "Log collectives.", _COUNTED)
+    prof_all: bool = noticed(True, "Log all of them.", _COUNTED)
+    prof_ops: tuple[str, ...] = noticed((), "Log these.", _COUNTED)
+    verbose: bool = noticed(False, "Print each as it happens.", _COUNTED)
+    debug: bool = noticed(False, "Name the caller.", _COUNTED)
 
 
 @dataclass(frozen=True)
 class FileMonitor:
     """Writes training events to files."""
 
-    enabled: bool = key(False, "Write events.", refused=_MONITOR)
+    enabled: bool = refused(False, "Write events.", _MONITOR)
     output_path: str = _if_enabled("", "Folder.")
     job_name: str = _if_enabled("DeepSpeedJobName", "Sub-folder.")
 
@@ -229,7 +221,7 @@ class FileMonitor:
 class Wandb:
     """Sends training events to Weights & Biases."""
 
-    enabled: bool = key(False, "Send events.", refused=_MONITOR)
+    enabled: bool = refused(False, "Send events.", _MONITOR)
     group: str | None = _if_enabled(None, "Group of the run.")
     team: str | None = _if_enabled(None, "Team of the run.")
     project: str = _if_enabled("deepspeed", "Project of the run.")
@@ -239,7 +231,7 @@ class Wandb:
 class Comet:
     """Sends training events to Comet."""
 
-    enabled: bool = key(False, "Send events.", refused=_MONITOR)
+    enabled: bool = refused(False, "Send events.", _MONITOR)
     samples_log_interval: int = _if_enabled(100, "Samples between two events.")
     project: str | None = _if_enabled(None, "Project of the run.")
     workspace: str | None = _if_enabled(None, "Workspace of the run.")
@@ -254,20 +246,20 @@ class Comet:
 class ParallelWrite:
     """Who writes a checkpoint."""
 
-    pipeline_stage: bool = key(False, "Each pipeline stage writes.", notice=_WRITER)
+    pipeline_stage: bool = noticed(False, "Each pipeline stage writes.", _WRITER)
 
 
 @dataclass(frozen=True)
 class WriterSection:
     """How a checkpoint is written."""
 
-    type: str | None = key(None, "FAST, PYTHON or MOCK.", notice=_WRITER)
-    io_buffer_size: int = key(64 * 1024 * 1024, "Bytes of one buffer.", notice=_WRITER)
-    io_buffer_double: bool = key(True, "Two buffers.", notice=_WRITER)
-    io_multiplier: int = key(1, "Files at a time.", notice=_WRITER)
-    show_statistics: bool = key(False, "Print times.", notice=_WRITER)
-    data_parallel: str | None = key(None, "Who writes.", notice=_WRITER)
-    decoupled: bool = key(False, "Write in the background.", notice="checkpoint.async does that")
+    type: str | None = noticed(None, "FAST, PYTHON or MOCK.", _WRITER)
+    io_buffer_size: int = noticed(64 * 1024 * 1024, "Bytes of one buffer.", _WRITER)
+    io_buffer_double: bool = noticed(True, "Two buffers.", _WRITER)
+    io_multiplier: int = noticed(1, "Files at a time.", _WRITER)
+    show_statistics: bool = noticed(False, "Print times.", _WRITER)
+    data_parallel: str | None = noticed(None, "Who writes.", _WRITER)
+    decoupled: bool = noticed(False, "Write in the background.", "checkpoint.async does that")
 
 
 @dataclass(frozen=True)
@@ -279,24 +271,22 @@ class CheckpointSection:
         "Go on training once the state is copied to host memory; the files are written in the background.",
         aliases=("async",),
     )
-    keep_last: int | None = key(
-        None, "Keep this many of the newest checkpoints of a folder; all by default.", minimum=1
-    )
+    keep_last: int | None = key(None, "Keep so many of the newest checkpoints of a folder; all by default.", minimum=1)
     keep_every: int | None = key(
         None, "With keep_last: keep also the checkpoints of every so many steps.", switch="keep_last", minimum=1
     )
     tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
         "Warn", "What to do when ranks save under different tags; rank 0's is taken."
     )
-    load_universal: bool = key(
-        False, "Load for another number of ranks.", notice="any checkpoint loads on any number of ranks"
+    load_universal: bool = noticed(
+        False, "Load for another number of ranks.", "any checkpoint loads on any number of ranks"
     )
-    use_node_local_storage: bool = key(
+    use_node_local_storage: bool = refused(
         False,
         "Each node has a disk of its own.",
-        refused="checkpoints need a file system that all ranks share: a node's own disk is lost with the node",
+        "checkpoints need a file system that all ranks share: a node's own disk is lost with the node",
     )
-    checkpoint_serialization: bool = key(True, "Serialise the whole.", notice=_WRITER)
+    checkpoint_serialization: bool = noticed(True, "Serialise the whole.", _WRITER)
     parallel_write: ParallelWrite = section(ParallelWrite)
     writer: WriterSection = section(WriterSection)
 
@@ -305,9 +295,7 @@ class CheckpointSection:
 class Elasticity:
     """Batch sizes that fit several numbers of ranks."""
 
-    enabled: bool = key(
-        False, "Choose the batch size by the number of ranks.", refused="elastic batch sizes come with a later release"
-    )
+    enabled: bool = refused(False, "Choose the batch size by ranks.", "elastic batch sizes come with a later release")
     max_train_batch_size: int | None = _if_enabled(None, "The largest batch.")
     micro_batch_sizes: tuple[int, ...] = _if_enabled((), "Micro-batches to choose from.")
     min_gpus: int = _if_enabled(1, "The fewest ranks.")
@@ -324,7 +312,7 @@ class Elasticity:
 class Autotuning:
     """Searches for a config by running many."""
 
-    enabled: bool = key(False, "Search.", refused="searching by running is outside onefold's scope; leave it out")
+    enabled: bool = refused(False, "Search.", "searching by running is outside onefold's scope; leave it out")
     fast: bool = _if_enabled(True, "Search micro-batches only.")
     results_dir: str | None = _if_enabled(None, "Where results go.")
     exps_dir: str | None = _if_enabled(None, "Where experiments go.")
@@ -351,10 +339,8 @@ class Autotuning:
 class Compile:
     """DeepSpeed's compiler passes."""
 
-    deepcompile: bool = key(
-        False,
-        "Rewrite the compiled graph.",
-        refused="graph passes are outside onefold's scope; compile the blocks instead",
+    deepcompile: bool = refused(
+        False, "Rewrite the compiled graph.", "graph passes are outside onefold's scope; compile the blocks instead"
     )
     free_activation: bool = _if_compiled(False, "Free activations early.")
     free_activation_threshold: int = _if_compiled(10 * 1024 * 1024, "Bytes above which.")
@@ -378,7 +364,7 @@ class Compile:
 class Nebula:
     """Azure's checkpoint service."""
 
-    enabled: bool = key(False, "Use it.", refused="one vendor's service is outside onefold's scope; leave it out")
+    enabled: bool = refused(False, "Use it.", "one vendor's service is outside onefold's scope; leave it out")
     load_path: str | None = _if_enabled(None, "Where to load from.")
     enable_nebula_load: bool = _if_enabled(True, "Load through it.")
     persistent_storage_path: str | None = _if_enabled(None, "Where it keeps copies.")
@@ -390,8 +376,8 @@ class Nebula:
 class ThroughputTimer:
     """DeepSpeed's samples-per-second timer."""
 
-    enabled: bool = key(True, "Time each step.", notice=_TIMER)
-    synchronized: bool = key(True, "Wait for the device.", notice=_TIMER)
+    enabled: bool = noticed(True, "Time each step.", _TIMER)
+    synchronized: bool = noticed(True, "Wait for the device.", _TIMER)
 
 
 @dataclass(frozen=True)
@@ -431,11 +417,9 @@ def _tensor_parallel(value: Any) -> bool:
     return any(size > 1 for size in sizes)
 
 
-def _outside(
-    doc: str, reason: str = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"
-) -> Any:
+def _outside(doc: str, reason: str = _SCOPE) -> Any:
     """A section that belongs to another part of DeepSpeed: any keys, refused when it asks for something."""
-    return key({}, doc, refused=reason, asks=_switched_on, asks_text="it asks for something")
+    return refused({}, doc, reason, asks=_switched_on, asks_text="it asks for something")
 
 
 @dataclass(frozen=True)
@@ -453,55 +437,38 @@ class Config:
     gradient_clipping: float = key(1.0, "The largest global gradient norm; 0: no clipping.", minimum=0, infinite=True)
     prescale_gradients: bool = key(False, "Divide gradients before they are added instead of after.")
     gradient_predivide_factor: float = key(1.0, "Divide by this before, by the rest after adding.", above=0)
-    gradient_allreduce_op: Literal["mean", "sum"] = key(
-        "mean", "Average or add the ranks' gradients (sum: stages 0-2)."
-    )
+    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Average or add the gradients (sum: stages 0-2).")
     communication_data_type: Dtype | None = key(None, "Gradients travel in it; the compute format when left out.")
-    seq_parallel_communication_data_type: Dtype = key(
-        "fp32", "Gradients travel in it with sequence parallelism.", notice="there is no sequence parallelism here"
+    seq_parallel_communication_data_type: Dtype = noticed(
+        "fp32", "Gradients travel in it with sequence parallelism.", "there is no sequence parallelism here"
     )
-    sparse_gradients: bool = key(
-        False, "Sparse embedding gradients.", refused="gradients lie in flat dense buffers; leave it out"
-    )
+    sparse_gradients: bool = refused(False, "Sparse gradients.", "gradients lie in flat dense buffers; leave it out")
     steps_per_print: int | None = key(
         None, "Steps between two progress lines; left out, 0 or Infinity: never.", minimum=0, infinite=True
     )
     wall_clock_breakdown: bool = key(False, "Time forward, backward and step.")
     memory_breakdown: bool = key(False, "Report memory at each phase of a step.")
-    dump_state: bool = key(False, "Print the engine's state.", notice="the plan of a config says what the engine holds")
+    dump_state: bool = noticed(False, "Print the engine's state.", "the plan of a config says what the engine holds")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(
         None, "Level of the `onefold` logger."
     )
     dataloader_drop_last: bool = key(False, "Drop the last, incomplete batch.")
-    zero_allow_untested_optimizer: bool = key(
-        False, "Step optimizer classes that are not known to be elementwise.", from_stage=1
+    zero_allow_untested_optimizer: bool = key(False, "Step optimizers not known to be elementwise.", from_stage=1)
+    zero_force_ds_cpu_optimizer: bool = noticed(
+        True, "Insist on DeepSpeed's host optimizer.", "any elementwise optimizer runs on the host"
     )
-    zero_force_ds_cpu_optimizer: bool = key(
-        True, "Insist on DeepSpeed's host optimizer.", notice="any elementwise optimizer runs on the host"
+    disable_allgather: bool = noticed(
+        False, "Never read by DeepSpeed.", "updated shards are always gathered; DeepSpeed never read this key either"
     )
-    disable_allgather: bool = key(
-        False,
-        "Never read by DeepSpeed.",
-        notice="updated shards are always gathered; DeepSpeed never read this key either",
+    vocabulary_size: int | None = noticed(None, "For an alignment warning.", "parameters are aligned by construction")
+    graph_harvesting: bool = noticed(False, "CUDA graphs of one optimizer.", "the step is already a few fused kernels")
+    sequence_parallel_size: int = refused(
+        1, "Ranks that share a sequence.", "sequence parallelism is outside onefold's scope; leave it out", minimum=1
     )
-    vocabulary_size: int | None = key(
-        None, "For an alignment warning.", notice="parameters are aligned by construction"
+    data_parallel_size: int | None = noticed(
+        None, "Ranks that share the data.", "data parallelism always spans all ranks", minimum=1
     )
-    graph_harvesting: bool = key(
-        False, "CUDA graphs of one optimizer.", notice="the step is already a few fused kernels"
-    )
-    sequence_parallel_size: int = key(
-        1,
-        "Ranks that share a sequence.",
-        refused="sequence parallelism is outside onefold's scope; leave it out",
-        minimum=1,
-    )
-    data_parallel_size: int | None = key(
-        None, "Ranks that share the data.", notice="data parallelism always spans all ranks", minimum=1
-    )
-    use_data_before_expert_parallelism: bool = key(
-        False, "Order of the mesh.", notice="there is no expert parallelism here"
-    )
+    use_data_before_expert_parallelism: bool = noticed(False, "Mesh order.", "there is no expert parallelism here")
     zero_optimization: ZeroOptimization = section(ZeroOptimization)
     onefold: OnefoldSection = section(OnefoldSection)
     optimizer: OptimizerSection | None = key(None, "The optimizer that the engine builds.")
@@ -527,10 +494,10 @@ class Config:
     amp: dict[str, Any] = _outside(
         "Mixed precision by Apex.", "Apex is superseded by bf16, fp16 and torch_autocast; use one of those"
     )
-    tensor_parallel: dict[str, Any] = key(
+    tensor_parallel: dict[str, Any] = refused(
         {},
         "Splits layers over ranks.",
-        refused="tensor parallelism is outside onefold's scope; leave it out",
+        "tensor parallelism is outside onefold's scope; leave it out",
         asks=_tensor_parallel,
         asks_text="`autotp_size` is above 1",
     )

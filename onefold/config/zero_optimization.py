@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from onefold.config.keys import key, section
+from onefold.config.keys import key, noticed, refused, section
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -51,15 +51,13 @@ class OffloadOptimizer:
     device: Device = key("none", "Where masters and optimizer states rest; stages 1, 2 and 3.")
     nvme_path: tuple[str, ...] = key((), _NVME_PATH, or_one=True)
     buffer_count: int = _on_nvme(
-        4,
-        "Page-locked buffers of the pipeline: read one, update one, write one; fewer than 3 overlap less.",
-        minimum=1,
+        4, "Page-locked buffers of the pipeline: read one, update one, write one; fewer than 3 overlap less.", minimum=1
     )
     buffer_size: int = _on_nvme(8_000_000, _BUFFER_SIZE, minimum=1)
     pin_memory: bool = _offloaded(True, "Keep the host copy in page-locked memory.")
     pipeline_read: bool | None = _on_nvme(None, "Read the next states during the step; on unless it says false.")
     pipeline_write: bool | None = _on_nvme(None, "Write the last states during the step; on unless it says false.")
-    fast_init: bool = key(False, "Fast start on NVMe.", notice="states start as empty files, which is already fast")
+    fast_init: bool = noticed(False, "Fast start on NVMe.", "states start as empty files, which is already fast")
     ratio: float | None = _offloaded(
         1.0,
         "Share of the trained parameters whose states are offloaded; the first units stay on the device. `auto`: as "
@@ -68,11 +66,11 @@ class OffloadOptimizer:
         maximum=1,
         auto=True,
     )
-    super_offload: bool = key(
-        False, "DeepSpeed's variant for tightly coupled hosts.", notice="transfers and the host step always overlap"
+    super_offload: bool = noticed(
+        False, "DeepSpeed's variant for tightly coupled hosts.", "transfers and the host step always overlap"
     )
-    cpuadam_cores_perc: float = key(
-        0.8, "Share of the cores for DeepSpeed's worker.", notice="the host step uses torch's own threads"
+    cpuadam_cores_perc: float = noticed(
+        0.8, "Share of the cores for DeepSpeed's worker.", "the host step uses torch's own threads"
     )
     max_in_cpu: int = _on_nvme(0, "Elements whose states stay in host memory.", minimum=0)
 
@@ -133,59 +131,43 @@ class ZeroOptimization:
         from_stage=1,
         minimum=1,
     )
-    contiguous_gradients: bool = key(
-        True, "Gradients in contiguous memory.", notice="gradients always lie in flat buffers"
+    contiguous_gradients: bool = noticed(True, "Contiguous gradients.", "gradients always lie in flat buffers")
+    reduce_scatter: bool = noticed(True, "Reduce-scatter instead of all-reduce.", _ONE_REDUCTION)
+    use_multi_rank_bucket_allreduce: bool = noticed(True, "How stages 1 and 2 group reductions.", _ONE_REDUCTION)
+    allgather_partitions: bool = noticed(
+        True, "All-gather instead of broadcasts after the step.", "updated shards are always gathered"
     )
-    reduce_scatter: bool = key(True, "Reduce-scatter instead of all-reduce.", notice=_ONE_REDUCTION)
-    use_multi_rank_bucket_allreduce: bool = key(True, "How stages 1 and 2 group reductions.", notice=_ONE_REDUCTION)
-    allgather_partitions: bool = key(
-        True, "All-gather instead of broadcasts after the step.", notice="updated shards are always gathered"
+    load_from_fp32_weights: bool = noticed(True, "Load masters, not weights.", "masters are always restored exactly")
+    elastic_checkpoint: bool = noticed(
+        False, "Checkpoints for another number of ranks.", "checkpoints never depend on the number of ranks"
     )
-    load_from_fp32_weights: bool = key(
-        True, "Load masters rather than 16-bit weights.", notice="masters are always restored exactly"
+    ignore_unused_parameters: bool = noticed(
+        True, "Whether unused parameters are an error.", "a parameter without a gradient always counts as zero"
     )
-    elastic_checkpoint: bool = key(
-        False, "Checkpoints for another number of ranks.", notice="checkpoints never depend on the number of ranks"
+    legacy_stage1: bool = refused(
+        False, "DeepSpeed's first stage 1.", "it was removed from DeepSpeed too; use stage 1 and leave this out"
     )
-    ignore_unused_parameters: bool = key(
-        True, "Whether unused parameters are an error.", notice="a parameter without a gradient always counts as zero"
-    )
-    legacy_stage1: bool = key(
-        False, "DeepSpeed's first stage 1.", refused="it was removed from DeepSpeed too; use stage 1 and leave this out"
-    )
-    round_robin_gradients: bool = key(
-        False, "Spread gradient copies over ranks.", notice="shards are equal by construction"
-    )
-    grad_hooks: bool = key(True, "Reduce from gradient hooks.", notice="reductions always start from gradient hooks")
+    round_robin_gradients: bool = noticed(False, "Spread gradients over ranks.", "shards are equal by construction")
+    grad_hooks: bool = noticed(True, "Reduce from gradient hooks.", "reductions always start from gradient hooks")
     offload_param: OffloadParam = section(OffloadParam)
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer)
     cpu_offload: bool = key(False, "Masters and states rest on the host.", same_as="offload_optimizer.device")
     cpu_offload_param: bool = key(
         False, "Parameters rest on the host.", aliases=("cpu_offload_params",), same_as="offload_param.device"
     )
-    cpu_offload_use_pin_memory: bool | None = key(
-        None, "Page-locked host memory.", same_as="offload_optimizer.pin_memory"
+    cpu_offload_use_pin_memory: bool | None = key(None, "Page-locked memory.", same_as="offload_optimizer.pin_memory")
+    zenflow: ZenFlow | None = refused(
+        None, "DeepSpeed's asynchronous offload.", "asynchronous offload is outside onefold's scope; leave it out"
     )
-    zenflow: ZenFlow | None = key(
-        None,
-        "DeepSpeed's asynchronous offload.",
-        refused="asynchronous offload is outside onefold's scope; leave it out",
-    )
-    sub_group_size: int = key(
-        1_000_000_000, "Elements that are stepped together.", notice="the step goes unit by unit", minimum=1
-    )
-    stage3_prefetch_bucket_size: int = _limit(
-        50_000_000, "Elements gathered ahead of their use.", "prefetch_bucket_size"
-    )
+    sub_group_size: int = noticed(1_000_000_000, "Elements stepped together.", "the step goes unit by unit", minimum=1)
+    stage3_prefetch_bucket_size: int = _limit(50_000_000, "Elements gathered ahead of use.", "prefetch_bucket_size")
     stage3_param_persistence_threshold: int = _limit(
-        100_000, "Parameters of at most so many elements stay whole on every rank.", "param_persistence_threshold"
+        100_000, "Parameters of at most so many elements stay unsharded.", "param_persistence_threshold"
     )
     stage3_model_persistence_threshold: int = _limit(
-        sys.maxsize, "Elements that may stay whole in all.", "model_persistence_threshold"
+        sys.maxsize, "Elements that may stay unsharded in all.", "model_persistence_threshold"
     )
-    stage3_max_live_parameters: int = _limit(
-        1_000_000_000, "Elements that may be whole at one time.", "max_live_parameters"
-    )
+    stage3_max_live_parameters: int = _limit(1_000_000_000, "Elements unsharded at one time.", "max_live_parameters")
     stage3_max_reuse_distance: int = _limit(
         1_000_000_000, "A unit that is used again within so many elements is not released.", "max_reuse_distance"
     )
@@ -225,25 +207,23 @@ class ZeroOptimization:
         asks=lambda value: value > 0,
         asks_text="above 0",
     )
-    mics_hierarchical_params_gather: bool = key(
-        False, "Two-hop gathers (MiCS).", notice="slices go straight to each rank that gathers them"
+    mics_hierarchical_params_gather: bool = noticed(
+        False, "Two-hop gathers (MiCS).", "slices go straight to each rank that gathers them"
     )
-    memory_efficient_linear: bool = key(
-        True, "Replace `torch.nn.functional.linear`.", notice="torch's own linear saves no copy of a weight"
+    memory_efficient_linear: bool = noticed(
+        True, "Replace `torch.nn.functional.linear`.", "torch's own linear saves no copy of a weight"
     )
-    pipeline_loading_checkpoint: bool = key(
-        False, "Overlap reading and placing a checkpoint.", notice="each rank reads only its own part"
+    pipeline_loading_checkpoint: bool = noticed(
+        False, "Overlap reading and placing a checkpoint.", "each rank reads only its own part"
     )
-    override_module_apply: bool = key(
-        True, "Replace `Module.apply` while a model is built.", notice="no class of torch is ever patched"
+    override_module_apply: bool = noticed(
+        True, "Replace `Module.apply` while a model is built.", "no class of torch is ever patched"
     )
-    log_trace_cache_warnings: bool = key(
-        False, "Warn when the order of modules changes.", notice="the order is agreed on by all ranks, not traced"
+    log_trace_cache_warnings: bool = noticed(
+        False, "Warn when the order of modules changes.", "the order is agreed on by all ranks, not traced"
     )
-    enable_sanity_checks: bool = key(
-        False, "Check the ranks against each other.", notice="misuse raises without being asked to"
-    )
-    save_muon_momentum_buffer_in_memory: bool = key(
-        False, "Where Muon's momentum rests.", notice="Muon is not elementwise, so its states are never sharded"
+    enable_sanity_checks: bool = noticed(False, "Compare the ranks.", "misuse raises without being asked to")
+    save_muon_momentum_buffer_in_memory: bool = noticed(
+        False, "Where Muon's momentum rests.", "Muon is not elementwise, so its states are never sharded"
     )
     leaf_module: LeafModule = section(LeafModule)

@@ -61,12 +61,9 @@ def _speaks(rank: int = 0) -> bool:
 def _status(field: str) -> int:
     try:
         with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{field}:"))
     except OSError:
-        pass
-    import resource
+        import resource
 
-    # Systems without /proc report the peak alone, in KiB (macOS in bytes, which is no platform of ours).
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Systems without /proc report the peak alone, in KiB (macOS in bytes, which is no platform of ours).
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -200,27 +200,23 @@ def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
             part.copy_(noise[: len(part)])
     swap = Swap(paths, aio=Aio(), rank=0, count=lambda way, size: None)
     on_disk = [swap.reserve(size, torch.uint8) for _ in memory]
-    pairs = list(zip(on_disk, memory, strict=True))
 
-    def transfer(reads: Callable[[int], bool]) -> Callable[[], None]:
-        def run() -> None:
-            started = [
-                disk.start_load(host) if reads(index // len(paths)) else disk.start_store(host)
-                for index, (disk, host) in enumerate(pairs)
-            ]
-            for each in started:
-                each.wait()
-
-        return run
+    def transfer(*reads: bool) -> None:
+        """Each drive reads or writes its pieces as `reads` says in turn."""
+        turns = [reads[index // len(paths) % len(reads)] for index in range(num_pieces)]
+        pairs = zip(on_disk, memory, turns, strict=True)
+        started = [disk.start_load(host) if read else disk.start_store(host) for disk, host, read in pairs]
+        for each in started:
+            each.wait()
 
     try:
         swap.open()
         total = num_pieces * size
         return DiskRates(
             paths=tuple(os.path.abspath(path) for path in paths),
-            write=_best(transfer(lambda turn: False), total) / 1e9,
-            read=_best(transfer(lambda turn: True), total) / 1e9,
-            both=_best(transfer(lambda turn: turn % 2 == 0), total) / 1e9,
+            write=_best(lambda: transfer(False), total) / 1e9,
+            read=_best(lambda: transfer(True), total) / 1e9,
+            both=_best(lambda: transfer(True, False), total) / 1e9,
             direct=swap.is_direct,
             free_bytes=sum({os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}.values()) + total,
             when=_now(),

@@ -18,7 +18,7 @@ from rich.text import Text
 from onefold.comm.ledger import Row
 from onefold.log import format_bytes
 
-NO_CURVE = "no loss curve: matplotlib is not installed; pip install 'onefold[plots]' gets it for the next run"
+NO_CURVE = "no loss curve: it needs matplotlib, which `pip install 'onefold[plots]'` installs; the numbers are kept"
 
 
 @dataclass(frozen=True)
