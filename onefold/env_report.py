@@ -115,11 +115,8 @@ def _interconnect() -> Section:
     section: Section = {}
     num_gpus = torch.cuda.device_count()
     for index in range(num_gpus if num_gpus > 1 else 0):
-        peers = [
-            str(other)
-            for other in range(num_gpus)
-            if other != index and torch.cuda.can_device_access_peer(index, other)
-        ]
+        others = (other for other in range(num_gpus) if other != index)
+        peers = [str(other) for other in others if torch.cuda.can_device_access_peer(index, other)]
         section[f"cuda:{index} reaches"] = f"GPUs {', '.join(peers)} directly" if peers else "no other GPU directly"
     for interface in _folder("/sys/class/net"):
         if interface.name == "lo" or _read(interface / "operstate") == "down":

@@ -14,16 +14,8 @@ from rich.text import Text
 
 from onefold.cli.commands import UsageError
 from onefold.cli.terminal import fail, fails_on, print_table, progress_bar
-from onefold.report.offload_bench import (
-    SETTINGS,
-    Cost,
-    Measured,
-    cost_of,
-    load_measured,
-    measure,
-    save_measured,
-    shortages,
-)
+from onefold.report import offload_bench
+from onefold.report.offload_bench import SETTINGS, Cost, Measured, cost_of, shortages
 from onefold.tier.host import HostShortage, available_bytes
 
 
@@ -32,16 +24,16 @@ def bench_tiers(options: argparse.Namespace) -> int:
     paths = _check(options)
     try:
         with progress_bar("bench tiers", in_bytes=False) as tell:
-            measured = measure(round(options.size * 1e9), paths, tell)
+            measured = offload_bench.measure(round(options.size * 1e9), paths, tell)
     except HostShortage as error:
         raise UsageError(f"--size {options.size:g}: {error}") from error
-    if measured.disk is None and (kept := load_measured()) is not None:
+    if measured.disk is None and (kept := offload_bench.load_measured()) is not None:
         measured = replace(measured, disk=kept.disk)
     costs = [cost_of(setting, options.parameters, measured) for setting in SETTINGS]
     file, problem = None, None
     if not options.no_save:
         try:
-            file = save_measured(measured)
+            file = offload_bench.save_measured(measured)
         except OSError as error:
             problem = error
     if options.json:

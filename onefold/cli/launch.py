@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from onefold.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
-from onefold.cli.ranks import Job, RankProgram, run_ranks
+from onefold.cli.ranks import Job, python_command, run_ranks
 
 Slots = tuple[int, ...]
 Nodes = dict[str, Slots]
@@ -31,10 +31,9 @@ def launch(options: argparse.Namespace) -> int:
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"{options.script}: there is no such program")
     job = job_of_this_node(options)
-    arguments = tuple(options.arguments)
     if options.no_python:
-        return run_ranks(RankProgram(options.script, arguments), job)
-    return run_ranks(RankProgram.python(options.script, arguments, is_module=options.module), job)
+        return run_ranks([options.script, *options.arguments], job)
+    return run_ranks(python_command(options.script, options.arguments, is_module=options.module), job)
 
 
 # -- this node's place in the job ------------------------------------------------------------------------------------

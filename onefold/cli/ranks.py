@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,18 +36,10 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankProgram:
-    """What every rank runs."""
-
-    command: str
-    arguments: tuple[str, ...] = ()
-
-    @staticmethod
-    def python(name: str, arguments: tuple[str, ...], *, is_module: bool) -> RankProgram:
-        """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher."""
-        module = ("--module",) if is_module else ()
-        return RankProgram(sys.executable, ("-u", "-m", "onefold.cli.ranks", *module, name, *arguments))
+def python_command(name: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
+    """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher."""
+    module = ["--module"] if is_module else []
+    return [sys.executable, "-u", "-m", "onefold.cli.ranks", *module, name, *arguments]
 
 
 @dataclass(frozen=True)
@@ -97,8 +89,8 @@ class Job:
         )
 
 
-def run_ranks(program: RankProgram, job: Job) -> int:
-    """Run `program` in every rank of this node until all are done; the exit code the command should end with."""
+def run_ranks(command: Sequence[str], job: Job) -> int:
+    """Run a command in every rank of this node until all are done; the exit code the command should end with."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -115,7 +107,7 @@ def run_ranks(program: RankProgram, job: Job) -> int:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="onefold_", ignore_cleanup_errors=True) as log_dir:
         try:
-            elastic_launch(job.launch_config(log_dir), program.command)(*program.arguments)
+            elastic_launch(job.launch_config(log_dir), command[0])(*command[1:])
         except ChildFailedError as error:
             return _report_failure(error.failures)
         except SignalException as stopped:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from typing import Literal
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -67,21 +68,12 @@ def print_table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], titl
     """A head that begins with > is over numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
     for head in heads:
-        is_number = head.startswith(">")
-        table.add_column(
-            head.removeprefix(">"),
-            justify="right" if is_number else "left",
-            no_wrap=is_number or head == "saved",
-            overflow="fold",
-        )
+        justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
+        no_wrap = justify == "right" or head == "saved"
+        table.add_column(head.removeprefix(">"), justify=justify, no_wrap=no_wrap, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    print_wide(table)
-
-
-def print_wide(renderable: RenderableType) -> None:
-    """As wide as the terminal; to a pipe as wide as it gets, for whoever reads one wants whole lines."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 1000
-    console.print(renderable)
+        console.width = 1000  # whoever reads a pipe wants whole lines
+    console.print(table)

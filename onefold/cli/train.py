@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from onefold.cli.commands import CPU_RANKS, UsageError
-from onefold.cli.ranks import Job, RankProgram, run_ranks
+from onefold.cli.ranks import Job, python_command, run_ranks
 from onefold.config import check_built, load_config
 from onefold.train.__main__ import run_rank
 from onefold.train.data import load_corpus
@@ -29,5 +29,5 @@ def train(arguments: argparse.Namespace) -> int:
     check_built(load_config(prepare_config(options, on_gpus=num_gpus > 0).document))
     load_corpus(options.data, PRESETS[options.preset].sequence_length)
     options = replace(options, out=options.out or default_out(options))
-    program = RankProgram.python("onefold.train", options.to_arguments(), is_module=True)
-    return run_ranks(program, Job(num_ranks, max_restarts=arguments.max_restarts))
+    command = python_command("onefold.train", options.to_arguments(), is_module=True)
+    return run_ranks(command, Job(num_ranks, max_restarts=arguments.max_restarts))

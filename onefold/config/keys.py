@@ -104,10 +104,6 @@ class SectionKey:
     key: Key
 
     @property
-    def spellings(self) -> tuple[str, ...]:
-        return (self.name, *self.key.aliases)
-
-    @property
     def section(self) -> type | None:
         """The section's class, if this key is a section."""
         return self.hint if dataclasses.is_dataclass(self.hint) and isinstance(self.hint, type) else None
@@ -142,7 +138,8 @@ def entries(kind: type) -> Mapping[str, SectionKey]:
 @functools.cache
 def spellings(kind: type) -> Mapping[str, SectionKey]:
     """Every spelling that a section knows."""
-    return types.MappingProxyType({name: entry for entry in entries(kind).values() for name in entry.spellings})
+    found = {name: entry for entry in entries(kind).values() for name in (entry.name, *entry.key.aliases)}
+    return types.MappingProxyType(found)
 
 
 def walk(kind: type, path: str = "") -> Iterator[tuple[str, SectionKey]]:

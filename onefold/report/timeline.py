@@ -55,7 +55,7 @@ class Timeline:
             seconds = time.perf_counter() - start
             self._totals[phase] = self._totals.get(phase, 0.0) + seconds
             if listener is not None:
-                listener.record(Span(phase, start, seconds, used_bytes(self._device)))
+                listener.spans.append(Span(phase, start, seconds, used_bytes(self._device)))
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
@@ -102,9 +102,6 @@ class Profiling:
     def watch(self, ledger: Ledger) -> None:
         if ledger not in self._ledgers:
             self._ledgers[ledger] = ledger.copy()
-
-    def record(self, span: Span) -> None:
-        self.spans.append(span)
 
     def traffic(self) -> list[Ledger]:
         """What each engine sent inside the context."""

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 
 import torch
@@ -98,7 +99,7 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
 
 def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
     state = {"preset": options.preset, "seed": options.seed, "data": list(options.data)}
-    metrics = [metrics.as_dict() for metrics in done] if dist.get_rank() == 0 else []
+    metrics = [asdict(metrics) for metrics in done] if dist.get_rank() == 0 else []
     engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={**state, "metrics": metrics})
 
 

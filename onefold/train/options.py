@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
-DEFAULT_PRESET = "small"
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
-DEFAULT_STEPS = 300
 # What the job fills in where a config says nothing.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
@@ -25,8 +23,8 @@ class TrainOptions:
 
     config: str | None = None
     stage: int | None = None
-    steps: int = DEFAULT_STEPS
-    preset: str = DEFAULT_PRESET
+    steps: int = 300
+    preset: str = "small"
     out: str | None = None
     seed: int = 0
     data: tuple[str, ...] = ()
@@ -66,9 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
     add(
-        "--steps", type=_at_least_one, default=DEFAULT_STEPS, metavar="N", help="optimizer steps (default: %(default)s)"
+        "--steps",
+        type=_at_least_one,
+        default=TrainOptions.steps,
+        metavar="N",
+        help="optimizer steps (default: %(default)s)",
     )
-    add("--preset", choices=PRESET_NAMES, default=DEFAULT_PRESET, help="size of the GPT (default: %(default)s)")
+    add("--preset", choices=PRESET_NAMES, default=TrainOptions.preset, help="size of the GPT (default: %(default)s)")
     add("--out", metavar="FOLDER", help="where plot, metrics and summary go (default: a new folder under runs/)")
     add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")
     add("--data", nargs="+", default=[], metavar="PATH",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -34,9 +34,6 @@ class StepMetrics:
     """Of this rank, now: GPU memory on a GPU, resident memory on a CPU."""
     seconds: float
     """Since training began."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # -- while it trains -------------------------------------------------------------------------------------------------
@@ -194,7 +191,7 @@ def show(summary: Summary) -> None:
 def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
     """metrics.jsonl, summary.json and the loss curve into `folder`; the curve's path, None without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step.as_dict()) + "\n" for step in steps))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     return _draw_curve(folder / "loss.png", summary, steps)
 
