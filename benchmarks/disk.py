@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.table import describe_run, format_table
-from onefold.config.sections import Aio
+from onefold.config import Aio
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import SwapFiles
 

@@ -18,10 +18,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from onefold.config import ActivationCheckpointing as Settings
 from onefold.config import Config, ConfigError, load_config
-from onefold.config.sections import ActivationCheckpointing as Settings
+from onefold.log import logger
 from onefold.offload.activation_offload import Inputs, forget_buffers
-from onefold.report.log import logger
 
 _SECTION = "activation_checkpointing"
 

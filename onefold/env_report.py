@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,11 +12,20 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+import numpy
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import onefold
+from onefold.report.memory_usage import GIB
+
 Section = dict[str, str]
 Report = dict[str, Section]
 
 OPTIONAL_PACKAGES = ("transformers", "accelerate", "deepspeed", "safetensors", "rich", "matplotlib")
-GIB = 2**30
 
 
 def collect() -> Report:
@@ -31,17 +41,7 @@ def collect() -> Report:
 
 
 def render(report: Report) -> None:
-    """One table: with rich where it is installed, as plain lines elsewhere."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        for title, section in report.items():
-            print(title)
-            for name, value in section.items():
-                print(f"  {name:<24}{value}")
-        return
+    """One table."""
     table = Table(show_header=False)
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -53,6 +53,16 @@ def render(report: Report) -> None:
     Console(highlight=False).print(table)
 
 
+def report_environment(options: argparse.Namespace) -> int:
+    """What `onefold env` does."""
+    report = collect()
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        render(report)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = list(sys.argv[1:] if arguments is None else arguments)
     unknown = [argument for argument in asked if argument not in ("--json", "-h", "--help")]
@@ -62,24 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "-h" in asked or "--help" in asked:
         print(f"{__doc__}\n\n  --json    for programs")
         return 0
-    show(as_json="--json" in asked)
-    return 0
-
-
-def show(*, as_json: bool) -> None:
-    report = collect()
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        render(report)
+    return report_environment(argparse.Namespace(json="--json" in asked))
 
 
 def _versions() -> Section:
-    import numpy
-    import torch
-
-    import onefold
-
     section = {
         "onefold": onefold.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -97,8 +93,6 @@ def _versions() -> Section:
 
 
 def _nccl_version() -> str:
-    import torch
-
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return "not available"
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -106,8 +100,6 @@ def _nccl_version() -> str:
 
 
 def _devices() -> Section:
-    import torch
-
     section: Section = {}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -120,16 +112,11 @@ def _devices() -> Section:
 
 
 def _interconnect() -> Section:
-    import torch
-
     section: Section = {}
     num_gpus = torch.cuda.device_count()
     for index in range(num_gpus if num_gpus > 1 else 0):
-        peers = [
-            str(other)
-            for other in range(num_gpus)
-            if other != index and torch.cuda.can_device_access_peer(index, other)
-        ]
+        others = (other for other in range(num_gpus) if other != index)
+        peers = [str(other) for other in others if torch.cuda.can_device_access_peer(index, other)]
         section[f"cuda:{index} reaches"] = f"GPUs {', '.join(peers)} directly" if peers else "no other GPU directly"
     for interface in _folder("/sys/class/net"):
         if interface.name == "lo" or _read(interface / "operstate") == "down":
@@ -174,9 +161,6 @@ def _disks() -> Section:
 
 
 def _choices() -> Section:
-    import torch
-    import torch.distributed as dist
-
     backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     num_gpus = torch.cuda.device_count()
     return {

@@ -18,11 +18,11 @@ from onefold.comm.watch import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.engine.alike import items_of
+from onefold.log import logger, set_up_logging
 from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage
-from onefold.report.log import logger, set_up_logging
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
 

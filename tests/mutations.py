@@ -153,9 +153,9 @@ MUTATIONS = [
     ),
     Mutation(
         "batch-triangle",
-        "onefold/config/batch.py",
-        "train = micro * accumulation * world_size",
-        "train = micro * accumulation",
+        "onefold/config/checks.py",
+        "product = micro * accumulation * world_size",
+        "product = micro * accumulation",
         "test_config.py -k 'two_give or alone or triangle'",
     ),
     Mutation(

@@ -17,8 +17,8 @@ import torch
 
 from onefold.cli.main import main
 from onefold.plan import Crossing
-from onefold.report import tiers
-from onefold.report.tiers import SETTINGS, BusRates, DiskRates, Measured
+from onefold.report import offload_bench
+from onefold.report.offload_bench import SETTINGS, BusRates, DiskRates, Measured
 
 # Each of the table's 20 units is a multiple of 2048, so nothing is padded.
 P = 20 * 2048 * 1000
@@ -81,7 +81,7 @@ def test_what_is_measured_is_shown_kept_and_read_back(bench: Command, cache: Pat
     assert measured["bus"] is None
     assert measured["disk"]["paths"] == [str(drive)]
     assert all(measured["disk"][way] > 0 for way in ("read", "write", "both", "free_bytes"))
-    kept = tiers.load_measured()
+    kept = offload_bench.load_measured()
     assert kept is not None
     assert json.loads(json.dumps(asdict(kept))) == measured
     assert os.listdir(drive) == []
@@ -92,11 +92,11 @@ def test_without_a_path_the_disk_is_as_it_was_kept(bench: Command) -> None:
     code, out, _ = bench("tiers", "--size", 0.01)
     assert code == 0
     assert "ask for it with --path" in out
-    tiers.save_measured(FIXED)
+    offload_bench.save_measured(FIXED)
     code, out, _ = bench("tiers", "--size", 0.01)
     assert code == 0
     assert "kept from 2030-01-01" in out
-    kept = tiers.load_measured()
+    kept = offload_bench.load_measured()
     assert kept is not None
     assert kept.disk == FIXED.disk
     assert kept.when != FIXED.when
@@ -148,12 +148,12 @@ def test_a_cache_that_cannot_be_written_does_not_take_the_tables(bench: Command,
 
 
 def test_hosts_are_kept_side_by_side(cache: Path) -> None:
-    assert tiers.load_measured() is None
+    assert offload_bench.load_measured() is None
     other = replace(FIXED, host="another", bus=None, disk=None, page_lock=None, device=None, device_bytes=None)
-    tiers.save_measured(other)
-    tiers.save_measured(FIXED)
-    assert tiers.load_measured() == FIXED
-    assert tiers.load_measured("another") == other
+    offload_bench.save_measured(other)
+    offload_bench.save_measured(FIXED)
+    assert offload_bench.load_measured() == FIXED
+    assert offload_bench.load_measured("another") == other
     assert json.loads(cache.read_text()).keys() == {"another", FIXED.host}
 
 
@@ -169,10 +169,10 @@ def test_a_damaged_file_is_told_and_replaced(cache: Path, caplog: pytest.LogCapt
     cache.parent.mkdir(parents=True)
     cache.write_text(text)
     with caplog.at_level(logging.WARNING, logger="onefold"):
-        assert tiers.load_measured() is None
+        assert offload_bench.load_measured() is None
     assert f"{cache}: cannot be read" in caplog.text
-    tiers.save_measured(FIXED)
-    assert tiers.load_measured() == FIXED
+    offload_bench.save_measured(FIXED)
+    assert offload_bench.load_measured() == FIXED
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ BY_HAND = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_a_setting_costs_by_hand(setting: str) -> None:
     rest, ways, seconds, bound_by = BY_HAND[setting]
-    cost = tiers.cost_of(setting, P, FIXED)
+    cost = offload_bench.cost_of(setting, P, FIXED)
     assert (cost.device_bytes, cost.host_bytes, cost.disk_bytes) == tuple(round(factor * P) for factor in rest)
     assert cost.crossing == Crossing(*(round(factor * P) for factor in ways))
     assert cost.seconds == pytest.approx(dict(zip(("bus", "host Adam", "disk"), seconds, strict=True)))
@@ -207,15 +207,15 @@ def test_one_way_alone_is_no_faster_than_its_own_rate() -> None:
 
 
 def test_what_was_not_measured_is_unknown_and_not_free() -> None:
-    cost = tiers.cost_of("optimizer nvme", P, replace(FIXED, bus=None, disk=None))
+    cost = offload_bench.cost_of("optimizer nvme", P, replace(FIXED, bus=None, disk=None))
     assert cost.seconds == {"bus": None, "host Adam": pytest.approx(2), "disk": None}
     assert cost.bound_by == "host Adam"
-    assert tiers.cost_of("optimizer cpu", P, replace(FIXED, disk=None)).seconds["disk"] == 0
+    assert offload_bench.cost_of("optimizer cpu", P, replace(FIXED, disk=None)).seconds["disk"] == 0
 
 
 def test_what_does_not_fit_is_said() -> None:
     small = replace(FIXED, device_bytes=16 * P - 1, host_free_bytes=16 * P - 1)
-    short = {setting: tiers.shortages(tiers.cost_of(setting, P, small), small) for setting in SETTINGS}
+    short = {setting: offload_bench.shortages(offload_bench.cost_of(setting, P, small), small) for setting in SETTINGS}
     assert [setting for setting, lines in short.items() if lines] == ["all on the device", "optimizer and param cpu"]
     assert "device memory" in short["all on the device"][0]
     assert "host memory" in short["optimizer and param cpu"][0]
@@ -228,9 +228,9 @@ def test_nothing_is_left_where_a_transfer_failed(drive: Path, monkeypatch: pytes
     def fail(*arguments: object) -> int:
         raise OSError(5, "the drive is gone")
 
-    monkeypatch.setattr(tiers, "_best", fail)
+    monkeypatch.setattr(offload_bench, "_best", fail)
     with pytest.raises(OSError, match="the drive is gone"):
-        tiers.measure_disk(1 << 20, [str(drive)])
+        offload_bench.measure_disk(1 << 20, [str(drive)])
     assert os.listdir(drive) == []
 
 
@@ -238,7 +238,7 @@ def test_several_paths_are_written_to(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    found = tiers.measure_disk(1 << 20, [str(path) for path in paths])
+    found = offload_bench.measure_disk(1 << 20, [str(path) for path in paths])
     assert found.paths == tuple(map(str, paths))
     assert [os.listdir(path) for path in paths] == [[], []]
 

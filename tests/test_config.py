@@ -424,7 +424,7 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
     assert told in str(caught.value)
 
 
-# Fates
+# Support status
 
 
 @pytest.mark.parametrize(

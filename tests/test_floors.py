@@ -14,6 +14,7 @@ PACKAGE = ROOT / "onefold"
 
 # The floor of each room; a file at the top of the package is a room of its own.
 FLOORS = {
+    "log": 0,
     "config": 0,
     "pool": 0,
     "version": 0,
@@ -81,6 +82,20 @@ def test_no_stage_number_above_the_plan(path):
             names |= {part.id for side in sides for part in ast.walk(side) if isinstance(part, ast.Name)}
             numbers = [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, int)]
             assert not (numbers and any("stage" in name for name in names)), f"{path}:{node.lineno}"
+
+
+# Rooms whose modules and classes share no name with any other.
+NAMED_APART = {"config", "cli", "report", "train", "log", "env_report"}
+
+
+def test_modules_and_classes_have_names_of_their_own():
+    places: dict[str, list[Path]] = {}
+    for path in FILES:
+        classes = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        for name in (*classes, *([path.name] if path.name != "__init__.py" else [])):
+            places.setdefault(name, []).append(path)
+    shared = {name: paths for name, paths in places.items() if len(paths) > 1 and room(paths[0]) != "compat"}
+    assert {name: paths for name, paths in shared.items() if NAMED_APART & set(map(room, paths))} == {}
 
 
 # What stands around the core: files on disk, the commands, the built-in job.

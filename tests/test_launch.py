@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from onefold.cli.hosts import HostError, choose, find_this_host, limit, parse_choice, read_hostfile
-from onefold.cli.launch import Place, place_of_this_host
+from onefold.cli.commands import UsageError
+from onefold.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
 from onefold.cli.main import build_parser, main
+from onefold.cli.ranks import Job
 
-HOSTS = {"host1": (0, 1, 2, 3), "host2": (0, 1)}
+NODES = {"node1": (0, 1, 2, 3), "node2": (0, 1)}
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -48,77 +49,77 @@ def script(folder: Path, text: str) -> str:
 
 def test_hostfile_is_read_in_order_with_comments(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# the cluster\nhost2 slots=2\n\nhost1   slots=4  # the big one\n")
-    assert list(read_hostfile(file).items()) == [("host2", (0, 1)), ("host1", (0, 1, 2, 3))]
+    file.write_text("# the cluster\nnode2 slots=2\n\nnode1   slots=4  # the big one\n")
+    assert list(read_hostfile(file).items()) == [("node2", (0, 1)), ("node1", (0, 1, 2, 3))]
 
 
-@pytest.mark.parametrize("text", ["host1\n", "host1 slots=x\n", "host1 slots=2\nhost1 slots=2\n", "# nothing\n"])
+@pytest.mark.parametrize("text", ["node1\n", "node1 slots=x\n", "node1 slots=2\nnode1 slots=2\n", "# nothing\n"])
 def test_bad_hostfiles_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
-    with pytest.raises(HostError, match="hosts"):
+    with pytest.raises(UsageError, match="hosts"):
         read_hostfile(file)
 
 
 def test_choices_read_as_deepspeed_writes_them() -> None:
-    assert parse_choice("host1:2,0@host2") == {"host1": (0, 2), "host2": None}
+    assert parse_choice("node1:2,0@node2") == {"node1": (0, 2), "node2": None}
 
 
 @pytest.mark.parametrize(
     ("include", "exclude", "left"),
     [
-        ("", "", HOSTS),
-        ("host1:0,2@host2", "", {"host1": (0, 2), "host2": (0, 1)}),
-        ("host2", "", {"host2": (0, 1)}),
-        ("", "host1:0,2", {"host1": (1, 3), "host2": (0, 1)}),
-        ("", "host1", {"host2": (0, 1)}),
-        ("", "host1@host2:0", {"host2": (1,)}),
+        ("", "", NODES),
+        ("node1:0,2@node2", "", {"node1": (0, 2), "node2": (0, 1)}),
+        ("node2", "", {"node2": (0, 1)}),
+        ("", "node1:0,2", {"node1": (1, 3), "node2": (0, 1)}),
+        ("", "node1", {"node2": (0, 1)}),
+        ("", "node1@node2:0", {"node2": (1,)}),
     ],
 )
 def test_include_and_exclude(include: str, exclude: str, left: dict[str, tuple[int, ...]]) -> None:
-    assert choose(HOSTS, include, exclude) == left
+    assert choose(NODES, include, exclude) == left
 
 
 @pytest.mark.parametrize(
-    ("include", "exclude"), [("host1", "host2"), ("host3", ""), ("host2:7", ""), ("", "host1@host2"), ("host1:a", "")]
+    ("include", "exclude"), [("node1", "node2"), ("node3", ""), ("node2:7", ""), ("", "node1@node2"), ("node1:a", "")]
 )
 def test_impossible_choices_are_refused(include: str, exclude: str) -> None:
-    with pytest.raises(HostError):
-        choose(HOSTS, include, exclude)
+    with pytest.raises(UsageError):
+        choose(NODES, include, exclude)
 
 
-def test_limits_take_the_first_hosts_and_slots() -> None:
-    assert limit(HOSTS, 1, 2) == {"host1": (0, 1)}
-    with pytest.raises(HostError, match="only 2 slots"):
-        limit(HOSTS, None, 3)
+def test_limits_take_the_first_nodes_and_slots() -> None:
+    assert limit(NODES, 1, 2) == {"node1": (0, 1)}
+    with pytest.raises(UsageError, match="only 2 slots"):
+        limit(NODES, None, 3)
 
 
-def test_this_host_is_found_by_name_or_address() -> None:
+def test_this_node_is_found_by_name_or_address() -> None:
     name = os.uname().nodename
-    assert find_this_host({"203.0.113.7": (0,), name: (0,)}) == 1
-    assert find_this_host({"203.0.113.7": (0,), "127.0.0.1": (0,)}) == 1
-    assert find_this_host({"203.0.113.7": (0,)}) is None
+    assert find_this_node({"203.0.113.7": (0,), name: (0,)}) == 1
+    assert find_this_node({"203.0.113.7": (0,), "127.0.0.1": (0,)}) == 1
+    assert find_this_node({"203.0.113.7": (0,)}) is None
 
 
-def place(*flags: str) -> Place:
-    return place_of_this_host(build_parser().parse_args(["launch", *flags, "script.py"]))
+def place(*flags: str) -> Job:
+    return job_of_this_node(build_parser().parse_args(["launch", *flags, "script.py"]))
 
 
 def test_place_alone_and_among_several(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("203.0.113.7 slots=8\n127.0.0.1 slots=4\n")
-    assert place("--num_gpus", "3") == Place(3, 1, 0, None, None)
-    assert place("--num_nodes", "2", "--node_rank", "1", "--master_addr", "a", "--nproc", "8") == Place(
+    assert place("--num_gpus", "3") == Job(3, 1, 0, None, None)
+    assert place("--num_nodes", "2", "--node_rank", "1", "--master_addr", "a", "--nproc", "8") == Job(
         8, 2, 1, "a", 29500
     )
-    assert place("-H", str(hosts)) == Place(4, 2, 1, "203.0.113.7", 29500, "0,1,2,3")
-    assert place("-H", str(hosts), "-i", "127.0.0.1:1,3") == Place(2, 1, 0, None, None, "1,3")
+    assert place("-H", str(hosts)) == Job(4, 2, 1, "203.0.113.7", 29500, "0,1,2,3")
+    assert place("-H", str(hosts), "-i", "127.0.0.1:1,3") == Job(2, 1, 0, None, None, "1,3")
 
 
-def test_several_hosts_get_the_exact_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_nodes_get_the_exact_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("203.0.113.7 slots=8\n203.0.113.8 slots=8\n")
-    with pytest.raises(HostError, match="--node_rank"):
+    with pytest.raises(UsageError, match="--node_rank"):
         place("-H", str(hosts))
     assert "203.0.113.8: onefold launch --node_rank 1 --master_addr 203.0.113.7" in capsys.readouterr().err
 

@@ -21,8 +21,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from onefold.config import ConfigError
-from onefold.config.sections import Aio
+from onefold.config import Aio, ConfigError
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import SwapError, SwapFiles
 
@@ -501,7 +500,7 @@ def test_a_swap_that_is_forgotten_removes_its_files(tmp_path):
 def test_the_end_of_the_process_removes_everything(tmp_path):
     program = """
 import sys, torch
-from onefold.config.sections import Aio
+from onefold.config import Aio
 from onefold.offload.nvme import SwapFiles
 swap = SwapFiles([sys.argv[1]], aio=Aio(), rank=0, count=lambda *_: None)
 disk = swap.reserve(1 << 22, torch.float32)

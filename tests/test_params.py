@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onefold.config import ConfigError, check_built, load_config
-from onefold.config.keys import Key, entries
+from onefold.config.keys import Key, as_number, entries, read_as
 from onefold.config.params import OPTIMIZERS
-from onefold.config.values import as_number, read_as
 from onefold.optim.choose import Chosen, choose
 
 LIKE_TORCH = {

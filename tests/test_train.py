@@ -176,6 +176,20 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_without_matplotlib_the_job_trains_and_says_how_to_get_the_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    process = start("--steps", "2", "--ranks", "1", "--sample-length", "0", "--out", str(tmp_path / "run"))
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert "no loss curve" in stdout
+    assert "pip install 'onefold[plots]'" in stdout
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "summary.json"}
+
+
 def test_interrupt_ends_after_the_step_with_a_report(tmp_path: Path) -> None:
     process = start("--steps", "100000", "--sample-length", "4", "--out", str(tmp_path / "run"))
     assert process.stdout is not None

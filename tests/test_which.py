@@ -41,8 +41,8 @@ def test_every_test_file_is_named_and_exists():
 def test_the_command_prints_files_once_and_in_order(capsys):
     assert which.main(["onefold/window.py", "./onefold/loader.py"]) == 0
     assert capsys.readouterr().out.split() == ["tests/test_window.py", "tests/test_engine.py", "tests/test_loader.py"]
-    assert which.main(["onefold/config/values.py"]) == 0
-    assert capsys.readouterr().out.split() == [f"tests/test_{name}.py" for name in ("config", "fates", "params")]
+    assert which.main(["onefold/config/keys.py"]) == 0
+    assert capsys.readouterr().out.split() == [f"tests/test_{name}.py" for name in ("config", "support", "params")]
     assert which.main(["onefold/nowhere.py"]) == 1
     assert "is not in the table" in capsys.readouterr().err
     assert which.main([]) == 2

@@ -34,7 +34,7 @@ from onefold.checkpoint.folder import (
 from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, RemovedError
 from onefold.checkpoint.reader import TRIES, Checkpoint
 from onefold.checkpoint.safetensors import Writer, parse_size
-from onefold.report.log import logger
+from onefold.log import logger
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("safetensors", "bin")

@@ -13,7 +13,7 @@ from onefold.checkpoint import folder
 from onefold.checkpoint.files import read_small
 from onefold.checkpoint.manifest import MAX_BYTES, Manifest, join_parts
 from onefold.checkpoint.shards import Record, Slot
-from onefold.report.log import logger
+from onefold.log import logger
 
 # A shared file system may show another host's new folder late.
 _VISIBLE_SECONDS = 10.0

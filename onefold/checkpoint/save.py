@@ -42,7 +42,7 @@ from onefold.checkpoint.orders import (
 from onefold.checkpoint.part import Parts
 from onefold.checkpoint.shards import Slot
 from onefold.comm import Board, Disagreement, Guard, Silent
-from onefold.report.log import logger
+from onefold.log import logger
 
 PERIOD = 0.25
 # Before the listener does a rank's part, its own program gets this long to come to its own call.

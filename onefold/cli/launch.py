@@ -1,159 +1,98 @@
-"""`onefold launch`: start a script on every GPU of this host, as one node of one or of many."""
+"""What `onefold launch` does: find this node's place in the job, then start its ranks.
+
+Hostfiles, `--include` and `--exclude` are in DeepSpeed's formats. A node is a machine, and a slot one of its GPUs.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+import re
 import shlex
 import shutil
+import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
-from onefold.cli.hosts import HostError, Hosts, choose, find_this_host, limit, read_hostfile
+from onefold.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
+from onefold.cli.ranks import Job, python_command, run_ranks
 
-DEFAULT_HOSTFILE = "/job/hostfile"
-DEFAULT_PORT = 29500
+Slots = tuple[int, ...]
+Nodes = dict[str, Slots]
 
-DESCRIPTION = """\
-Start a script on every GPU of this host (one process where there is no GPU), by torch's elastic agent. The
-script finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment; onefold.initialize
-reads them. When a rank fails, you see its traceback, and the command ends with its exit code."""
-
-EPILOG = """\
-examples:
-  onefold launch train.py --deepspeed_config ds_config.json      every GPU of this host
-  onefold launch --nproc 4 train.py                              four ranks, on GPUs 0 to 3, or on the CPU
-  onefold launch --include localhost:1,3 train.py                two ranks, on GPUs 1 and 3
-  onefold launch --module package.train --epochs 3               as `python -m package.train --epochs 3`
-
-  two hosts, eight GPUs each; run the same command on both, with its own --node_rank:
-  onefold launch --num_nodes 2 --node_rank 0 --master_addr host1 train.py
-
-  the same from a hostfile (lines such as `host1 slots=8`); each host finds its own place in it:
-  onefold launch --hostfile hosts train.py
-"""
+LINE = re.compile(r"^(?P<node>\S+)\s+slots=(?P<slots>\d+)$")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this host stands in the job."""
-
-    num_ranks: int
-    num_nodes: int
-    node_rank: int
-    master_addr: str | None
-    master_port: int | None
-    visible_devices: str | None = None
-    """What CUDA_VISIBLE_DEVICES is set to; None leaves it as it is."""
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "launch",
-        help="start your script on every GPU",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--num_gpus", "--nproc", "--num_accelerators", "--nproc_per_node", "--nproc-per-node", type=int, metavar="N",
-        dest="num_gpus", help="ranks on each host (default: its GPUs, or 1 where there are none)")  # fmt: skip
-    add("--num_nodes", "--nnodes", type=int, metavar="N", help="hosts that take part (default: 1, or the hostfile's)")
-    add("--node_rank", "--node-rank", type=int, metavar="K", help="which of the hosts this is, from 0")
-    add("--master_addr", "--master-addr", metavar="HOST", help="name or address of host 0")
-    add("--master_port", "--master-port", type=int, metavar="PORT",
-        help=f"port on host 0 (default: a free one; {DEFAULT_PORT} with several hosts)")  # fmt: skip
-    add("-H", "--hostfile", metavar="FILE", help=f"hosts, one a line: `host1 slots=8` (default: {DEFAULT_HOSTFILE})")
-    add("-i", "--include", default="", metavar="CHOICE", help="use only these: host1:0,2@host2")
-    add("-e", "--exclude", default="", metavar="CHOICE", help="use all but these: host1:0,2@host2")
-    add("--max-restarts", "--max_restarts", type=int, default=0, metavar="N",
-        help="start all ranks again after a failure, up to N times (default: 0)")  # fmt: skip
-    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
-    add("--no_python", "--no-python", action="store_true", help="SCRIPT is a program of its own, not Python")
-    add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # nothing to switch off: it is never passed
-    add("script", metavar="SCRIPT", help="what every rank runs")
-    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
+def launch(options: argparse.Namespace) -> int:
     if options.module and options.no_python:
-        raise HostError("--module is for Python and --no_python is for everything else: give one of them")
+        raise UsageError("--module is for Python and --no_python is for everything else: give one of them")
     if not options.module and not options.no_python and not Path(options.script).is_file():
-        raise HostError(f"{options.script}: there is no such script (a module needs --module)")
+        raise UsageError(f"{options.script}: there is no such script (a module needs --module)")
     if options.no_python and shutil.which(options.script) is None:
-        raise HostError(f"{options.script}: there is no such program")
-    place = place_of_this_host(options)
-    # Only now: importing torch takes seconds, and mistakes should not wait for it.
-    from onefold.cli.ranks import Job, Program, run_ranks
-
-    if place.visible_devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_devices
-    arguments = tuple(options.arguments)
+        raise UsageError(f"{options.script}: there is no such program")
+    job = job_of_this_node(options)
     if options.no_python:
-        program = Program(options.script, arguments)
-    elif options.module:
-        program = Program.module(options.script, arguments)
-    else:
-        program = Program.script(options.script, arguments)
-    job = Job(
-        place.num_ranks, place.num_nodes, place.node_rank, place.master_addr, place.master_port, options.max_restarts
-    )
-    return run_ranks(program, job)
+        return run_ranks([options.script, *options.arguments], job)
+    return run_ranks(python_command(options.script, options.arguments, is_module=options.module), job)
 
 
-def place_of_this_host(options: argparse.Namespace) -> Place:
+# -- this node's place in the job ------------------------------------------------------------------------------------
+
+
+def job_of_this_node(options: argparse.Namespace) -> Job:
     """From the flags, and the hostfile where there is one."""
     for flag in ("num_gpus", "num_nodes"):
         value = getattr(options, flag)
         if value is not None and value < 1:
-            raise HostError(f"--{flag} {value}: must be at least 1")
+            raise UsageError(f"--{flag} {value}: must be at least 1")
     hostfile = options.hostfile or (DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else None)
     if hostfile is not None:
-        return _place_in_hostfile(read_hostfile(hostfile), options)
+        return _in_hostfile(read_hostfile(hostfile), options)
     num_nodes = options.num_nodes or 1
     if num_nodes == 1:
-        return _place_alone(options)
+        return _alone(options)
     if options.node_rank is None or options.master_addr is None:
-        raise HostError(
-            f"--num_nodes {num_nodes} needs --node_rank (0 to {num_nodes - 1}, another on each host) and "
-            "--master_addr (host 0), or a --hostfile to find them in"
+        raise UsageError(
+            f"--num_nodes {num_nodes} needs --node_rank (0 to {num_nodes - 1}, another on each node) and "
+            "--master_addr (node 0), or a --hostfile to find them in"
         )
     _check_node_rank(options.node_rank, num_nodes)
     if options.include or options.exclude:
-        raise HostError("--include and --exclude need a --hostfile when there are several hosts")
+        raise UsageError("--include and --exclude need a --hostfile when there are several nodes")
     port = options.master_port or DEFAULT_PORT
-    return Place(options.num_gpus or _num_devices(), num_nodes, options.node_rank, options.master_addr, port)
+    num_ranks = options.num_gpus or _num_devices()
+    return Job(num_ranks, num_nodes, options.node_rank, options.master_addr, port, None, options.max_restarts)
 
 
-def _place_alone(options: argparse.Namespace) -> Place:
+def _alone(options: argparse.Namespace) -> Job:
     _check_node_rank(options.node_rank or 0, 1)
-    if not options.include and not options.exclude:
-        return Place(options.num_gpus or _num_devices(), 1, 0, options.master_addr, options.master_port)
-    hosts = choose({"localhost": tuple(range(_num_devices()))}, options.include, options.exclude)
-    slots = limit(hosts, None, options.num_gpus)["localhost"]
-    return Place(len(slots), 1, 0, options.master_addr, options.master_port, ",".join(map(str, slots)))
+    num_ranks, visible = options.num_gpus or _num_devices(), None
+    if options.include or options.exclude:
+        nodes = choose({"localhost": tuple(range(_num_devices()))}, options.include, options.exclude)
+        slots = limit(nodes, None, options.num_gpus)["localhost"]
+        num_ranks, visible = len(slots), ",".join(map(str, slots))
+    return Job(num_ranks, 1, 0, options.master_addr, options.master_port, visible, options.max_restarts)
 
 
-def _place_in_hostfile(listed: Hosts, options: argparse.Namespace) -> Place:
-    hosts = limit(choose(listed, options.include, options.exclude), options.num_nodes, options.num_gpus)
-    names = list(hosts)
-    node_rank = options.node_rank if options.node_rank is not None else find_this_host(hosts)
+def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
+    nodes = limit(choose(listed, options.include, options.exclude), options.num_nodes, options.num_gpus)
+    names = list(nodes)
+    node_rank = options.node_rank if options.node_rank is not None else find_this_node(nodes)
     master_addr = options.master_addr or (names[0] if len(names) > 1 else None)
     if len(names) > 1 and node_rank in (None, 0):
         others = "\n".join(f"  {name}: {_command_for(rank, master_addr)}" for rank, name in enumerate(names))
-        print(f"onefold: {len(names)} hosts take part; run on each of them:\n{others}", file=sys.stderr, flush=True)
+        print(f"onefold: {len(names)} nodes take part; run on each of them:\n{others}", file=sys.stderr, flush=True)
     if node_rank is None:
-        raise HostError(f"this host is none of {', '.join(names)}; say which it is with --node_rank")
+        raise UsageError(f"this node is none of {', '.join(names)}; say which it is with --node_rank")
     _check_node_rank(node_rank, len(names))
-    slots = hosts[names[node_rank]]
+    slots = nodes[names[node_rank]]
     port = options.master_port or (DEFAULT_PORT if len(names) > 1 else None)
-    return Place(len(slots), len(names), node_rank, master_addr, port, ",".join(map(str, slots)))
+    visible = ",".join(map(str, slots))
+    return Job(len(slots), len(names), node_rank, master_addr, port, visible, options.max_restarts)
 
 
 def _command_for(node_rank: int, master_addr: str | None) -> str:
-    """This command as host `node_rank` should run it."""
+    """This command as node `node_rank` should run it."""
     given = sys.argv[sys.argv.index("launch") + 1 :] if "launch" in sys.argv else sys.argv[1:]
     added = [] if "--node_rank" in given else ["--node_rank", str(node_rank)]
     added += [] if "--master_addr" in given else ["--master_addr", str(master_addr)]
@@ -164,10 +103,109 @@ def _command_for(node_rank: int, master_addr: str | None) -> str:
 
 def _check_node_rank(node_rank: int, num_nodes: int) -> None:
     if not 0 <= node_rank < num_nodes:
-        raise HostError(f"--node_rank {node_rank}: with {num_nodes} host(s) it is from 0 to {num_nodes - 1}")
+        raise UsageError(f"--node_rank {node_rank}: with {num_nodes} node(s) it is from 0 to {num_nodes - 1}")
 
 
 def _num_devices() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+# -- hostfiles and choices -------------------------------------------------------------------------------------------
+
+
+def read_hostfile(path: str | Path) -> Nodes:
+    """Nodes in the order of the file, each with slots 0 to n-1. A line reads `node1 slots=8`; `#` starts a comment."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"hostfile {path}: {error.strerror or error}") from error
+    nodes: Nodes = {}
+    for number, line in enumerate(lines, start=1):
+        line = line.split("#", 1)[0].strip()
+        if not line:
+            continue
+        match = LINE.match(line)
+        if match is None:
+            raise UsageError(f"hostfile {path}, line {number}: `{line}` is not of the form `node1 slots=8`")
+        if match["node"] in nodes:
+            raise UsageError(f"hostfile {path}, line {number}: {match['node']} stands there twice")
+        nodes[match["node"]] = tuple(range(int(match["slots"])))
+    if not nodes:
+        raise UsageError(f"hostfile {path} names no node")
+    return nodes
+
+
+def parse_choice(text: str) -> dict[str, Slots | None]:
+    """`node1:0,2@node2` as {node1: (0, 2), node2: None}; None stands for every slot."""
+    choice: dict[str, Slots | None] = {}
+    for part in text.split("@"):
+        node, colon, slots = part.strip().partition(":")
+        try:
+            chosen = tuple(sorted({int(slot) for slot in slots.split(",")})) if colon else None
+        except ValueError:
+            raise UsageError(f"`{part}` is not of the form `node1` or `node1:0,2` (several are joined by @)") from None
+        if not node or node in choice:
+            raise UsageError(f"`{text}`: each part between @ names one node, once")
+        choice[node] = chosen
+    return choice
+
+
+def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> Nodes:
+    """The nodes and slots that stay, in the order of the hostfile."""
+    if include and exclude:
+        raise UsageError("--include and --exclude say the same thing in two ways: give one of them")
+    choice = parse_choice(include or exclude) if include or exclude else {}
+    for node, slots in choice.items():
+        if node not in nodes:
+            raise UsageError(f"{node} is not among the nodes: {', '.join(nodes)}")
+        unknown = sorted(set(slots or ()) - set(nodes[node]))
+        if unknown:
+            raise UsageError(f"{node} has no slot {unknown[0]}, only {', '.join(map(str, nodes[node]))}")
+    kept: Nodes = {}
+    for node, slots in nodes.items():
+        listed = (choice[node] or slots) if node in choice else ()
+        left = tuple(slot for slot in slots if (slot in listed) == bool(include))
+        if left:
+            kept[node] = left
+    if not kept:
+        raise UsageError("no slot is left after --include / --exclude")
+    return kept
+
+
+def limit(nodes: Mapping[str, Slots], num_nodes: int | None, num_slots: int | None) -> Nodes:
+    """The first `num_nodes` nodes and of each the first `num_slots` slots."""
+    if num_nodes is not None and num_nodes > len(nodes):
+        raise UsageError(f"--num_nodes {num_nodes}, but there are only {len(nodes)} nodes: {', '.join(nodes)}")
+    kept = dict(list(nodes.items())[:num_nodes])
+    for node, slots in kept.items():
+        if num_slots is not None and num_slots > len(slots):
+            raise UsageError(f"--num_gpus {num_slots}, but {node} has only {len(slots)} slots")
+    return {node: slots[:num_slots] for node, slots in kept.items()}
+
+
+def find_this_node(nodes: Mapping[str, Slots]) -> int | None:
+    """The place of this node in the list: by its name, else by an address a name stands for; None if not there."""
+    own_names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
+    for is_this_node in (own_names.__contains__, _is_own_address):
+        for place, node in enumerate(nodes):
+            if is_this_node(node):
+                return place
+    return None
+
+
+def _is_own_address(node: str) -> bool:
+    """A socket can be bound to an address only on the node that has it."""
+    try:
+        addresses = socket.getaddrinfo(node, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return True
+    return False

@@ -1,61 +1,69 @@
-"""Start the ranks of this host: torch's elastic agent does the work, this file chooses what a person sees of it."""
+"""Starts the ranks of this node by torch's elastic agent, and shows what a person should see of a failure.
+
+The launcher starts each rank as `python -m onefold.cli.ranks [--module] SCRIPT ...`, which runs SCRIPT as Python itself
+would, with one difference: the traceback of an uncaught exception goes to the file in which the agent looks for it, not
+to the terminal. When one rank fails its peers fail too, on broken connections; the launcher shows the one that matters.
+
+torch is imported when the launcher starts ranks, and not in a rank: a script may set variables that torch reads first.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
-@dataclass(frozen=True)
-class Program:
-    """What every rank runs."""
+# -- the launcher ----------------------------------------------------------------------------------------------------
 
-    command: str
-    arguments: tuple[str, ...] = ()
 
-    @staticmethod
-    def script(path: str, arguments: tuple[str, ...]) -> Program:
-        """A Python script; its traceback is kept for the launcher."""
-        return Program(sys.executable, ("-u", "-m", "onefold.cli.rank", path, *arguments))
-
-    @staticmethod
-    def module(name: str, arguments: tuple[str, ...]) -> Program:
-        """A Python module, as `python -m` runs it; its traceback is kept for the launcher."""
-        return Program(sys.executable, ("-u", "-m", "onefold.cli.rank", "--module", name, *arguments))
+def python_command(name: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
+    """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher."""
+    module = ["--module"] if is_module else []
+    return [sys.executable, "-u", "-m", "onefold.cli.ranks", *module, name, *arguments]
 
 
 @dataclass(frozen=True)
 class Job:
-    """How many ranks, and where they meet."""
+    """How many ranks this node starts, which node it is, and where all ranks meet."""
 
-    ranks_per_node: int
+    num_ranks: int
     num_nodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    visible_devices: str | None = None
+    """What CUDA_VISIBLE_DEVICES is set to; None leaves it as it is."""
     max_restarts: int = 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody but this host need know where ranks meet."""
+        """Whether nobody but this node need know where ranks meet."""
         return self.num_nodes == 1 and self.master_port is None
 
     def launch_config(self, log_dir: str) -> LaunchConfig:
         """The same job in torchrun's terms."""
+        from torch.distributed.launcher.api import LaunchConfig
+
         alone = self.is_alone
         # With static rendezvous restarted ranks would find the addresses of the dead ones in the old store; with c10d
         # they meet anew, and the node ranks follow from that.
@@ -65,7 +73,7 @@ class Job:
         return LaunchConfig(
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
-            nproc_per_node=self.ranks_per_node,
+            nproc_per_node=self.num_ranks,
             run_id=f"onefold_{os.getpid()}" if alone else "onefold",
             rdzv_backend=backend,
             # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know
@@ -74,26 +82,32 @@ class Job:
             if alone
             else f"{self.master_addr or 'localhost'}:{self.master_port or 29500}",
             rdzv_configs=configs,
-            # A host often cannot resolve its own name, and alone it need not.
+            # A node often cannot resolve its own name, and alone it need not.
             local_addr="localhost" if self.num_nodes == 1 else None,
             max_restarts=self.max_restarts,
-            logs_specs=_AttemptLogs(log_dir, self.max_restarts),
+            logs_specs=_attempt_logs(log_dir, self.max_restarts),
         )
 
 
-def run_ranks(program: Program, job: Job) -> int:
-    """Run `program` in every rank of this host until all are done; the exit code the command should end with."""
+def run_ranks(command: Sequence[str], job: Job) -> int:
+    """Run a command in every rank of this node until all are done; the exit code the command should end with."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     _quiet_the_agent()
+    if job.visible_devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_devices
     if job.max_restarts > 0 or job.is_alone:
         # Else the restarted ranks find the addresses of the dead ones in the store that they share with the agent; and
         # the agent's listens on all interfaces, that of the ranks where the job is.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.ranks_per_node)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.num_ranks)))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="onefold_", ignore_cleanup_errors=True) as log_dir:
         try:
-            elastic_launch(job.launch_config(log_dir), program.command)(*program.arguments)
+            elastic_launch(job.launch_config(log_dir), command[0])(*command[1:])
         except ChildFailedError as error:
             return _report_failure(error.failures)
         except SignalException as stopped:
@@ -107,30 +121,32 @@ def run_ranks(program: Program, job: Job) -> int:
     return 0
 
 
-class _AttemptLogs(DefaultLogsSpecs):
+def _attempt_logs(log_dir: str, max_restarts: int) -> LogsSpecs:
     """Asked for the error files of each attempt, it first shows what ended the one before: otherwise nobody would."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    def __init__(self, log_dir: str, max_restarts: int) -> None:
-        super().__init__(log_dir=log_dir)
-        self._max_restarts = max_restarts
-        self._error_files: dict[int, str] = {}
+    class AttemptLogs(DefaultLogsSpecs):
+        error_files: Mapping[int, str] = {}
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        attempt = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        if attempt > 0:
-            failures = {
-                int(envs[local_rank]["RANK"]): ProcessFailure(local_rank, pid=0, exitcode=1, error_file=error_file)
-                for local_rank, error_file in self._error_files.items()
-                if os.path.exists(error_file)
-            }
-            if failures:
-                rank = first_failure(failures)
-                _say(_traceback(failures[rank]).rstrip())
-                _say(f"onefold: rank {rank} failed")
-            _say(f"onefold: starting the ranks again, restart {attempt} of {self._max_restarts}")
-        destination = super().reify(envs)
-        self._error_files = destination.error_files
-        return destination
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            attempt = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+            if attempt > 0:
+                failures = {
+                    int(envs[local_rank]["RANK"]): ProcessFailure(local_rank, pid=0, exitcode=1, error_file=error_file)
+                    for local_rank, error_file in self.error_files.items()
+                    if os.path.exists(error_file)
+                }
+                if failures:
+                    rank = first_failure(failures)
+                    _say(_traceback(failures[rank]).rstrip())
+                    _say(f"onefold: rank {rank} failed")
+                _say(f"onefold: starting the ranks again, restart {attempt} of {max_restarts}")
+            destination = super().reify(envs)
+            self.error_files = destination.error_files
+            return destination
+
+    return AttemptLogs(log_dir=log_dir)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
@@ -192,3 +208,44 @@ def _quiet_the_agent() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+OWN_FILES = (__file__, "<frozen runpy>", runpy.__file__)
+
+
+def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An excepthook: the traceback, without the frames of this file, in torch's error-file format."""
+    if issubclass(kind, KeyboardInterrupt):
+        return  # the launcher was interrupted too, and says so once
+    while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(kind, error, trace))
+    error_file = os.environ.get(ERROR_FILE_VARIABLE)
+    if not error_file:
+        sys.stderr.write(text)
+        return
+    now = time.time()
+    # torch reads whole seconds; ranks fail within milliseconds of each other, so the launcher needs the rest.
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "exact_timestamp": now}
+    with open(error_file, "w") as file:
+        json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Run a script, or after `--module` a module, with the rest as its arguments."""
+    sys.excepthook = record_exception
+    if arguments[0] == "--module":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        # As for `python SCRIPT`: imports are looked up beside the script, not in the folder it was started from.
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1:])

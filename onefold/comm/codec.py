@@ -16,12 +16,13 @@ On a CUDA device Triton's kernels do the same to the bit, in one pass over memor
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
 import torch
+
+from onefold.log import logger
 
 # Values that share a scale. Shards are multiples of 2,048 values, so a block never straddles two ranks.
 BLOCK = 256
@@ -125,7 +126,7 @@ def _kernels() -> ModuleType | None:
 
         kernels.try_out()
     except Exception as error:  # whatever a compiler may raise
-        logging.getLogger("onefold").warning(
+        logger.warning(
             "quantized wires: Triton's kernels cannot be used (%s: %s); torch codes, in more passes over memory",
             type(error).__name__,
             error,

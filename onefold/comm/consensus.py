@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from onefold.comm.agreement import Agreement
 from onefold.comm.mesh import timeout_of
 from onefold.comm.watch import Disagreement, Watch, name_ranks, watch_world
+from onefold.log import logger
 
 # A rank that has not come is named in a warning after this long; the error comes at the process group's timeout.
 WARN_SECONDS = 60.0
@@ -28,8 +28,6 @@ _ADVICE = "Every rank must build the same model, with the same config and optimi
 
 Item = tuple[str, Mapping[str, str]]
 """Something all ranks must have alike: its name, and its facts."""
-
-logger = logging.getLogger("onefold")
 
 
 def agree(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import threading
 import time
 import weakref
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.stacks import MainThread
+from onefold.log import logger
 
 PATIENCE = 3.0
 _PERIOD = 0.25
@@ -46,8 +46,6 @@ _WOKEN_SECONDS = 1.0
 # Words for places that the advice depends on.
 INITIALIZE, INIT = "onefold.initialize", "onefold.zero.Init"
 BEGIN, ENDED = "the beginning of a pass", "the end of its program"
-
-logger = logging.getLogger("onefold")
 
 
 class Disagreement(RuntimeError):

@@ -1,34 +1,12 @@
-"""The config floor: DeepSpeed's JSON (or Accelerate's YAML) to one frozen `Config`. No tensors, no process groups."""
+"""Reads DeepSpeed's JSON (or Accelerate's YAML) into one frozen `Config`. No tensors, no process groups."""
 
-from onefold.config.batch import Batch, solve_batch
-from onefold.config.errors import ConfigError
-from onefold.config.precision import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
+from onefold.config.checks import Batch, check_topology, num_replicas, solve_batch
+from onefold.config.keys import ConfigError
 from onefold.config.read import check_built, load_config
-from onefold.config.schema import Config
-from onefold.config.sections import Aio, OnefoldSection, OptimizerSection, SchedulerSection
-from onefold.config.topology import check_topology, num_replicas
-from onefold.config.zero import Device, OffloadOptimizer, OffloadParam, ZeroOptimization
+from onefold.config.schema import ActivationCheckpointing, Aio, Config
+from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 
 __all__ = [
-    "Aio",
-    "Batch",
-    "Bf16",
-    "Config",
-    "ConfigError",
-    "DataTypes",
-    "Device",
-    "Dtype",
-    "Fp16",
-    "OffloadOptimizer",
-    "OffloadParam",
-    "OnefoldSection",
-    "OptimizerSection",
-    "SchedulerSection",
-    "TorchAutocast",
-    "ZeroOptimization",
-    "check_built",
-    "check_topology",
-    "load_config",
-    "num_replicas",
-    "solve_batch",
-]
+    "ActivationCheckpointing", "Aio", "Batch", "Config", "ConfigError", "LeafModule", "OffloadOptimizer",
+    "OffloadParam", "check_built", "check_topology", "load_config", "num_replicas", "solve_batch",
+]  # fmt: skip

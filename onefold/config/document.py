@@ -4,9 +4,8 @@ import json
 import sys
 from typing import Any, Literal, get_args, get_origin
 
-from onefold.config.keys import Entry, entries
+from onefold.config.keys import SectionKey, entries, join
 from onefold.config.params import OPTIMIZERS, SCHEDULES, PerGroup
-from onefold.config.precision import Dtype
 from onefold.config.schema import Config
 
 _INTRO = """\
@@ -19,10 +18,10 @@ start from lie in [examples/configs](../examples/configs).
 
 ## Rules
 
-* **Each key has one fate.** *Honoured*: something reads it. *Notice*: it is accepted, and one line says why it has
-  nothing to do here. *Refused*: the config loads, so that its plan can be shown, but the engine does not start, and
-  says why. Notices and refusals speak only when a value asks for something: `"zero_quantized_weights": false` is fine
-  anywhere.
+* **Each key has one support status.** *Honoured*: something reads it. *Notice*: it is accepted, and one line says why
+  it has nothing to do here. *Refused*: the config loads, so that its plan can be shown, but the engine does not start,
+  and says why. Notices and refusals speak only when a value asks for something: `"zero_quantized_weights": false` is
+  fine anywhere.
 * **An unknown key is an error** that gives its full path and the nearest known key. So are wrong types and
   contradictions.
 * **`"auto"`, `null` and `"none"`** mean that the key is not there, and its default holds; a type that lists `auto`
@@ -51,47 +50,35 @@ def document() -> str:
 
 
 def _tables(kind: type, path: str, title: str, doc: str, refused: bool) -> list[str]:
-    lines = [f"## {title}", ""]
-    if doc:
-        lines += [doc, ""]
-    lines += ["| key | type | default | fate | meaning |", "|---|---|---|---|---|"]
+    lines = [f"## {title}", "", *([doc, ""] if doc else ())]
     keys = [entry for entry in entries(kind).values() if entry.section is None]
     sections = [entry for entry in entries(kind).values() if entry.section is not None]
-    lines += [_row(entry, kind, refused) for entry in keys]
-    lines += [_row(entry, kind, refused) for entry in sections if entry.optional]
-    if not keys and not any(entry.optional for entry in sections):
-        lines = lines[:-2]
-    else:
-        lines.append("")
+    rows = [_row(entry, kind, refused) for entry in (*keys, *(entry for entry in sections if entry.optional))]
+    if rows:
+        lines += ["| key | type | default | support | meaning |", "|---|---|---|---|---|", *rows, ""]
     for entry in sections:
         assert entry.section is not None
-        full = f"{path}.{entry.name}" if path else entry.name
-        also = "".join(f" Also spelled `{alias}`." for alias in entry.key.aliases)
-        lines += _tables(entry.section, full, f"`{full}`", entry.key.doc + also, entry.key.refused is not None)
+        full = join(path, entry.name)
+        lines += _tables(entry.section, full, f"`{full}`", _meaning(entry), entry.key.refused is not None)
         for names, params in _PARAMS.get(full, {}).items():
-            assert params.__doc__ is not None
-            lines += _tables(params, f"{full}.params", f"`{full}.params` of {names}", params.__doc__, False)
+            lines += _tables(params, f"{full}.params", f"`{full}.params` of {names}", str(params.__doc__), False)
     return lines
 
 
-def _row(entry: Entry, kind: type, refused: bool) -> str:
-    also = "".join(f" Also spelled `{alias}`." for alias in entry.key.aliases)
-    cells = (
-        f"`{entry.name}`",
-        _type(entry),
-        _default(entry.default),
-        "refused with its section" if refused else _fate(entry, kind),
-        entry.key.doc + also,
-    )
+def _row(entry: SectionKey, kind: type, refused: bool) -> str:
+    support = "refused with its section" if refused else _support(entry, kind)
+    cells = (f"`{entry.name}`", _type(entry), _default(entry.default), support, _meaning(entry))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _type(entry: Entry) -> str:
+def _meaning(entry: SectionKey) -> str:
+    return entry.key.doc + "".join(f" Also spelled `{alias}`." for alias in entry.key.aliases)
+
+
+def _type(entry: SectionKey) -> str:
     hint = entry.hint
     if entry.section is not None or entry.is_free:
         return "object"
-    if hint == Dtype:
-        return "fp32, bf16, fp16"
     if get_origin(hint) is Literal:
         return ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
@@ -120,7 +107,7 @@ def _default(value: Any) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def _fate(entry: Entry, kind: type) -> str:
+def _support(entry: SectionKey, kind: type) -> str:
     key = entry.key
     if key.same_as is not None:
         return f"notice: the old spelling of `{key.same_as}`"
@@ -133,18 +120,18 @@ def _fate(entry: Entry, kind: type) -> str:
         return f"honoured in {stages}{_with(entry)}, notice elsewhere"
     if key.switch is None:
         return "honoured"
-    # Whether a setting counts is its switch's fate; a device that is refused today is so for all that goes with it.
+    # Whether a setting counts is up to its switch; one that is refused is so for all that goes with it.
     switch = entries(kind)[key.switch].key
     return f"{'honoured' if switch.refused is None else 'refused'}{_with(entry)}"
 
 
-def _with(entry: Entry) -> str:
+def _with(entry: SectionKey) -> str:
     if entry.key.switch is None:
         return ""
     return f" with `{entry.key.switch}`" + (f" {entry.key.needs}" if entry.key.needs is not None else "")
 
 
-def _when(entry: Entry) -> str:
+def _when(entry: SectionKey) -> str:
     if entry.key.asks_text:
         return f"when {entry.key.asks_text}"
     return "when given" if entry.default is None else f"unless {_default(entry.default)}"

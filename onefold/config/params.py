@@ -1,6 +1,6 @@
 """The keys of `optimizer.params` and `scheduler.params` for the optimizers and schedules that onefold has itself.
 
-Each is a section like the others, so that its values are read, its keys suggested and its fates told in the same way.
+Each is a section like the others: its values are read, its keys suggested and its support status told in the same way.
 The defaults are those of the optimizer; a class of torch is read by its own signature instead (`optim.signature`).
 """
 # ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule wants.
@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.config.errors import ConfigError
-from onefold.config.keys import key
+from onefold.config.keys import ConfigError, key, noticed, refused
 
 _KERNEL = "one fused kernel over flat shards serves; the result is the same"
 _BETA = {"minimum": 0, "below": 1}
@@ -33,11 +32,11 @@ class _TorchSwitches:
     """What torch's classes ask about kernels; the update is the same without."""
 
     maximize: bool = key(False, "Climb instead of descend.")
-    foreach: bool | None = key(None, "Which of torch's kernels.", notice=_KERNEL)
-    fused: bool | None = key(None, "Which of torch's kernels.", notice=_KERNEL)
-    capturable: bool = key(False, "Kernels for CUDA graphs.", notice=_KERNEL)
-    differentiable: bool = key(
-        False, "Backward through the step.", refused="the step works in place on flat shards; leave it out"
+    foreach: bool | None = noticed(None, "Which of torch's kernels.", _KERNEL)
+    fused: bool | None = noticed(None, "Which of torch's kernels.", _KERNEL)
+    capturable: bool = noticed(False, "Kernels for CUDA graphs.", _KERNEL)
+    differentiable: bool = refused(
+        False, "Backward through the step.", "the step works in place on flat shards; leave it out"
     )
 
 
@@ -48,28 +47,24 @@ class AdamParams(_TorchSwitches, _Params):
     betas: Betas = key((0.9, 0.999), "Decay of the averages of the gradient and of its square.", **_BETA)
     eps: float = key(1e-8, "Added to the root in the denominator.", minimum=0)
     amsgrad: bool = key(False, "Divide by the largest average of squares so far.")
-    decoupled_weight_decay: bool = key(
-        True, "Decay weights apart from the gradient.", aliases=("adam_w_mode", "adamw_mode")
+    decoupled_weight_decay: bool = key(True, "Decay apart from the gradient.", aliases=("adam_w_mode", "adamw_mode"))
+    bias_correction: bool = refused(
+        True, "Correct the averages for their start at zero.", "only true is implemented; leave it out"
     )
-    bias_correction: bool = key(
-        True, "Correct the averages for their start at zero.", refused="only true is implemented; leave it out"
-    )
-    torch_adam: bool = key(False, "torch's Adam instead of DeepSpeed's.", notice=_KERNEL)
-    fp32_optimizer_states: bool = key(
-        True, "Keep states in fp32.", notice="states are in fp32 whatever the compute format"
-    )
-    set_grad_none: bool = key(True, "Drop gradients instead of zeroing.", notice="the engine drops gradients")
+    torch_adam: bool = noticed(False, "torch's Adam instead of DeepSpeed's.", _KERNEL)
+    fp32_optimizer_states: bool = noticed(True, "States in fp32.", "states are in fp32 whatever the compute format")
+    set_grad_none: bool = noticed(True, "Drop gradients instead of zeroing.", "the engine drops gradients")
 
 
 @dataclass(frozen=True)
 class AdamWParams(AdamParams):
     """AdamW. As in DeepSpeed there is no weight decay unless it is asked for."""
 
-    decoupled_weight_decay: bool = key(
+    decoupled_weight_decay: bool = noticed(
         True,
         "Decay weights apart from the gradient.",
+        "AdamW always decays apart from the gradient, in DeepSpeed too; write Adam",
         aliases=("adam_w_mode", "adamw_mode"),
-        notice="AdamW always decays apart from the gradient, in DeepSpeed too; write Adam",
     )
 
 

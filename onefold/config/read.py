@@ -1,21 +1,30 @@
-"""A dict or a file to a `Config`: keys by name, alias or dotted path, values by type, then checks and fates."""
+"""Reads a dict or a file into a `Config`: keys by name, alias or dotted path, values by type, then checks them."""
 
 import copy
 import dataclasses
+import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from onefold.config.accelerate import is_accelerate, translate
 from onefold.config.checks import check, settle_old_spellings
-from onefold.config.errors import ConfigError
-from onefold.config.fates import Found, find_notices, find_refusals
-from onefold.config.keys import Entry, Key, entries, spellings
+from onefold.config.config_files import check_depth, is_accelerate, read_source, translate_accelerate
+from onefold.config.keys import (
+    ConfigError,
+    Key,
+    SectionKey,
+    entries,
+    free_object,
+    is_absent,
+    join,
+    read_as,
+    read_value,
+    spellings,
+    wrong,
+)
 from onefold.config.params import check_together, params_of
 from onefold.config.schema import FREE_KEYS, Config
-from onefold.config.suggest import unknown_key
-from onefold.config.text import check_depth, read_source
-from onefold.config.values import free_object, is_absent, read_as, read_value, wrong
+from onefold.config.support import GivenKeys, find_notices, find_refusals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +55,17 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> 
     notices: list[str] = []
     refusals: list[str] = []
     if is_accelerate(document):
-        translated = translate(document, folder)
-        document, notices, refusals = translated.document, [*translated.notices], [*translated.refusals]
-
-    found = Found()
-    config: Config = _read_section(Config, [_Item(name, value, name) for name, value in document.items()], "", found)
-    config = settle_old_spellings(config, found)
+        translated = translate_accelerate(document, folder)
+        document, notices, refusals = translated.document, translated.notices, translated.refusals
+    given = GivenKeys()
+    config: Config = _read_section(Config, [_Item(name, value, name) for name, value in document.items()], "", given)
+    config = settle_old_spellings(config, given)
     check(config)
-    config = _read_params(config, found)
+    config = _read_params(config, given)
     return dataclasses.replace(
         config,
-        notices=(*notices, *find_notices(config, found)),
-        refusals=(*refusals, *find_refusals(found)),
+        notices=(*notices, *find_notices(config, given)),
+        refusals=(*refusals, *find_refusals(given)),
         raw=document,
     )
 
@@ -69,53 +77,54 @@ def check_built(config: Config) -> None:
         raise ConfigError(f"this config asks for what onefold does not offer:{lines}")
 
 
-def read_params(kind: type, params: Mapping[str, Any], path: str, found: Found | None = None) -> dict[str, Any]:
+def read_params(kind: type, params: Mapping[str, Any], path: str, given: GivenKeys | None = None) -> dict[str, Any]:
     """The given parameters of one of onefold's own optimizers or schedules, each in its type and under its own name."""
-    found = Found() if found is None else found
-    _read_section(kind, [_Item(str(name), value, f"{path}.{name}") for name, value in params.items()], path, found)
-    return {name: found.given[f"{path}.{name}"] for name in entries(kind) if f"{path}.{name}" in found.given}
+    given = GivenKeys() if given is None else given
+    _read_section(kind, [_Item(str(name), value, f"{path}.{name}") for name, value in params.items()], path, given)
+    return {name: given.values[f"{path}.{name}"] for name in entries(kind) if f"{path}.{name}" in given.values}
 
 
-def _read_params(config: Config, found: Found) -> Config:
+def _read_params(config: Config, given: GivenKeys) -> Config:
     for name in ("optimizer", "scheduler"):
         section = getattr(config, name)
         kind = params_of(name, section.type) if section is not None else None
         if kind is not None:
             path = f"{name}.params"
-            read = read_params(kind, section.params, path, found)
+            read = read_params(kind, section.params, path, given)
             check_together({key: entry.default for key, entry in entries(kind).items()} | read, path)
-            found.params[path] = kind
+            given.params[path] = kind
             config = dataclasses.replace(config, **{name: dataclasses.replace(section, params=read)})
     return config
 
 
-def _read_section(kind: type, items: Sequence[_Item], path: str, found: Found) -> Any:
+def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKeys) -> Any:
     known = spellings(kind)
-    given: dict[str, list[_Item]] = {}
+    by_name: dict[str, list[_Item]] = {}
     for item in items:
         # A dotted path to a known key is that key: its head names the section, the rest is a key of that section.
         head, _, rest = item.name.partition(".")
         entry = known.get(head)
         if entry is None or (rest and entry.section is None and not entry.is_free):
-            raise unknown_key(Config, kind, path, item.name, item.path)
-        given.setdefault(entry.name, []).append(_Item(rest, item.value, item.path))
-    values = {
-        name: _read_key(entries(kind)[name], named, f"{path}.{name}" if path else name, found)
-        for name, named in given.items()
-        if entries(kind)[name].section is not None or _present(entries(kind)[name], named)
-    }
-    found.mentioned.update(f"{path}.{name}" if path else name for name in given)
-    return kind(**values)
+            raise _unknown_key(kind, path, item.name, item.path)
+        by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path))
+    given.mentioned.update(join(path, name) for name in by_name)
+    return kind(
+        **{
+            name: _read_key(known[name], named, join(path, name), given)
+            for name, named in by_name.items()
+            if known[name].section is not None or _present(known[name], named)
+        }
+    )
 
 
-def _read_key(entry: Entry, items: Sequence[_Item], path: str, found: Found) -> Any:
+def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: GivenKeys) -> Any:
     if entry.section is not None:
         inner = _open(items)
         if inner is None:
             return entry.default
-        value = _read_section(entry.section, inner, path, found)
+        value = _read_section(entry.section, inner, path, given)
         if entry.optional:
-            found.given[path] = value
+            given.values[path] = value
         return value
     if entry.is_free:
         value = _read_free(_open(items) or (), path)
@@ -123,14 +132,14 @@ def _read_key(entry: Entry, items: Sequence[_Item], path: str, found: Found) -> 
     else:
         present = _present(entry, items)
         value = _read_scalar(entry, present)
-        found.spelled[path] = present[0].path
+        given.spelled[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
-            found.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
-    found.given[path] = value
+            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
+    given.values[path] = value
     return value
 
 
-def _present(entry: Entry, items: Sequence[_Item]) -> list[_Item]:
+def _present(entry: SectionKey, items: Sequence[_Item]) -> list[_Item]:
     return [item for item in items if not is_absent(item.value, entry.key.auto)]
 
 
@@ -161,7 +170,7 @@ def _read_free(items: Sequence[_Item], path: str) -> dict[str, Any]:
     return found
 
 
-def _check_free(entry: Entry, value: dict[str, Any], path: str) -> None:
+def _check_free(entry: SectionKey, value: dict[str, Any], path: str) -> None:
     """What is read of an object whose keys are free: switches and sizes, and the values where all have one type."""
     inner = get_args(entry.hint)[1]
     for name, held in value.items():
@@ -174,7 +183,7 @@ def _check_free(entry: Entry, value: dict[str, Any], path: str) -> None:
             _check_free(entry, held, full)
 
 
-def _read_scalar(entry: Entry, items: Sequence[_Item]) -> Any:
+def _read_scalar(entry: SectionKey, items: Sequence[_Item]) -> Any:
     values = [read_value(item.path, item.value, entry) for item in items]
     paths = [item.path for item in items]
     names = {path.rpartition(".")[2] for path in paths}
@@ -186,3 +195,108 @@ def _read_scalar(entry: Entry, items: Sequence[_Item]) -> Any:
 def _disagree(name: str, paths: Sequence[str], values: Sequence[Any]) -> ConfigError:
     shown = ", ".join(f"{path} = {value!r}" for path, value in zip(paths, values, strict=True))
     return ConfigError(f"{shown}: these are one key, {name}; keep one of them")
+
+
+# -- what an unknown key was probably meant to be ---------------------------------------------------------------------
+
+_FEW = 12
+_MANY = 2
+
+# Other libraries' names for hyperparameters, and what they may be called here; the first that is known counts.
+_MEANT = {
+    "lr": ("learning_rate", "rate", "step_size", "eta", "learn_rate", "base_lr", "initial_lr"),
+    "betas": ("beta", "beta1", "beta2", "beta_1", "beta_2", "adam_beta1", "adam_beta2", "b1", "b2", "momentum"),
+    "eps": ("epsilon", "adam_epsilon", "eps_adam", "delta"),
+    "weight_decay": ("wd", "decay", "l2", "l2_reg", "l2_penalty", "regularization", "lambda", "weight_decay_rate"),
+    "momentum": ("mom", "mu", "beta", "beta1", "velocity", "betas"),
+    "nesterov": ("use_nesterov", "nesterov_momentum"),
+    "amsgrad": ("ams_grad", "ams"),
+    "decoupled_weight_decay": ("decoupled", "decouple", "adamw"),
+    "initial_accumulator_value": ("initial_accumulator", "init_acc"),
+    "warmup_num_steps": ("num_warmup_steps", "warmup_steps", "warmup_iters", "warmup", "num_steps"),
+    "warmup_max_lr": ("max_lr", "lr", "peak_lr", "learning_rate"),
+    "warmup_min_lr": ("min_lr", "start_lr", "warmup_start_lr", "warmup_init_lr"),
+    "total_num_steps": ("total_steps", "num_training_steps", "max_steps", "t_max", "num_steps", "total_iters"),
+    "cos_min_ratio": ("min_ratio", "min_lr_ratio", "eta_min", "min_lr"),
+    "cycle_min_lr": ("min_lr", "base_lr"),
+    "cycle_max_lr": ("max_lr",),
+    "cycle_first_step_size": ("step_size", "step_size_up"),
+    "cycle_second_step_size": ("step_size_down",),
+    "lr_range_test_min_lr": ("min_lr", "start_lr"),
+    "lr_range_test_step_size": ("step_size",),
+    "lr_range_test_step_rate": ("step_rate",),
+}
+# Nobody uses these for anything else.
+_CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"} | {
+    "adam_beta1",
+    "adam_beta2",
+}
+
+
+def meant_key(name: str, known: Iterable[str], *, certain: bool = False) -> str | None:
+    """The known name that another one stands for: its spelling, its name elsewhere, or what looks like it.
+
+    `certain`: the other name may also be somebody's own, so it has to be as good as the known one.
+    """
+    by_plain = {_plain(candidate): candidate for candidate in known}
+    if _plain(name) in by_plain:
+        return by_plain[_plain(name)]
+    for right, others in _MEANT.items():
+        sure = [other for other in others if other in _CERTAIN or not certain]
+        if _plain(right) in by_plain and _plain(name) in map(_plain, sure):
+            return right
+    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=0.9 if certain else 0.6)
+    return by_plain[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+def _unknown_key(section: type, path: str, name: str, full: str) -> ConfigError:
+    """The error for `name`, which the section at `path` does not know; `full` is the key as the file spells it."""
+    where = f"in {path}" if path else "at the top of a config"
+    hints, known = _nearest(section, path, name), list(spellings(section))
+    if hints:
+        text = f"; did you mean {' or '.join(hints)}?"
+    elif len(known) <= _FEW:
+        text = f"; known there: {', '.join(known)}"
+    else:
+        text = f", and none like it (the nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]})"
+    return ConfigError(f"{full}: there is no key {name!r} {where}{text}")
+
+
+def unknown_param(path: str, name: str, owner: str, known: Iterable[str]) -> ConfigError:
+    """The error for a parameter that a class of torch does not take."""
+    meant = meant_key(name, known := list(known))
+    hint = f"did you mean {path}.{meant}?" if meant else f"known: {', '.join(known)}"
+    return ConfigError(f"{path}.{name}: {owner} has no parameter {name!r}; {hint}")
+
+
+def _nearest(section: type, path: str, name: str) -> list[str]:
+    everywhere = _all_spellings(Config)
+    leaf = name.rpartition(".")[2]
+    # The right key in the wrong section, unless it is a name that half of the sections have.
+    misplaced = [full for full in everywhere if full.rpartition(".")[2] == leaf]
+    if 0 < len(misplaced) <= _MANY:
+        return misplaced
+    meant = meant_key(name, spellings(section))
+    if meant:
+        return [join(path, meant)]
+    if "params" in spellings(section):
+        return [f"{path}.params.{name}"]
+    leaves = {full.rpartition(".")[2]: full for full in reversed(everywhere)}
+    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+    if near and len(misplaced) <= _MANY:
+        return [leaves[near[0]]]
+    return difflib.get_close_matches(name, everywhere, n=1, cutoff=0.7) if "." in name else []
+
+
+def _all_spellings(section: type, path: str = "") -> list[str]:
+    found = []
+    for name, entry in spellings(section).items():
+        full = join(path, name)
+        found.append(full)
+        if entry.section is not None and name == entry.name:
+            found += _all_spellings(entry.section, full)
+    return found

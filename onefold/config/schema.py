@@ -1,31 +1,393 @@
-"""The whole config: top-level keys, and one attribute a section, all under the names of the JSON file."""
+"""Every section of a config but `zero_optimization`, and `Config` itself, under the names of the JSON file."""
 # ruff: noqa: RUF009 - key() and section() return dataclasses.field(), as that rule wants.
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from onefold.config.keys import Key, key, section
-from onefold.config.precision import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
-from onefold.config.sections import (
-    ActivationCheckpointing,
-    Aio,
-    Autotuning,
-    Checkpoint,
-    Comet,
-    CommsLogger,
-    Compile,
-    Elasticity,
-    FileMonitor,
-    FlopsProfiler,
-    Nebula,
-    OnefoldSection,
-    OptimizerSection,
-    SchedulerSection,
-    Timers,
-    Wandb,
-)
-from onefold.config.zero import ZeroOptimization
+from onefold.config.keys import Dtype, Key, key, noticed, refused, section
+from onefold.config.zero_optimization import ZeroOptimization
+
+_if_enabled = partial(key, switch="enabled")
+_if_compiled = partial(key, switch="deepcompile")
+_MASTERS = "masters are always fp32; leave it out"
+_SCOPE = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"
+_COUNTED = "every call and byte is always counted; read engine.ledger"
+_MONITOR = "monitors are outside onefold's scope; log from your own loop and leave it out"
+_WRITER = "every rank writes its own file, flushed and checked"
+_TIMER = "nothing waits for a device only to time it; wall_clock_breakdown does when asked"
+
+
+# -- number formats --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """Compute in fp16 with fp32 masters and a loss scale."""
+
+    enabled: bool = key(False, "Compute in fp16 with fp32 masters.")
+    auto_cast: bool = _if_enabled(False, "Cast floating-point inputs of the model to fp16.")
+    loss_scale: float = _if_enabled(0.0, "A fixed loss scale; 0: dynamic.", minimum=0)
+    initial_scale_power: int = _if_enabled(16, "The dynamic scale starts at two to this power.", minimum=0)
+    loss_scale_window: int = _if_enabled(1000, "Steps without overflow before the dynamic scale doubles.", minimum=1)
+    hysteresis: int = _if_enabled(2, "Overflows that are forgiven before the scale halves.", minimum=1)
+    consecutive_hysteresis: bool = _if_enabled(False, "A step without overflow forgives all earlier ones.")
+    min_loss_scale: float = _if_enabled(1.0, "The dynamic scale never goes below; overflow there raises.", minimum=0)
+    fp16_master_weights_and_grads: bool = refused(False, "Keep masters and gradients in fp16.", _MASTERS)
+
+
+@dataclass(frozen=True)
+class Bf16:
+    """Compute in bf16 with fp32 masters."""
+
+    enabled: bool = key(False, "Compute in bf16 with fp32 masters.")
+    check_grad_overflow: bool = _if_enabled(True, "Skip the step, on all ranks alike, when a gradient is not finite.")
+    immediate_grad_update: bool = noticed(
+        False, "Accumulate as each gradient lands.", "gradients always accumulate in place as they land"
+    )
+    bf16_master_weights_and_grads: bool = refused(False, "Keep masters and gradients in bf16.", _MASTERS)
+    bf16_optimizer_states: bool = refused(False, "Keep states in bf16.", "states are always fp32; leave it out")
+    loss_scale: float | None = noticed(None, "A loss scale.", "bf16 has the range of fp32 and needs no loss scale")
+
+
+@dataclass(frozen=True)
+class TorchAutocast:
+    """Parameters stay fp32, `torch.autocast` picks the format of each operation."""
+
+    enabled: bool = key(False, "Run forward under `torch.autocast`.")
+    dtype: Dtype | None = _if_enabled(None, "The lower precision, bf16 or fp16; bf16 when left out.")
+    lower_precision_safe_modules: tuple[str, ...] = _if_enabled(
+        ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
+        "Classes whose gradients may travel in the lower precision.",
+        notice="gradients travel in the parameters' format, or in communication_data_type, whatever the class",
+    )
+
+
+@dataclass(frozen=True)
+class DataTypes:
+    """Number formats beside the compute format."""
+
+    grad_accum_dtype: Dtype | None = key(None, "Gradients accumulate in it; fp32 when left out.")
+    param_dtype: Dtype | None = key(None, "The compute format; must agree with the enabled section.")
+    buffer_dtype: Dtype | None = key(
+        None,
+        "Cast floating-point buffers to it; left out: buffers of torch.nn layers (batch norms, spectral norms) "
+        "follow the parameters, others are kept as they are.",
+    )
+
+
+# -- the other sections ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer that the engine builds."""
+
+    type: str = key("", "Adam, AdamW, SGD, Adagrad, Lion or any class of `torch.optim`. Required.")
+    params: dict[str, Any] = key({}, "Handed to the optimizer; keys that are `auto` are dropped.")
+    legacy_fusion: bool = noticed(False, "The old fused optimizer.", "there is one optimizer step, over flat shards")
+
+
+@dataclass(frozen=True)
+class SchedulerSection:
+    """The learning-rate scheduler that the engine builds and steps."""
+
+    type: str = key(
+        "", "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or a `torch.optim.lr_scheduler`. Required."
+    )
+    params: dict[str, Any] = key({}, "Handed to the scheduler; keys that are `auto` are dropped.")
+
+
+@dataclass(frozen=True)
+class OnefoldSection:
+    """Keys of onefold's own; DeepSpeed does not know them."""
+
+    collective: Literal["auto", "native", "exchange"] = key(
+        "auto",
+        "native: the backend's own collectives; exchange: pairwise, added in rank order in fp32; auto: exchange on "
+        "gloo, native elsewhere.",
+    )
+    node_size: int | None = key(
+        None, "Ranks of one node, neighbours in the order of ranks. Left out: what the launcher says.", minimum=1
+    )
+    units: tuple[str, ...] = key(
+        (),
+        "Module classes, module names or name patterns (`*`) that become units of the cut; empty: found by structure.",
+    )
+    device_memory: float | None = key(
+        None,
+        "GB (1e9 bytes) of device memory that model state may take; `ratio: auto` fills it first. Left out: what is "
+        "free at the start, less a quarter for activations.",
+        above=0,
+    )
+    host_memory: float | None = key(
+        None,
+        "GB of host memory that offloaded state may take, over all ranks of this node. Left out: what is available, "
+        "less a tenth.",
+        above=0,
+    )
+    honour_writes: bool = key(
+        True,
+        "Writes in place to unsharded parameters (`p.clamp_()`, `p.data.mul_()`) reach the fp32 master at the next "
+        "step, which compares the two. false: they are lost where a master stands behind the parameter. The "
+        "search reads two bytes more a parameter.",
+    )
+    nonfinite_gradients: Literal["auto", "raise", "skip", "ignore"] = key(
+        "auto",
+        "What a step does, on all ranks alike, when a gradient is infinite or NaN: raise (`FloatingPointError`, before "
+        "any weight is changed, naming units and ranks), skip the step, or ignore it, as plain torch. auto: fp16 "
+        "skips, bf16 does what `check_grad_overflow` says, everything else raises.",
+    )
+    delayed_host_step: bool = key(
+        False,
+        "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "
+        "it changes the training.",
+    )
+
+
+@dataclass(frozen=True)
+class Aio:
+    """How NVMe is read and written; a notice says so when nothing rests there."""
+
+    block_size: int = key(1_048_576, "Bytes of one request.", minimum=1)
+    queue_depth: int = key(8, "Requests in flight.", minimum=1)
+    intra_op_parallelism: int = key(
+        1, "Threads with `queue_depth` requests each.", aliases=("thread_count",), minimum=1
+    )
+    single_submit: bool = key(False, "One request at a time in each transfer.")
+    overlap_events: bool = key(True, "false: each transfer is finished where it is started.")
+    use_gds: bool = noticed(False, "GPU-direct storage.", "transfers go through page-locked host memory")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """What `onefold.checkpointing.checkpoint` does with the inputs of the functions that it computes again."""
+
+    partition_activations: bool = noticed(
+        False,
+        "Shard inputs over the model-parallel group.",
+        "there is no model-parallel group, so every rank keeps its inputs whole",
+    )
+    number_checkpoints: int | None = key(
+        None, "Checkpointed calls in one forward.", switch="contiguous_memory_optimization", minimum=1
+    )
+    contiguous_memory_optimization: bool = key(
+        False, "Keep inputs in one buffer of `number_checkpoints` slots, which is then required."
+    )
+    cpu_checkpointing: bool = key(False, "Keep inputs in host memory.")
+    synchronize_checkpoint_boundary: bool = key(False, "Wait for the device before and after each call.")
+    profile: bool = key(False, "Time each call and each recomputation; waits for the device.")
+
+
+@dataclass(frozen=True)
+class FlopsProfiler:
+    """Counts floating-point operations."""
+
+    enabled: bool = refused(
+        False,
+        "Profile one step.",
+        "the flops profiler comes with a later release; onefold.Profiling times a loop today",
+    )
+    recompute_fwd_factor: float = _if_enabled(0.0, "Share of forward that is recomputed.")
+    profile_step: int = _if_enabled(1, "The step to profile.")
+    module_depth: int = _if_enabled(-1, "Depth of the printed tree.")
+    top_modules: int = _if_enabled(1, "Modules printed at each depth.")
+    detailed: bool = _if_enabled(True, "Print every module.")
+    output_file: str | None = _if_enabled(None, "Where to print.")
+
+
+@dataclass(frozen=True)
+class CommsLogger:
+    """Logs collectives."""
+
+    enabled: bool = noticed(False, "Log collectives.", _COUNTED)
+    prof_all: bool = noticed(True, "Log all of them.", _COUNTED)
+    prof_ops: tuple[str, ...] = noticed((), "Log these.", _COUNTED)
+    verbose: bool = noticed(False, "Print each as it happens.", _COUNTED)
+    debug: bool = noticed(False, "Name the caller.", _COUNTED)
+
+
+@dataclass(frozen=True)
+class FileMonitor:
+    """Writes training events to files."""
+
+    enabled: bool = refused(False, "Write events.", _MONITOR)
+    output_path: str = _if_enabled("", "Folder.")
+    job_name: str = _if_enabled("DeepSpeedJobName", "Sub-folder.")
+
+
+@dataclass(frozen=True)
+class Wandb:
+    """Sends training events to Weights & Biases."""
+
+    enabled: bool = refused(False, "Send events.", _MONITOR)
+    group: str | None = _if_enabled(None, "Group of the run.")
+    team: str | None = _if_enabled(None, "Team of the run.")
+    project: str = _if_enabled("deepspeed", "Project of the run.")
+
+
+@dataclass(frozen=True)
+class Comet:
+    """Sends training events to Comet."""
+
+    enabled: bool = refused(False, "Send events.", _MONITOR)
+    samples_log_interval: int = _if_enabled(100, "Samples between two events.")
+    project: str | None = _if_enabled(None, "Project of the run.")
+    workspace: str | None = _if_enabled(None, "Workspace of the run.")
+    api_key: str | None = _if_enabled(None, "Account of the run.")
+    experiment_name: str | None = _if_enabled(None, "Name of the run.")
+    experiment_key: str | None = _if_enabled(None, "Identity of the run.")
+    online: bool | None = _if_enabled(None, "Send at once or keep in a file.")
+    mode: str | None = _if_enabled(None, "A new run or an old one.")
+
+
+@dataclass(frozen=True)
+class ParallelWrite:
+    """Who writes a checkpoint."""
+
+    pipeline_stage: bool = noticed(False, "Each pipeline stage writes.", _WRITER)
+
+
+@dataclass(frozen=True)
+class WriterSection:
+    """How a checkpoint is written."""
+
+    type: str | None = noticed(None, "FAST, PYTHON or MOCK.", _WRITER)
+    io_buffer_size: int = noticed(64 * 1024 * 1024, "Bytes of one buffer.", _WRITER)
+    io_buffer_double: bool = noticed(True, "Two buffers.", _WRITER)
+    io_multiplier: int = noticed(1, "Files at a time.", _WRITER)
+    show_statistics: bool = noticed(False, "Print times.", _WRITER)
+    data_parallel: str | None = noticed(None, "Who writes.", _WRITER)
+    decoupled: bool = noticed(False, "Write in the background.", "checkpoint.async does that")
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Saving and loading."""
+
+    async_save: bool = key(
+        False,
+        "Go on training once the state is copied to host memory; the files are written in the background.",
+        aliases=("async",),
+    )
+    keep_last: int | None = key(None, "Keep so many of the newest checkpoints of a folder; all by default.", minimum=1)
+    keep_every: int | None = key(
+        None, "With keep_last: keep also the checkpoints of every so many steps.", switch="keep_last", minimum=1
+    )
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
+        "Warn", "What to do when ranks save under different tags; rank 0's is taken."
+    )
+    load_universal: bool = noticed(
+        False, "Load for another number of ranks.", "any checkpoint loads on any number of ranks"
+    )
+    use_node_local_storage: bool = refused(
+        False,
+        "Each node has a disk of its own.",
+        "checkpoints need a file system that all ranks share: a node's own disk is lost with the node",
+    )
+    checkpoint_serialization: bool = noticed(True, "Serialise the whole.", _WRITER)
+    parallel_write: ParallelWrite = section(ParallelWrite)
+    writer: WriterSection = section(WriterSection)
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """Batch sizes that fit several numbers of ranks."""
+
+    enabled: bool = refused(False, "Choose the batch size by ranks.", "elastic batch sizes come with a later release")
+    max_train_batch_size: int | None = _if_enabled(None, "The largest batch.")
+    micro_batch_sizes: tuple[int, ...] = _if_enabled((), "Micro-batches to choose from.")
+    min_gpus: int = _if_enabled(1, "The fewest ranks.")
+    max_gpus: int = _if_enabled(10_000, "The most ranks.")
+    num_gpus_per_node: int = _if_enabled(1, "Ranks of a node.")
+    model_parallel_size: int = _if_enabled(1, "Ranks that share a model.")
+    min_time: int = _if_enabled(0, "Minutes between two changes.")
+    prefer_larger_batch: bool = _if_enabled(True, "Prefer the larger batch.", aliases=("prefer_large_batch",))
+    ignore_non_elastic_batch_info: bool = _if_enabled(False, "Ignore the batch keys.")
+    version: float = _if_enabled(0.2, "Version of the rule.")
+
+
+@dataclass(frozen=True)
+class Autotuning:
+    """Searches for a config by running many."""
+
+    enabled: bool = refused(False, "Search.", "searching by running is outside onefold's scope; leave it out")
+    fast: bool = _if_enabled(True, "Search micro-batches only.")
+    results_dir: str | None = _if_enabled(None, "Where results go.")
+    exps_dir: str | None = _if_enabled(None, "Where experiments go.")
+    overwrite: bool = _if_enabled(True, "Run again what was run.")
+    start_profile_step: int = _if_enabled(3, "First step that counts.")
+    end_profile_step: int = _if_enabled(5, "Last step that counts.")
+    metric: Literal["throughput", "latency", "flops"] = _if_enabled("throughput", "What is best.")
+    metric_path: str | None = _if_enabled(None, "Where the metric is read.")
+    tuner_type: Literal["gridsearch", "random", "model_based"] = _if_enabled("gridsearch", "How to search.")
+    tuner_early_stopping: int = _if_enabled(5, "Experiments without gain before it ends.")
+    tuner_num_trials: int = _if_enabled(50, "The most experiments.")
+    arg_mappings: dict[str, str] = _if_enabled({}, "Arguments of the script by key.")
+    max_train_batch_size: int | None = _if_enabled(None, "The largest batch.")
+    min_train_batch_size: int | None = _if_enabled(None, "The smallest batch.")
+    max_train_micro_batch_size_per_gpu: int = _if_enabled(1024, "The largest micro-batch.")
+    min_train_micro_batch_size_per_gpu: int = _if_enabled(1, "The smallest micro-batch.")
+    num_tuning_micro_batch_sizes: int = _if_enabled(3, "Micro-batches to try.")
+    mp_size: int = _if_enabled(1, "Ranks that share a model.")
+    model_info: dict[str, Any] = _if_enabled({}, "What is known of the model.")
+    model_info_path: str | None = _if_enabled(None, "Where that is kept.")
+
+
+@dataclass(frozen=True)
+class Compile:
+    """DeepSpeed's compiler passes."""
+
+    deepcompile: bool = refused(
+        False, "Rewrite the compiled graph.", "graph passes are outside onefold's scope; compile the blocks instead"
+    )
+    free_activation: bool = _if_compiled(False, "Free activations early.")
+    free_activation_threshold: int = _if_compiled(10 * 1024 * 1024, "Bytes above which.")
+    offload_activation: bool = _if_compiled(False, "Offload activations.")
+    offload_activation_pin_memory: bool = _if_compiled(True, "To page-locked memory.")
+    offload_opt_states: bool = _if_compiled(False, "Offload optimizer states.")
+    double_buffer: bool = _if_compiled(True, "Two communication buffers.")
+    symmetric_memory: bool = _if_compiled(False, "Gather through symmetric memory.")
+    debug_log: bool = _if_compiled(False, "Log the passes.")
+    offload_parameters: bool = _if_compiled(False, "Offload parameters.")
+    sync_before_reduce: bool = _if_compiled(False, "Wait before each reduction.")
+    sync_after_reduce: bool = _if_compiled(False, "Wait after each reduction.")
+    sync_before_allgather: bool = _if_compiled(False, "Wait before each gather.")
+    sync_after_allgather: bool = _if_compiled(False, "Wait after each gather.")
+    keep_int_input_tensors: bool = _if_compiled(True, "Keep integer inputs.")
+    keep_all_input_tensors: bool = _if_compiled(False, "Keep all inputs.")
+    passes: tuple[str, ...] | None = _if_compiled(None, "The passes to run.")
+
+
+@dataclass(frozen=True)
+class Nebula:
+    """Azure's checkpoint service."""
+
+    enabled: bool = refused(False, "Use it.", "one vendor's service is outside onefold's scope; leave it out")
+    load_path: str | None = _if_enabled(None, "Where to load from.")
+    enable_nebula_load: bool = _if_enabled(True, "Load through it.")
+    persistent_storage_path: str | None = _if_enabled(None, "Where it keeps copies.")
+    persistent_time_interval: int = _if_enabled(100, "Seconds between two copies.")
+    num_of_version_in_retention: int = _if_enabled(2, "Copies that are kept.")
+
+
+@dataclass(frozen=True)
+class ThroughputTimer:
+    """DeepSpeed's samples-per-second timer."""
+
+    enabled: bool = noticed(True, "Time each step.", _TIMER)
+    synchronized: bool = noticed(True, "Wait for the device.", _TIMER)
+
+
+@dataclass(frozen=True)
+class Timers:
+    """Timers that always run in DeepSpeed."""
+
+    throughput: ThroughputTimer = section(ThroughputTimer)
+
+
+# -- the whole config ------------------------------------------------------------------------------------------------
 
 FREE_KEYS: dict[str, tuple[type, Key]] = {
     "enabled": (bool, Key("")),
@@ -41,7 +403,7 @@ def _switched_on(value: Any) -> bool:
     return any(switches) if switches else bool(value)
 
 
-def _find(name: str, value: Any) -> Any:
+def _find(name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for inner_name, inner in value.items():
             if inner_name == name:
@@ -55,10 +417,9 @@ def _tensor_parallel(value: Any) -> bool:
     return any(size > 1 for size in sizes)
 
 
-def _outside(doc: str) -> Any:
+def _outside(doc: str, reason: str = _SCOPE) -> Any:
     """A section that belongs to another part of DeepSpeed: any keys, refused when it asks for something."""
-    reason = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"
-    return key({}, doc, refused=reason, asks=_switched_on, asks_text="it asks for something")
+    return refused({}, doc, reason, asks=_switched_on, asks_text="it asks for something")
 
 
 @dataclass(frozen=True)
@@ -76,93 +437,67 @@ class Config:
     gradient_clipping: float = key(1.0, "The largest global gradient norm; 0: no clipping.", minimum=0, infinite=True)
     prescale_gradients: bool = key(False, "Divide gradients before they are added instead of after.")
     gradient_predivide_factor: float = key(1.0, "Divide by this before, by the rest after adding.", above=0)
-    gradient_allreduce_op: Literal["mean", "sum"] = key(
-        "mean", "Average or add the ranks' gradients (sum: stages 0-2)."
-    )
+    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Average or add the gradients (sum: stages 0-2).")
     communication_data_type: Dtype | None = key(None, "Gradients travel in it; the compute format when left out.")
-    seq_parallel_communication_data_type: Dtype = key(
-        "fp32", "Gradients travel in it with sequence parallelism.", notice="there is no sequence parallelism here"
+    seq_parallel_communication_data_type: Dtype = noticed(
+        "fp32", "Gradients travel in it with sequence parallelism.", "there is no sequence parallelism here"
     )
-    sparse_gradients: bool = key(
-        False, "Sparse embedding gradients.", refused="gradients lie in flat dense buffers; leave it out"
-    )
+    sparse_gradients: bool = refused(False, "Sparse gradients.", "gradients lie in flat dense buffers; leave it out")
     steps_per_print: int | None = key(
         None, "Steps between two progress lines; left out, 0 or Infinity: never.", minimum=0, infinite=True
     )
     wall_clock_breakdown: bool = key(False, "Time forward, backward and step.")
     memory_breakdown: bool = key(False, "Report memory at each phase of a step.")
-    dump_state: bool = key(False, "Print the engine's state.", notice="the plan of a config says what the engine holds")
+    dump_state: bool = noticed(False, "Print the engine's state.", "the plan of a config says what the engine holds")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(
         None, "Level of the `onefold` logger."
     )
     dataloader_drop_last: bool = key(False, "Drop the last, incomplete batch.")
-    zero_allow_untested_optimizer: bool = key(
-        False, "Step optimizer classes that are not known to be elementwise.", from_stage=1
+    zero_allow_untested_optimizer: bool = key(False, "Step optimizers not known to be elementwise.", from_stage=1)
+    zero_force_ds_cpu_optimizer: bool = noticed(
+        True, "Insist on DeepSpeed's host optimizer.", "any elementwise optimizer runs on the host"
     )
-    zero_force_ds_cpu_optimizer: bool = key(
-        True, "Insist on DeepSpeed's host optimizer.", notice="any elementwise optimizer runs on the host"
+    disable_allgather: bool = noticed(
+        False, "Never read by DeepSpeed.", "updated shards are always gathered; DeepSpeed never read this key either"
     )
-    disable_allgather: bool = key(
-        False,
-        "Never read by DeepSpeed.",
-        notice="updated shards are always gathered; DeepSpeed never read this key either",
+    vocabulary_size: int | None = noticed(None, "For an alignment warning.", "parameters are aligned by construction")
+    graph_harvesting: bool = noticed(False, "CUDA graphs of one optimizer.", "the step is already a few fused kernels")
+    sequence_parallel_size: int = refused(
+        1, "Ranks that share a sequence.", "sequence parallelism is outside onefold's scope; leave it out", minimum=1
     )
-    vocabulary_size: int | None = key(
-        None, "For an alignment warning.", notice="parameters are aligned by construction"
+    data_parallel_size: int | None = noticed(
+        None, "Ranks that share the data.", "data parallelism always spans all ranks", minimum=1
     )
-    graph_harvesting: bool = key(
-        False, "CUDA graphs of one optimizer.", notice="the step is already a few fused kernels"
-    )
-    sequence_parallel_size: int = key(
-        1,
-        "Ranks that share a sequence.",
-        refused="sequence parallelism is outside onefold's scope; leave it out",
-        minimum=1,
-    )
-    data_parallel_size: int | None = key(
-        None, "Ranks that share the data.", notice="data parallelism always spans all ranks", minimum=1
-    )
-    use_data_before_expert_parallelism: bool = key(
-        False, "Order of the mesh.", notice="there is no expert parallelism here"
-    )
-    zero_optimization: ZeroOptimization = section(
-        ZeroOptimization, "What is sharded, where it rests, and how it travels."
-    )
-    onefold: OnefoldSection = section(OnefoldSection, "Keys of onefold's own.")
+    use_data_before_expert_parallelism: bool = noticed(False, "Mesh order.", "there is no expert parallelism here")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization)
+    onefold: OnefoldSection = section(OnefoldSection)
     optimizer: OptimizerSection | None = key(None, "The optimizer that the engine builds.")
     scheduler: SchedulerSection | None = key(None, "The learning-rate scheduler that the engine builds and steps.")
-    fp16: Fp16 = section(Fp16, "Compute in fp16 with fp32 masters and a loss scale.")
-    bf16: Bf16 = section(Bf16, "Compute in bf16 with fp32 masters.", aliases=("bfloat16",))
-    torch_autocast: TorchAutocast = section(TorchAutocast, "Parameters stay fp32, `torch.autocast` picks formats.")
-    data_types: DataTypes = section(DataTypes, "Number formats beside the compute format.")
-    aio: Aio = section(Aio, "How NVMe is read and written; a notice says so when nothing rests there.")
-    activation_checkpointing: ActivationCheckpointing = section(
-        ActivationCheckpointing,
-        "What `onefold.checkpointing.checkpoint` does with the inputs of the functions that it computes again.",
-    )
-    checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
-    comms_logger: CommsLogger = section(CommsLogger, "Logs collectives.")
-    timers: Timers = section(Timers, "Timers that always run in DeepSpeed.")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler, "Counts floating-point operations.")
+    fp16: Fp16 = section(Fp16)
+    bf16: Bf16 = section(Bf16, aliases=("bfloat16",))
+    torch_autocast: TorchAutocast = section(TorchAutocast)
+    data_types: DataTypes = section(DataTypes)
+    aio: Aio = section(Aio)
+    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
+    checkpoint: CheckpointSection = section(CheckpointSection)
+    comms_logger: CommsLogger = section(CommsLogger)
+    timers: Timers = section(Timers)
+    flops_profiler: FlopsProfiler = section(FlopsProfiler)
     tensorboard: FileMonitor = section(FileMonitor, "Writes events for TensorBoard.")
     csv_monitor: FileMonitor = section(FileMonitor, "Writes events as CSV.")
-    wandb: Wandb = section(Wandb, "Sends events to Weights & Biases.")
-    comet: Comet = section(Comet, "Sends events to Comet.")
-    elasticity: Elasticity = section(Elasticity, "Batch sizes that fit several numbers of ranks.")
-    autotuning: Autotuning = section(Autotuning, "Searches for a config by running many.")
-    compile: Compile = section(Compile, "DeepSpeed's compiler passes.")
-    nebula: Nebula = section(Nebula, "Azure's checkpoint service.")
-    amp: dict[str, Any] = key(
-        {},
-        "Mixed precision by Apex.",
-        refused="Apex is superseded by bf16, fp16 and torch_autocast; use one of those",
-        asks=_switched_on,
-        asks_text="it asks for something",
+    wandb: Wandb = section(Wandb)
+    comet: Comet = section(Comet)
+    elasticity: Elasticity = section(Elasticity)
+    autotuning: Autotuning = section(Autotuning)
+    compile: Compile = section(Compile)
+    nebula: Nebula = section(Nebula)
+    amp: dict[str, Any] = _outside(
+        "Mixed precision by Apex.", "Apex is superseded by bf16, fp16 and torch_autocast; use one of those"
     )
-    tensor_parallel: dict[str, Any] = key(
+    tensor_parallel: dict[str, Any] = refused(
         {},
         "Splits layers over ranks.",
-        refused="tensor parallelism is outside onefold's scope; leave it out",
+        "tensor parallelism is outside onefold's scope; leave it out",
         asks=_tensor_parallel,
         asks_text="`autotp_size` is above 1",
     )

@@ -10,8 +10,8 @@ from typing import Any
 from onefold.checkpoint.save import LINGER
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
+from onefold.log import logger
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.report.log import logger
 from onefold.runtime import Hooks, ParamHandle
 
 

@@ -20,6 +20,7 @@ from onefold.engine.closing import EngineParts, close_engine
 from onefold.engine.loading import Loading
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
+from onefold.log import logger
 from onefold.optim.choose import Chosen
 from onefold.optim.nonfinite import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
@@ -28,8 +29,7 @@ from onefold.optim.step import ShardedStep, StepDecision
 from onefold.plan import Crossing, ModelBytes, Plan, Tier, count_crossing
 from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_bytes
-from onefold.report.log import logger
-from onefold.report.memory import memory_status
+from onefold.report.memory_usage import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
 from onefold.runtime.trees import cast_floats

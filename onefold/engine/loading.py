@@ -20,7 +20,7 @@ from onefold.checkpoint.sound import check_groups, check_loose_like, check_sched
 from onefold.comm import agree_in_meeting
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
-from onefold.report.log import logger
+from onefold.log import logger
 from onefold.runtime import unsharded
 
 

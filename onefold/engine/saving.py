@@ -25,7 +25,7 @@ from onefold.checkpoint.slots import groups_of, loose_states, outside_units, own
 from onefold.checkpoint.tagged import ClientStateError
 from onefold.comm import Board
 from onefold.engine.train_state import TrainState
-from onefold.report.log import logger
+from onefold.log import logger
 from onefold.version import __version__
 
 

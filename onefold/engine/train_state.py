@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
+from onefold.log import logger
 from onefold.optim.step import ShardedStep, StepDecision
 from onefold.plan import Plan
-from onefold.report.log import logger
 from onefold.runtime import Schedule
 from onefold.window import AccumulationWindow
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from onefold.config.sections import Aio
+from onefold.config import Aio
 from onefold.offload.host_memory import PAGE, page_aligned
 from onefold.offload.swap_folder import SwapFolder, check_space
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from onefold.comm import Agreement, Group, Ledger, num_ranks_on_node
-from onefold.config.zero import OffloadOptimizer, OffloadParam
+from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 from onefold.offload.bus import Bus
 from onefold.offload.host_memory import available_bytes, check_room
 from onefold.offload.nvme import SwapFiles
 from onefold.offload.offload_memory import DiskOptions, Needs, OffloadMemory
-from onefold.plan import FlatParamSpec, Plan, Room, Tier, count_bytes, assign_tiers
+from onefold.plan import FlatParamSpec, Plan, Room, Tier, assign_tiers, count_bytes
 from onefold.plan.memory import master_dtype, stays_unsharded
 
 

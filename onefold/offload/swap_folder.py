@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -24,13 +23,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from onefold.config import ConfigError
+from onefold.log import logger
 from onefold.offload.host_memory import PAGE
 
 _SHELF, _LOCK, _DATA = "onefold-swap", "lock", "data"
 _OURS = re.compile(r"[0-9a-f]{16}-rank\d+")
 _NUM_ATTEMPTS = 1000
-
-_log = logging.getLogger("onefold")
 
 
 class SwapFolder:
@@ -65,7 +63,7 @@ class SwapFolder:
                 raise _too_small(self.path, num_bytes, _free_bytes(self.path), error.strerror) from error
             raise _unusable(self.path, error) from error
         if direct_fd is None:
-            _log.warning(
+            logger.warning(
                 "nvme_path %s: its file system does not take O_DIRECT, so what is swapped passes through the page "
                 "cache: slower, and host memory fills with copies",
                 self.path,
@@ -163,7 +161,7 @@ def _remove_if_dead(folder: str) -> None:
             os.rmdir(folder)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY and _LOCK not in _names(folder):
-                _log.warning("left alone, as it has no lock but is not empty: %s", folder)
+                logger.warning("left alone, as it has no lock but is not empty: %s", folder)
         return
     except OSError:  # Another user's.
         return
@@ -171,7 +169,7 @@ def _remove_if_dead(folder: str) -> None:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unknown = _names(folder) - {_LOCK, _DATA}
         if unknown:
-            _log.warning(
+            logger.warning(
                 "left alone, as it holds files that onefold did not make (%s): %s", ", ".join(sorted(unknown)), folder
             )
         else:

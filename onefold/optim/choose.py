@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from onefold.config import ConfigError
-from onefold.config.keys import entries, spellings
+from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, check_together
-from onefold.config.suggest import meant_key
-from onefold.config.values import read_value
+from onefold.config.read import meant_key
 from onefold.optim.instance import InstanceRule, is_forwarded, is_torchs
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments

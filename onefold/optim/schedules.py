@@ -7,7 +7,6 @@ after each applied optimizer step, so iteration -1 gives the rate of the first s
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,14 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from onefold.config import ConfigError
-from onefold.config.keys import Entry, entries
+from onefold.config.keys import SectionKey, entries, free_object, read_value
 from onefold.config.params import SCHEDULES
-from onefold.config.read import read_params
-from onefold.config.suggest import meant_key
-from onefold.config.values import free_object, read_value
+from onefold.config.read import meant_key, read_params
+from onefold.log import logger
 from onefold.optim.signature import build, read_arguments
-
-logger = logging.getLogger(__name__)
 
 PerGroup = float | Sequence[float]
 _PATH = "scheduler.params"
@@ -307,7 +303,7 @@ class WarmupCosineLR(Schedule):
 
 
 # A name means the same in every schedule that has it.
-_ENTRIES: dict[str, Entry] = {name: entry for kind in SCHEDULES.values() for name, entry in entries(kind).items()}
+_ENTRIES: dict[str, SectionKey] = {name: entry for kind in SCHEDULES.values() for name, entry in entries(kind).items()}
 
 
 def _read(name: str, value: Any) -> Any:

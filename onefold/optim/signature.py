@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from onefold.config import ConfigError
-from onefold.config.keys import Key
-from onefold.config.suggest import unknown_param
-from onefold.config.values import is_readable, read_as, shown
+from onefold.config.keys import Key, is_readable, read_as, shown
+from onefold.config.read import unknown_param
 
 _ANY = Key("")
 _RATE = Key("", minimum=0)

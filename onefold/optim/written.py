@@ -10,12 +10,12 @@ cannot be compared; a fingerprint of the parameter is taken when it arrives and 
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from types import ModuleType
 
 import torch
 
+from onefold.log import logger
 from onefold.offload.fingerprint import as_integers
 
 
@@ -51,7 +51,7 @@ def _kernels() -> ModuleType | None:
 
         write_kernels.try_out()
     except Exception as error:  # whatever a compiler may raise
-        logging.getLogger("onefold").warning(
+        logger.warning(
             "the check for written parameters: Triton's kernel cannot be used (%s: %s); torch compares, in more "
             "passes over memory (onefold.honour_writes false turns the check off)",
             type(error).__name__,

@@ -28,6 +28,7 @@ __all__ = [
     "Tier",
     "UnitCut",
     "Wire",
+    "assign_tiers",
     "coalesce",
     "compile_program",
     "count_bytes",
@@ -36,5 +37,4 @@ __all__ = [
     "make_plan",
     "persistent_parameters",
     "plan_every_stage",
-    "assign_tiers",
 ]

@@ -18,8 +18,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from onefold.config import ConfigError
-from onefold.config.zero import LeafModule
+from onefold.config import ConfigError, LeafModule
 
 LARGE = 1 << 20
 

@@ -10,11 +10,9 @@ from typing import Literal
 
 import torch
 
-from onefold.config import Config, ConfigError
-from onefold.config.precision import Fp16
-from onefold.config.sections import Aio, Checkpoint
-from onefold.config.topology import num_replicas
-from onefold.config.zero import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.config import Config, ConfigError, num_replicas
+from onefold.config.schema import Aio, CheckpointSection, Fp16
+from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.program import Limits
 
 
@@ -141,7 +139,7 @@ class Loop:
     reports_memory: bool = False
     drops_last_batch: bool = False
     gathers_weights_on_save: bool = False
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The plan in words and numbers, for people."""
+"""The plan of an engine in words, with the bytes that one rank holds of each model state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onefold.config import Batch
+from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
 from onefold.plan import Crossing, ModelBytes, Plan, Residency, Tier, count_bytes
 from onefold.runtime import Schedule, Unit
@@ -53,20 +54,15 @@ def describe(
     used = [tier for tier in Tier if sizes[tier].total or tier is Tier.DEVICE]
     for tier in used:
         where = "" if used == [Tier.DEVICE] else f" ({tier.value})"
-        lines.append(f"bytes per rank{where:<10}" + _by_kind(sizes[tier]))
+        kinds_of_state = ("parameters", "gradients", "masters", "states", "total")
+        lines.append(f"bytes per rank{where:<10}" + _spell(sizes[tier], kinds_of_state))
     slot = sizes[Tier.DEVICE].largest_slot
     if slot:
-        lines.append(f"while in backward one more buffer per open unit, {megabytes(slot)} at most each")
+        lines.append(f"while in backward one more buffer per open unit, {format_bytes(slot)} at most each")
     if crossing.any:
-        ways = {"down": crossing.down, "up": crossing.up, "read": crossing.read, "written": crossing.written}
-        lines.append("bytes per step    " + ", ".join(f"{way} {megabytes(value)}" for way, value in ways.items()))
+        lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
     return "\n".join(lines)
 
 
-def _by_kind(sizes: ModelBytes) -> str:
-    kinds = ("parameters", "gradients", "masters", "states", "total")
-    return ", ".join(f"{kind} {megabytes(getattr(sizes, kind))}" for kind in kinds)
-
-
-def megabytes(value: int) -> str:
-    return f"{value / 1e6:,.1f} MB"
+def _spell(sizes: ModelBytes | Crossing, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {format_bytes(getattr(sizes, name))}" for name in names)

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from onefold.comm import Ledger
-from onefold.report.log import logger
-from onefold.report.memory import GIB, peak_resident_bytes, used_bytes
+from onefold.log import logger
+from onefold.report.memory_usage import GIB, peak_resident_bytes, used_bytes
 
 
 @dataclass(frozen=True)
 class Span:
+    """One phase of a step: when it began, how long it took, and the memory in use at its end."""
+
     phase: str
     start: float
     seconds: float
@@ -52,7 +55,7 @@ class Timeline:
             seconds = time.perf_counter() - start
             self._totals[phase] = self._totals.get(phase, 0.0) + seconds
             if listener is not None:
-                listener.record(Span(phase, start, seconds, used_bytes(self._device)))
+                listener.spans.append(Span(phase, start, seconds, used_bytes(self._device)))
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
@@ -100,9 +103,6 @@ class Profiling:
         if ledger not in self._ledgers:
             self._ledgers[ledger] = ledger.copy()
 
-    def record(self, span: Span) -> None:
-        self.spans.append(span)
-
     def traffic(self) -> list[Ledger]:
         """What each engine sent inside the context."""
         return [ledger.since(before) for ledger, before in self._ledgers.items()]
@@ -148,6 +148,4 @@ class Profiling:
 
 
 def _rank() -> int:
-    import torch.distributed as dist
-
     return dist.get_rank() if dist.is_initialized() else 0

@@ -49,10 +49,8 @@ class Corpus:
 
     def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of one micro-batch, at places drawn from (seed, step, rank)."""
-        places = np.random.default_rng([seed, step, rank]).integers(
-            0, self.num_train - self.sequence_length, size=batch_size
-        )
-        return self._batch(places.tolist())
+        last = self.num_train - self.sequence_length
+        return self._batch(np.random.default_rng([seed, step, rank]).integers(0, last, size=batch_size).tolist())
 
     def held_out_batches(
         self, rank: int, world_size: int, batch_size: int, num_sequences: int = 64
@@ -87,11 +85,8 @@ class Corpus:
 def load_corpus(paths: Sequence[str | Path], sequence_length: int) -> Corpus:
     """The text of these files and folders; of the Python standard library's own source when there are none."""
     if not paths:
-        return Corpus(
-            list(_map_files(standard_library_files(), STANDARD_LIBRARY_CAP)),
-            "the Python standard library's source",
-            sequence_length,
-        )
+        pieces = list(_map_files(standard_library_files(), STANDARD_LIBRARY_CAP))
+        return Corpus(pieces, "the Python standard library's source", sequence_length)
     files = [file for path in paths for file in _files_of(Path(path))]
     pieces = list(_map_files(files, None))
     name = ", ".join(str(path) for path in paths)

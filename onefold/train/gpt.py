@@ -124,11 +124,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        prompt: Tensor,
-        num_tokens: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
+        self, prompt: Tensor, num_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
         """`prompt` (batch, length) continued by `num_tokens`; temperature 0 always takes the likeliest.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 
 import torch
@@ -19,12 +19,11 @@ from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.engine import Engine
 from onefold.plan import make_plan
-from onefold.report.memory import peak_bytes, used_bytes
+from onefold.report.memory_usage import peak_bytes, used_bytes
 from onefold.train.data import Corpus, load_corpus
 from onefold.train.gpt import GPT, PRESETS
 from onefold.train.options import PreparedConfig, TrainOptions, prepare_config
-from onefold.train.progress import Progress, StepMetrics, make_progress
-from onefold.train.report import Summary, show, write_files
+from onefold.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
 
 # Two signals within this time are one Ctrl-C that arrived twice: from the terminal and from the launcher.
 SAME_SIGNAL_SECONDS = 1.0
@@ -65,7 +64,7 @@ def start_engine(build: Callable[[], GPT], prepared: PreparedConfig) -> Engine:
     config = load_config(prepared.document)
     if config.log_level is None:
         # The job has a progress bar and prints the plan itself.
-        logging.getLogger("onefold").setLevel(logging.WARNING)
+        logger.setLevel("WARNING")
     with onefold.zero.Init(config_dict_or_path=config, enabled=make_plan(config, world_size=1).shards_parameters):
         model = build()
     engine, _, _, _ = onefold.initialize(model=model, config=config)
@@ -74,7 +73,7 @@ def start_engine(build: Callable[[], GPT], prepared: PreparedConfig) -> Engine:
 
 def introduce(progress: Progress, engine: Engine, corpus: Corpus, prepared: PreparedConfig) -> None:
     """Before the first step: what is trained on what, and the plan in words."""
-    for note in (*prepared.notes, *engine.settings.notices):
+    for note in (*prepared.notes, *load_config(prepared.document).notices):
         progress.say(f"config: {note}")
     progress.say(engine.describe())
     progress.say(f"data: {corpus.num_bytes / 1e6:,.1f} MB of {corpus.name}, {corpus.num_held_out:,} bytes held out\n")
@@ -99,7 +98,7 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
 
 def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
     state = {"preset": options.preset, "seed": options.seed, "data": list(options.data)}
-    metrics = [metrics.as_dict() for metrics in done] if dist.get_rank() == 0 else []
+    metrics = [asdict(metrics) for metrics in done] if dist.get_rank() == 0 else []
     engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={**state, "metrics": metrics})
 
 
@@ -188,14 +187,13 @@ def finish(
         traffic=tuple(engine.ledger.rows()),
         bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
     )
-    plot = write_files(folder, summary, steps)
+    curve = write_files(folder, summary, steps)
     print(flush=True)
     show(summary)
     if sample:
         print(f"\na sample, after {len(steps)} steps:\n{sample}")
     weights = ", the weights in model.safetensors," if options.save_16bit_model else " and"
-    files = f"metrics.jsonl{weights} summary.json in {folder}"
-    print(f"\nplot: {plot}\n{files}" if plot else f"\n{files}; install matplotlib for a plot", flush=True)
+    print(f"\n{f'plot: {curve}' if curve else NO_CURVE}\nmetrics.jsonl{weights} summary.json in {folder}", flush=True)
 
 
 @torch.no_grad()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
-DEFAULT_PRESET = "small"
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
-DEFAULT_STEPS = 300
 # What the job fills in where a config says nothing.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
@@ -25,8 +23,8 @@ class TrainOptions:
 
     config: str | None = None
     stage: int | None = None
-    steps: int = DEFAULT_STEPS
-    preset: str = DEFAULT_PRESET
+    steps: int = 300
+    preset: str = "small"
     out: str | None = None
     seed: int = 0
     data: tuple[str, ...] = ()
@@ -43,29 +41,14 @@ class TrainOptions:
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
-        return TrainOptions(
-            config=arguments.config,
-            stage=arguments.stage,
-            steps=arguments.steps,
-            preset=arguments.preset,
-            out=arguments.resume or arguments.out,
-            seed=arguments.seed,
-            data=tuple(arguments.data),
-            prompt=arguments.prompt,
-            sample_length=arguments.sample_length,
-            save_16bit_model=arguments.save_16bit_model,
-            save_every=arguments.save_every,
-            resume=arguments.resume is not None,
-        )
+        given = {field.name: getattr(arguments, field.name) for field in fields(TrainOptions)}
+        out, resume = arguments.resume or arguments.out, arguments.resume is not None
+        return TrainOptions(**{**given, "data": tuple(arguments.data), "out": out, "resume": resume})
 
     def to_arguments(self) -> tuple[str, ...]:
         """The flags that give these options again: how the command hands them to its ranks."""
-        flags = {
-            "config": self.config, "stage": self.stage, "steps": self.steps, "preset": self.preset, "out": self.out,
-            "seed": self.seed, "prompt": self.prompt, "sample-length": self.sample_length,
-            "save-every": self.save_every, "resume": self.out if self.resume else None,
-        }  # fmt: skip
-        given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        flags = {**vars(self), "resume": self.out if self.resume else None, "save_16bit_model": None, "data": None}
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
         given += ["--save-16bit-model"] * self.save_16bit_model
         return (*given, *(("--data", *self.data) if self.data else ()))
 
@@ -81,9 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
     add(
-        "--steps", type=_at_least_one, default=DEFAULT_STEPS, metavar="N", help="optimizer steps (default: %(default)s)"
+        "--steps",
+        type=_at_least_one,
+        default=TrainOptions.steps,
+        metavar="N",
+        help="optimizer steps (default: %(default)s)",
     )
-    add("--preset", choices=PRESET_NAMES, default=DEFAULT_PRESET, help="size of the GPT (default: %(default)s)")
+    add("--preset", choices=PRESET_NAMES, default=TrainOptions.preset, help="size of the GPT (default: %(default)s)")
     add("--out", metavar="FOLDER", help="where plot, metrics and summary go (default: a new folder under runs/)")
     add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")
     add("--data", nargs="+", default=[], metavar="PATH",

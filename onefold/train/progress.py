@@ -1,12 +1,24 @@
-"""What rank 0 shows while it trains: a live bar on a terminal, a line now and then everywhere else."""
+"""What a run shows and leaves behind: progress while it trains, then a summary, metrics.jsonl and the loss curve."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from onefold.comm.ledger import Row
+from onefold.log import format_bytes
+
+NO_CURVE = "no loss curve: it needs matplotlib, which `pip install 'onefold[plots]'` installs; the numbers are kept"
 
 
 @dataclass(frozen=True)
@@ -23,30 +35,17 @@ class StepMetrics:
     seconds: float
     """Since training began."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+# -- while it trains -------------------------------------------------------------------------------------------------
 
 
-class Progress(Protocol):
-    """Entered once, told of every step, told of what else there is to say in between."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def update(self, metrics: StepMetrics) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class SilentProgress:
-    """Of every rank but the first."""
+class Progress:
+    """Entered once, told of every step and of what else there is to say. This one is silent, for all other ranks."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def update(self, metrics: StepMetrics) -> None:
@@ -56,7 +55,7 @@ class SilentProgress:
         pass
 
 
-class LineProgress(SilentProgress):
+class LineProgress(Progress):
     """For logs and pipes: about twenty lines a run, the first and the last step among them."""
 
     def __init__(self, num_steps: int) -> None:
@@ -76,23 +75,19 @@ class LineProgress(SilentProgress):
         print(text, flush=True)
 
 
-class LiveProgress(SilentProgress):
+class _Bar(RichProgress):
+    figures = "first step ..."
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.figures, style="cyan", overflow="ellipsis", no_wrap=True)
+
+
+class LiveProgress(Progress):
     """For terminals: a bar, and under it the last step's figures."""
 
     def __init__(self, num_steps: int) -> None:
-        from rich.console import RenderableType
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-        from rich.text import Text
-
-        class Bar(RichProgress):
-            figures = "first step ..."
-
-            def get_renderables(self) -> Iterable[RenderableType]:
-                yield self.make_tasks_table(self.tasks)
-                yield Text(self.figures, style="cyan", overflow="ellipsis", no_wrap=True)
-
-        self._bar = Bar(
+        self._bar = _Bar(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
             TextColumn("[bold green]{task.fields[loss]}"),
@@ -105,9 +100,7 @@ class LiveProgress(SilentProgress):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def update(self, metrics: StepMetrics) -> None:
@@ -124,21 +117,119 @@ class LiveProgress(SilentProgress):
 def make_progress(num_steps: int, *, shows: bool) -> Progress:
     """`shows`: whether this rank shows anything at all."""
     if not shows:
-        return SilentProgress()
-    if sys.stdout.isatty():
-        try:
-            return LiveProgress(num_steps)
-        except ImportError:  # rich makes it nicer, nothing more
-            pass
-    return LineProgress(num_steps)
-
-
-def format_bytes(value: float) -> str:
-    if value >= 1e9:
-        return f"{value / 1e9:.2f} GB"
-    return f"{value / 1e6:.1f} MB" if value >= 1e5 else f"{value / 1e3:.1f} kB"
+        return Progress()
+    return LiveProgress(num_steps) if sys.stdout.isatty() else LineProgress(num_steps)
 
 
 def format_seconds(value: float) -> str:
     minutes, seconds = divmod(round(value), 60)
     return f"{minutes}:{seconds:02d}"
+
+
+# -- when it has ended -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in a dozen figures."""
+
+    preset: str
+    num_parameters: int
+    num_ranks: int
+    device: str
+    plan: str
+    data: str
+    steps_asked: int
+    steps_done: int
+    stopped: bool
+    """Whether Ctrl-C ended it before its last step."""
+    seconds: float
+    first_loss: float
+    last_loss: float
+    held_out_loss: float
+    tokens_per_second: float
+    peak_bytes_per_rank: tuple[int, ...]
+    traffic: tuple[Row, ...]
+    """What rank 0 sent."""
+    bytes_by_stage: dict[str, int]
+    """Model states of one rank, as each ZeRO stage would have held them at the end of a backward."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table, top to bottom."""
+        steps = f"{self.steps_done} of {self.steps_asked}"
+        peaks = ", ".join(format_bytes(value) for value in self.peak_bytes_per_rank)
+        states = ", ".join(f"{stage} {format_bytes(value)}" for stage, value in self.bytes_by_stage.items())
+        return [
+            ("model", f"GPT {self.preset}, {self.num_parameters:,} parameters"),
+            ("ranks", f"{self.num_ranks} on {self.device}"),
+            ("plan", self.plan),
+            ("data", self.data),
+            ("steps", f"{steps} in {format_seconds(self.seconds)}{', stopped by you' * self.stopped}"),
+            ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} last"),
+            ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits a byte)"),
+            ("speed", f"{self.tokens_per_second:,.0f} tokens/s over all ranks"),
+            ("peak memory", f"{peaks} (by rank)"),
+            ("model states", f"{states} (a rank, by stage)"),
+            *((f"sent: {row.operation}", _sent(row)) for row in self.traffic),
+        ]
+
+
+def _sent(row: Row) -> str:
+    return f"{format_bytes(row.bytes)} in {row.calls:,} calls, {row.seconds:.2f} s on the host"
+
+
+def show(summary: Summary) -> None:
+    """Print the table."""
+    table = Table(show_header=False, title="Summary", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in summary.rows():
+        table.add_row(name, Text(value))
+    Console(highlight=False).print(table)
+
+
+def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
+    """metrics.jsonl, summary.json and the loss curve into `folder`; the curve's path, None without matplotlib."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
+    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    return _draw_curve(folder / "loss.png", summary, steps)
+
+
+def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    done = [step.step for step in steps]
+    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    figure.suptitle(f"GPT {summary.preset}, {summary.num_parameters / 1e6:,.1f}M parameters, {summary.num_ranks} ranks")
+
+    upper.plot(done, [step.loss for step in steps], color="#c9d6e8", linewidth=1, label="each step")
+    upper.plot(done, _smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
+    upper.axhline(summary.held_out_loss, color="#c4552d", linewidth=1.2, linestyle="--",
+                  label=f"held out, at the end: {summary.held_out_loss:.3f}")  # fmt: skip
+    upper.set_ylabel("loss (nats a byte)")
+    upper.legend(frameon=False)
+
+    megabytes = [step.memory_bytes / 1e6 for step in steps]
+    lower.plot(done, megabytes, color="#2f855a", linewidth=1.5)
+    lower.fill_between(done, megabytes, color="#2f855a", alpha=0.12)
+    lower.set_ylim(0, max(megabytes) * 1.15)
+    lower.set_ylabel("memory of rank 0 (MB)")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.margins(x=0.01)
+    figure.savefig(path)
+    return path
+
+
+def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
+    """The mean of each value and of up to `reach` on either side: no lag behind what it smooths."""
+    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -21,9 +21,9 @@ from onefold.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
+from onefold.log import logger
 from onefold.plan.cut import LEAF_MARK
-from onefold.report.log import logger
-from onefold.report.memory import memory_status, see_memory_usage
+from onefold.report.memory_usage import memory_status, see_memory_usage
 
 __all__ = [
     "RepeatingLoader",

@@ -1,10 +1,11 @@
-"""What memory is in use: of the device where there is one, of the process everywhere."""
+"""Memory in use: of the device where there is one, of the process everywhere."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from onefold.report.log import logger
+from onefold.log import logger
 
 GIB = 1 << 30
 
@@ -54,20 +55,15 @@ def _line() -> str:
 
 
 def _speaks(rank: int = 0) -> bool:
-    import torch.distributed as dist
-
     return not dist.is_initialized() or dist.get_rank() == rank
 
 
 def _status(field: str) -> int:
     try:
         with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{field}:"))
     except OSError:
-        pass
-    import resource
+        import resource
 
-    # Systems without /proc report the peak alone, in KiB (macOS in bytes, which is no platform of ours).
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Systems without /proc report the peak alone, in KiB (macOS in bytes, which is no platform of ours).
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""What the tiers of this machine can do, measured, and what each offload setting would cost a step of it.
+"""Measures bus, host and disk of this machine, and computes what each offload setting would cost a step.
 
 [Note: what a step costs]
 The plan's own arithmetic gives the bytes that cross the bus and go to the disk; the measured rates turn them into
@@ -12,10 +12,8 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 
 from onefold.config import Aio, load_config
+from onefold.log import logger
 from onefold.offload.bus import Bus
 from onefold.offload.host_memory import PAGE, available_bytes, page_aligned
 from onefold.offload.nvme import SwapFiles
@@ -36,13 +35,12 @@ from onefold.plan import (
     Layout,
     Room,
     Tier,
+    assign_tiers,
     count_bytes,
     count_crossing,
     make_plan,
-    assign_tiers,
 )
 from onefold.plan.layout import Segment
-from onefold.report.log import logger
 
 Tell = Callable[[str, int, int], None]
 """Hears what is measured now, how many parts are done, and how many there are."""
@@ -104,13 +102,12 @@ class Measured:
     @staticmethod
     def of(facts: dict[str, Any]) -> Measured:
         """From JSON. Raises where something is missing, unknown, or no rate."""
-        bus, disk = facts["bus"], facts["disk"]
-        known = BusRates(**bus) if bus else None
-        drives = DiskRates(**{**disk, "paths": tuple(disk["paths"])}) if disk else None
-        found = Measured(**{**facts, "bus": known, "disk": drives})
+        bus = BusRates(**facts["bus"]) if facts["bus"] else None
+        disk = DiskRates(**{**facts["disk"], "paths": tuple(facts["disk"]["paths"])}) if facts["disk"] else None
+        found = Measured(**{**facts, "bus": bus, "disk": disk})
         rates = [found.host_copy, found.adam]
-        rates += [known.down, known.up, known.both] if known else []
-        rates += [drives.read, drives.write, drives.both] if drives else []
+        rates += [bus.down, bus.up, bus.both] if bus else []
+        rates += [disk.read, disk.write, disk.both] if disk else []
         if not all(rate > 0 for rate in rates):
             raise ValueError("a rate that is not above zero")
         return found
@@ -154,8 +151,7 @@ def measure_copy(num_bytes: int) -> float:
 
 def measure_adam(num_bytes: int) -> float:
     """Parameters a second of the host's step: tiles of a gradient in bf16, master and moments in fp32."""
-    layout = Layout.of([("weight", (max(num_bytes // 14, PAGE),), 0)], 1)
-    numel, rule = layout.total, AdamRule()
+    numel, rule = max(num_bytes // 14 // PAGE, 1) * PAGE, AdamRule()
     hyper = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled_weight_decay": True}
     names = rule.state_names([hyper])
     master, *moments = _memory(numel * 4 * (1 + len(names))).view(torch.float32).split(numel)
@@ -213,27 +209,23 @@ def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
             part.copy_(noise[: len(part)])
     swap = SwapFiles(paths, aio=Aio(), rank=0, count=lambda way, size: None)
     on_disk = [swap.reserve(size, torch.uint8) for _ in memory]
-    pairs = list(zip(on_disk, memory, strict=True))
 
-    def transfer(reads: Callable[[int], bool]) -> Callable[[], None]:
-        def run() -> None:
-            started = [
-                disk.start_load(host) if reads(index // len(paths)) else disk.start_store(host)
-                for index, (disk, host) in enumerate(pairs)
-            ]
-            for each in started:
-                each.wait()
-
-        return run
+    def transfer(*reads: bool) -> None:
+        """Each drive reads or writes its pieces as `reads` says in turn."""
+        turns = [reads[index // len(paths) % len(reads)] for index in range(num_pieces)]
+        pairs = zip(on_disk, memory, turns, strict=True)
+        started = [disk.start_load(host) if read else disk.start_store(host) for disk, host, read in pairs]
+        for each in started:
+            each.wait()
 
     try:
         swap.open()
         total = num_pieces * size
         return DiskRates(
             paths=tuple(os.path.abspath(path) for path in paths),
-            write=_best(transfer(lambda turn: False), total) / 1e9,
-            read=_best(transfer(lambda turn: True), total) / 1e9,
-            both=_best(transfer(lambda turn: turn % 2 == 0), total) / 1e9,
+            write=_best(lambda: transfer(False), total) / 1e9,
+            read=_best(lambda: transfer(True), total) / 1e9,
+            both=_best(lambda: transfer(True, False), total) / 1e9,
             direct=swap.is_direct,
             free_bytes=sum({os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}.values()) + total,
             when=_now(),
@@ -290,39 +282,31 @@ def save_measured(measured: Measured) -> Path:
     file = cache_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**_load_hosts(), measured.host: asdict(measured)}, indent=2) + "\n"
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".tiers-")
+    temporary = file.with_name(f".tiers-{measured.host}-{os.getpid()}")
     try:
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(text)
+        temporary.write_text(text)
         os.replace(temporary, file)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
     return file
 
 
 def _load_hosts() -> dict[str, Any]:
     try:
         hosts = json.loads(cache_file().read_text())
+        if isinstance(hosts, dict):
+            return hosts
+        raise TypeError("no JSON object")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         _warn_damaged(error)
         return {}
-    if not isinstance(hosts, dict):
-        _warn_damaged(TypeError("no JSON object"))
-        return {}
-    return hosts
 
 
 def _warn_damaged(error: Exception) -> None:
-    logger.warning(
-        "%s: cannot be read (%s: %s) and counts as empty; `onefold bench tiers` writes it anew",
-        cache_file(),
-        type(error).__name__,
-        error,
-    )
+    text = "%s: cannot be read (%s: %s) and counts as empty; `onefold bench tiers` writes it anew"
+    logger.warning(text, cache_file(), type(error).__name__, error)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -388,14 +372,14 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
 
 def shortages(cost: Cost, measured: Measured) -> list[str]:
     """What this machine has too little of, in words."""
-    disk = measured.disk
-    rooms = (
+    on_disk = measured.disk.free_bytes if measured.disk else None
+    checks = (
         ("device memory", cost.device_bytes, measured.device_bytes),
         ("host memory", cost.host_bytes, measured.host_free_bytes),
-        ("disk", cost.disk_bytes, disk.free_bytes if disk else None),
+        ("disk", cost.disk_bytes, on_disk),
     )
     return [
-        f"{needed / 1e9:.1f} GB of {what} for {cost.setting}, and there are {room / 1e9:.1f}"
-        for what, needed, room in rooms
-        if room is not None and needed > room
+        f"{needed / 1e9:.1f} GB of {what} for {cost.setting}, and there are {free / 1e9:.1f}"
+        for what, needed, free in checks
+        if free is not None and needed > free
     ]

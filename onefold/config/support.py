@@ -1,23 +1,23 @@
-"""What there is to say about the keys of a config that was read: notices and refusals (see the note in keys.py)."""
+"""The support status of the keys that a config gives: a notice or a refusal each, in words ([Note: support status])."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-from onefold.config.keys import Entry, walk
+from onefold.config.keys import SectionKey, walk
 from onefold.config.schema import FREE_KEYS, Config
-from onefold.config.zero import OffloadOptimizer, OffloadParam
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
 @dataclass
-class Found:
-    """What the reader met: values by the path of their key, and the keys that were there even if only as `auto`."""
+class GivenKeys:
+    """What a config gives: values by the path of their key, and the keys that were there even if only as `auto`."""
 
-    given: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     mentioned: set[str] = field(default_factory=set)
     old_spellings: list[str] = field(default_factory=list)
     spelled: dict[str, str] = field(default_factory=dict)
@@ -26,33 +26,30 @@ class Found:
     """The sections that `optimizer.params` and `scheduler.params` are read as, by path."""
 
 
-def find_refusals(found: Found) -> list[str]:
+def find_refusals(given: GivenKeys) -> list[str]:
     """One line for each value that asks for something that is not offered."""
     return [
-        f"{found.spelled.get(path, path)}{_shown(entry, value)}: {entry.key.refused}"
-        for path, entry, value in _given(found)
+        f"{_shown(given, path, entry)}: {entry.key.refused}"
+        for path, entry, value in _entries(given)
         if entry.key.refused is not None and entry.asks(value)
     ]
 
 
-def find_notices(config: Config, found: Found) -> list[str]:
+def find_notices(config: Config, given: GivenKeys) -> list[str]:
     """One line for each value that is accepted and has nothing to do here."""
-    lines = list(found.old_spellings)
-    offloads: dict[str, OffloadParam | OffloadOptimizer] = {
-        "offload_param": config.zero_optimization.offload_param,
-        "offload_optimizer": config.zero_optimization.offload_optimizer,
-    }
-    uses_nvme = any(offload.device == "nvme" for offload in offloads.values())
-    given = list(_given(found))
-    for path, entry, value in given:
+    lines = list(given.old_spellings)
+    zero = config.zero_optimization
+    devices = {name: getattr(zero, name).device for name in ("offload_param", "offload_optimizer")}
+    uses_nvme = "nvme" in devices.values()
+    for path, entry, value in _entries(given):
         if uses_nvme or not path.startswith("aio."):
-            lines += _notice(config, found, path, entry, value)
-    if not uses_nvme and any(path.startswith("aio.") for path in found.given):
+            lines += _notice(config, given, path, entry, value)
+    if not uses_nvme and any(path.startswith("aio.") for path in given.values):
         lines.append("aio: nothing rests on NVMe, so nothing reads it")
-    for name, offload in offloads.items():
-        if offload.nvme_path and offload.device != "nvme":
-            lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {offload.device})")
-    lines += _without_effect(config, {path for path, entry, value in given if entry.asks(value)})
+    for name, device in devices.items():
+        if getattr(zero, name).nvme_path and device != "nvme":
+            lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {device})")
+    lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.asks(value)})
     return lines
 
 
@@ -91,56 +88,44 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield from (f"{path}: a fixed fp16.loss_scale never moves" for path in fixed if path in asked)
 
 
-def _given(found: Found) -> Iterator[tuple[str, Entry, Any]]:
-    params = (walk(kind, section) for section, kind in found.params.items())
+def _entries(given: GivenKeys) -> Iterator[tuple[str, SectionKey, Any]]:
+    params = (walk(kind, section) for section, kind in given.params.items())
     for path, entry in chain(walk(Config), *params):
-        if path in found.given:
-            yield path, entry, found.given[path]
+        if path in given.values:
+            yield path, entry, given.values[path]
 
 
-def _notice(config: Config, found: Found, path: str, entry: Entry, value: Any) -> Iterator[str]:
-    key = entry.key
-    section = path.rpartition(".")[0]
-    shown = f"{found.spelled.get(path, path)}{_shown(entry, value)}"
+def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, value: Any) -> Iterator[str]:
+    key, stage = entry.key, config.zero_optimization.stage
+    shown = _shown(given, path, entry)
     if key.refused is not None and entry.asks(value):
         return  # The refusal says it.
     if key.notice is not None and entry.asks(value):
         yield f"{shown}: {key.notice}"
-    elif key.from_stage > config.zero_optimization.stage and _expects_something(entry, value):
-        yield f"{shown}: only {stages_text(key.from_stage)} (stage is {config.zero_optimization.stage})"
+    elif key.from_stage > stage and _expects_something(entry, value):
+        stages = "stage 3 reads it" if key.from_stage == 3 else f"stages {key.from_stage} to 3 read it"
+        yield f"{shown}: only {stages} (stage is {stage})"
     elif key.switch is not None and entry.asks(value) and not _is_on(config, path, entry):
-        switch = f"{section}.{key.switch}"
+        switch = f"{path.rpartition('.')[0]}.{key.switch}"
         needed = switch if key.needs is None else f"{switch} = {key.needs}"
-        has = f" (it is {json.dumps(_value_at(config, switch))})" if switch in found.mentioned else ""
+        has = f" (it is {json.dumps(attrgetter(switch)(config))})" if switch in given.mentioned else ""
         yield f"{shown}: nothing reads it without {needed}{has}"
     elif entry.is_free and key.refused is not None and value and not _only_switches(value):
         yield f"{path}: it is off, so nothing else in it is read"
 
 
-def stages_text(first: int) -> str:
-    """Which stages read a key, after `only`."""
-    return "stage 3 reads it" if first == 3 else f"stages {first} to 3 read it"
-
-
-def _is_on(config: Config, path: str, entry: Entry) -> bool:
+def _is_on(config: Config, path: str, entry: SectionKey) -> bool:
     """Whether what makes a key count does so."""
     section, key = path.rpartition(".")[0], entry.key
     if section == "fp16" and entry.name != "auto_cast":
         return _scales_loss(config)
-    value = _value_at(config, f"{section}.{key.switch}")
+    value = attrgetter(f"{section}.{key.switch}")(config)
     return bool(value == key.needs) if key.needs is not None else value not in (None, False, "none")
 
 
 def _scales_loss(config: Config) -> bool:
     # Autocast to fp16 scales its loss by the same keys.
     return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
-
-
-def _value_at(config: Config, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _only_switches(value: Any) -> bool:
@@ -150,16 +135,15 @@ def _only_switches(value: Any) -> bool:
     return False
 
 
-def _expects_something(entry: Entry, value: Any) -> bool:
+def _expects_something(entry: SectionKey, value: Any) -> bool:
     # A number was written because somebody expects it to count, though it be the default.
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return True if is_number and entry.key.asks is None else entry.asks(value)
 
 
-def _shown(entry: Entry, value: Any) -> str:
-    """The value as the file spells it, where that is short."""
+def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
+    """The key as the file spells it, with its value where that is short."""
+    spelled, value = given.spelled.get(path, path), given.values[path]
     if entry.key.auto and value is None:
         value = "auto"
-    if isinstance(value, bool | int | float | str):
-        return f" = {json.dumps(value)}"
-    return ""
+    return f"{spelled} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else spelled

@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from onefold.config import Config, ConfigError, load_config
-from onefold.config.keys import Entry, walk
+from onefold.config.keys import SectionKey, walk
 from onefold.config.params import OPTIMIZERS, SCHEDULES
 
 PACKAGE = Path(__file__).parent.parent / "onefold"
 LEAVES = {path: entry for path, entry in walk(Config) if entry.section is None or entry.optional}
 # What only describes the config, and reads a key to say something about it, is no reader.
-SPEAKERS = {"keys.py", "fates.py", "document.py", "read.py", "values.py", "suggest.py"}
+SPEAKERS = {"keys.py", "support.py", "document.py", "read.py"}
 
 # Keys that count in a config that says nothing else: stage 0, fp32, one process, no offload. All others are told.
 COUNT_ALONE = {
@@ -69,7 +69,7 @@ NEEDS_MORE = {
 }
 
 
-def another(entry: Entry) -> Any:
+def another(entry: SectionKey) -> Any:
     """A value that the key takes and that is not its default."""
     hint = entry.hint
     if entry.section is not None:
@@ -94,7 +94,7 @@ def another(entry: Entry) -> Any:
     return next(value for value in values if value != entry.default and fits(value, entry))
 
 
-def fits(value: float, entry: Entry) -> bool:
+def fits(value: float, entry: SectionKey) -> bool:
     key = entry.key
     return (
         (entry.hint is float or value == int(value))

@@ -1,4 +1,4 @@
-"""What `onefold ckpt` does: facts from `onefold.checkpoint.audit` shown as tables or JSON, and removal."""
+"""What `onefold export`, `onefold import-deepspeed` and `onefold ckpt` do with checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -9,37 +9,67 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from onefold.checkpoint import audit, folder
+from onefold.checkpoint import export as exporting
 from onefold.checkpoint.audit import Damage, bytes_under, spell, unpublished_bytes
+from onefold.checkpoint.convert import import_deepspeed
 from onefold.checkpoint.export import find_checkpoint
 from onefold.checkpoint.folder import LATEST, Found, data_folders, is_deepspeeds, list_tags
 from onefold.checkpoint.manifest import CheckpointError, RemovedError
 from onefold.checkpoint.reader import TRIES
-from onefold.cli.export import bytes_bar
-from onefold.train.progress import format_bytes
+from onefold.cli.commands import UsageError
+from onefold.cli.terminal import fails_on, print_table, progress_bar
+from onefold.log import format_bytes
 
 
-class CommandError(ValueError):
-    """What was typed cannot be done; the message says what can."""
+@fails_on(CheckpointError, OSError)
+def export(options: argparse.Namespace) -> int:
+    with progress_bar("export") as tell:
+        exported = exporting.export(
+            options.checkpoint,
+            options.out,
+            tag=options.tag,
+            dtype=options.dtype,
+            file_format=options.format,
+            max_shard_size=options.max_shard_size,
+            exclude_frozen=options.exclude_frozen,
+            progress=tell,
+        )
+    what = (
+        f"{exported.num_tensors} tensors of {exported.checkpoint}, {format_bytes(exported.nbytes)} of {options.dtype}:"
+    )
+    print(what, *exported.files, sep="\n  ")
+    return 0
+
+
+@fails_on(ValueError, OSError)
+def import_checkpoint(options: argparse.Namespace) -> int:
+    with progress_bar("import") as tell:
+        found = import_deepspeed(options.source, options.out, options.tag, tell)
+    counters = found.source.state["counters"]
+    print(
+        f"{found.folder}: step {counters['global_steps']}, {len(found.source.parameters)} parameters, "
+        f"{format_bytes(found.nbytes)}, from stage {found.source.stage} on {found.source.world_size} ranks"
+    )
+    for key in found.left_out:
+        print(f"left out: client state {key!r} is not plain data")
+    return 0
 
 
 def _existing(path: str) -> Path:
     found = Path(path)
     if not found.is_dir():
-        raise CommandError(f"{found}: there is no such folder")
+        raise UsageError(f"{found}: there is no such folder")
     return found
 
 
-# -- ls --------------------------------------------------------------------------------------------------------------
+# -- ckpt ls ----------------------------------------------------------------------------------------------------------
 
 
-def show_list(options: argparse.Namespace) -> int:
+@fails_on(CheckpointError, OSError)
+def list_checkpoints(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
     latest, problem = audit.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
     rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
@@ -48,7 +78,7 @@ def show_list(options: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     if rows:
-        _table(("tag", "", ">steps", "saved", ">size", ">ranks", "state"), map(_cells, rows))
+        print_table(("tag", "", ">steps", "saved", ">size", ">ranks", "state"), map(_cells, rows))
     else:
         print(f"{path} holds no checkpoint")
     for row in rows:
@@ -75,25 +105,11 @@ def _when(saved: str | None) -> str:
     return "" if saved is None else f"{datetime.fromisoformat(saved).astimezone():%Y-%m-%d %H:%M}"
 
 
-def _table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
-    """A head that begins with > is over numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in heads:
-        numbers = head.startswith(">")
-        justify: Literal["left", "right"] = "right" if numbers else "left"
-        table.add_column(head.removeprefix(">"), justify=justify, no_wrap=numbers or head == "saved", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # whoever reads a pipe wants whole lines
-    console.print(table)
+# -- ckpt inspect -----------------------------------------------------------------------------------------------------
 
 
-# -- inspect ---------------------------------------------------------------------------------------------------------
-
-
-def show_one(options: argparse.Namespace) -> int:
+@fails_on(CheckpointError, OSError)
+def inspect_checkpoint(options: argparse.Namespace) -> int:
     found = find_checkpoint(_existing(options.dir), options.tag)
     if found.manifest is None:
         raise CheckpointError("; ".join(found.problems))
@@ -106,12 +122,12 @@ def show_one(options: argparse.Namespace) -> int:
     for name, text in _lines(facts):
         print(f"{name:<16}{text}")
     print()
-    _table(("kind", ">tensors", ">elements", ">size", "dtypes"), (_kind_cells(kind) for kind in facts["kinds"]))
+    print_table(("kind", ">tensors", ">elements", ">size", "dtypes"), (_kind_cells(kind) for kind in facts["kinds"]))
     print()
-    _table(("file", ">size"), ((file["name"], format_bytes(file["bytes"])) for file in facts["files"]))
+    print_table(("file", ">size"), ((file["name"], format_bytes(file["bytes"])) for file in facts["files"]))
     if options.tensors:
         print()
-        _table(
+        print_table(
             ("tensor", "dtype", "shape", ">size"),
             ((row["name"], row["dtype"], str(row["shape"]), format_bytes(row["bytes"])) for row in facts["tensors"]),
         )
@@ -148,10 +164,11 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "client state", ", ".join(facts["client_state_keys"]) or "empty"
 
 
-# -- verify ----------------------------------------------------------------------------------------------------------
+# -- ckpt verify ------------------------------------------------------------------------------------------------------
 
 
-def show_damage(options: argparse.Namespace) -> int:
+@fails_on(CheckpointError, OSError)
+def verify_checkpoints(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
     is_one = options.tag is not None or folder.is_tag_folder(path)
     for left in reversed(range(TRIES)):
@@ -196,7 +213,7 @@ def _verify(chosen: Sequence[Found]) -> list[tuple[Found, list[Damage]]]:
     total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
     done = 0
     results = []
-    with bytes_bar("verify") as tell:
+    with progress_bar("verify") as tell:
 
         def advance(nbytes: int) -> None:
             nonlocal done
@@ -210,20 +227,21 @@ def _verify(chosen: Sequence[Found]) -> list[tuple[Found, list[Damage]]]:
     return results
 
 
-# -- rm --------------------------------------------------------------------------------------------------------------
+# -- ckpt rm ----------------------------------------------------------------------------------------------------------
 
 
-def remove(options: argparse.Namespace) -> int:
+@fails_on(CheckpointError, OSError)
+def remove_checkpoints(options: argparse.Namespace) -> int:
     """Everything that is to be refused is refused before anything is removed."""
     save_dir = _existing(options.dir)
     if not options.tags and not options.leftovers:
-        raise CommandError("rm: name the tags to remove, or say --leftovers")
+        raise UsageError("rm: name the tags to remove, or say --leftovers")
     latest, _ = audit.latest_of(save_dir)
     found = {entry.tag: entry for entry in list_tags(save_dir)}
     for tag in options.tags:
         _check_removable(save_dir, tag, found)
     if latest in options.tags and not options.force:
-        raise CommandError(f"{latest} is what `latest` names, where a job would go on from: --force removes it")
+        raise UsageError(f"{latest} is what `latest` names, where a job would go on from: --force removes it")
     chosen = [found[tag] for tag in dict.fromkeys(options.tags)]
     staying = [entry for entry in found.values() if entry.tag not in options.tags]
     unclean = [entry for entry in staying if unpublished_bytes(entry)] if options.leftovers else []
@@ -251,9 +269,9 @@ def _check_removable(save_dir: Path, tag: str, found: dict[str, Found]) -> None:
     if entry is None:
         why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
         there = f"; there are: {', '.join(found)}" if found else ""
-        raise CommandError(f"{save_dir / tag} {why}: not touched{there}")
+        raise UsageError(f"{save_dir / tag} {why}: not touched{there}")
     if entry.manifest is None and not data_folders(entry.folder):
-        raise CommandError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
+        raise UsageError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
 
 
 def _name_another(save_dir: Path, complete: Sequence[str]) -> None:
@@ -289,7 +307,7 @@ def _clean(found: Found) -> None:
 
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise CommandError("there is nobody to ask: say --yes")
+        raise UsageError("there is nobody to ask: say --yes")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -1,0 +1,320 @@
+"""Every command of `onefold`: its arguments and its help. No torch here: `--help` is instant.
+
+A command is a function that adds arguments to a parser, under `@command`. Its docstring is what `--help` prints. What
+the command does is another function, which is imported when the command is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from onefold.train.options import add_arguments
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+DEFAULT_PORT = 29500
+CPU_RANKS = 2
+# GB: seconds on a laptop, and far more than caches hold.
+DEFAULT_BENCH_SIZE = 0.5
+
+
+class UsageError(ValueError):
+    """What was typed cannot be done; the message says why, and the command ends with exit code 2."""
+
+
+class Command(NamedTuple):
+    """One command, or a group of commands: `ckpt` is the group of `ckpt ls`."""
+
+    help: str
+    run: str | None
+    """`module:function` that is given the arguments and returns the exit code; None: a group."""
+    add_arguments: AddArguments
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(name: str, help: str, run: str | None = None) -> Callable[[AddArguments], AddArguments]:
+    def declare(add_arguments: AddArguments) -> AddArguments:
+        COMMANDS[name] = Command(help, run, add_arguments)
+        return add_arguments
+
+    return declare
+
+
+@command("train", "train a small GPT here and now", "onefold.cli.train:train")
+def _train(parser: argparse.ArgumentParser) -> None:
+    """
+    Train a small GPT on text, from a DeepSpeed config: on every GPU, or on two processes where there is none. Shows
+    the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes. Ctrl-C
+    ends it after the current step, with the summary of what was done.
+
+    examples:
+      onefold train                                  under two minutes on two CPU cores
+      onefold train --stage 1 --ranks 4              another ZeRO stage, another number of ranks
+      onefold train --config ds_config.json          your own DeepSpeed config
+      onefold train --data ~/notes README.md --steps 500
+      onefold train --preset 25m --steps 20          a larger model
+      onefold train --out runs/a --save-every 50     checkpoints on the way, in runs/a/checkpoints
+      onefold train --resume runs/a --ranks 4        go on from the last of them, here on four ranks
+
+      on several nodes:  onefold launch --hostfile hosts --module onefold.train --steps 500
+    """
+    add_arguments(parser)
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help=f"processes (default: one a GPU, or {CPU_RANKS} where there is none)")
+    add("--max-restarts", type=int, default=0, metavar="N",
+        help="start the ranks again after a failure, so often; with --save-every they go on from the last "
+        "checkpoint")  # fmt: skip
+
+
+@command("launch", "start your script on every GPU", "onefold.cli.launch:launch")
+def _launch(parser: argparse.ArgumentParser) -> None:
+    """
+    Start a script on every GPU of this node (one process where there is no GPU), by torch's elastic agent. The
+    script finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment; onefold.initialize
+    reads them. When a rank fails, you see its traceback, and the command ends with its exit code.
+
+    examples:
+      onefold launch train.py --deepspeed_config ds_config.json      every GPU of this node
+      onefold launch --nproc 4 train.py                              four ranks, on GPUs 0 to 3, or on the CPU
+      onefold launch --include localhost:1,3 train.py                two ranks, on GPUs 1 and 3
+      onefold launch --module package.train --epochs 3               as `python -m package.train --epochs 3`
+
+      two nodes, eight GPUs each; run the same command on both, with its own --node_rank:
+      onefold launch --num_nodes 2 --node_rank 0 --master_addr node1 train.py
+
+      the same from a hostfile (lines such as `node1 slots=8`); each node finds its own place in it:
+      onefold launch --hostfile hosts train.py
+    """
+    add = parser.add_argument
+    add("--num_gpus", "--nproc", "--num_accelerators", "--nproc_per_node", "--nproc-per-node", type=int, metavar="N",
+        dest="num_gpus", help="ranks on each node (default: its GPUs, or 1 where there are none)")  # fmt: skip
+    add("--num_nodes", "--nnodes", type=int, metavar="N", help="nodes that take part (default: 1, or the hostfile's)")
+    add("--node_rank", "--node-rank", type=int, metavar="K", help="which of the nodes this is, from 0")
+    add("--master_addr", "--master-addr", metavar="NODE", help="name or address of node 0")
+    add("--master_port", "--master-port", type=int, metavar="PORT",
+        help=f"port on node 0 (default: a free one; {DEFAULT_PORT} with several nodes)")  # fmt: skip
+    add("-H", "--hostfile", metavar="FILE", help=f"nodes, one a line: `node1 slots=8` (default: {DEFAULT_HOSTFILE})")
+    add("-i", "--include", default="", metavar="CHOICE", help="use only these: node1:0,2@node2")
+    add("-e", "--exclude", default="", metavar="CHOICE", help="use all but these: node1:0,2@node2")
+    add("--max-restarts", "--max_restarts", type=int, default=0, metavar="N",
+        help="start all ranks again after a failure, up to N times (default: 0)")  # fmt: skip
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
+    add("--no_python", "--no-python", action="store_true", help="SCRIPT is a program of its own, not Python")
+    add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # nothing to switch off: it is never passed
+    add("script", metavar="SCRIPT", help="what every rank runs")
+    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+
+
+@command("export", "write a checkpoint's weights for other tools", "onefold.cli.checkpoint_commands:export")
+def _export(parser: argparse.ArgumentParser) -> None:
+    """
+    Write the weights of a checkpoint, whole, to a folder that Hugging Face and plain torch load. Needs no GPU and no
+    more memory than the largest tensor (the format bin: than one file); checks every byte it reads. Trained weights
+    come from their fp32 masters. OUT gets its files when all are written: an export that fails leaves what was there
+    before.
+
+    examples:
+      onefold export checkpoints weights                       what `latest` names, in fp32: weights/model.safetensors
+      onefold export checkpoints weights --dtype bf16          half the size, as most models are published
+      onefold export checkpoints/global_step500 weights        that one
+      onefold export checkpoints weights --tag global_step500  the same
+      onefold export checkpoints weights --format bin          pytorch_model.bin, for torch.load(weights_only=True)
+      onefold export checkpoints adapter --exclude-frozen      what was trained, LoRA adapters say, and buffers
+
+      python zero_to_fp32.py CKPT OUT, beside every checkpoint, does the same in fp32 with DeepSpeed's options.
+    """
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help="the folder that save_checkpoint was given, or that of one tag")
+    add("out", metavar="OUT", help="the folder to write to; made where it is not there")
+    add("--tag", metavar="TAG", help="which checkpoint of CKPT (default: what `latest` names)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="of floating-point weights (default: fp32); others keep theirs")  # fmt: skip
+    add("--format", choices=("safetensors", "bin"), default="safetensors",
+        help="safetensors (default), or torch.save's pytorch_model.bin")  # fmt: skip
+    add("--max-shard-size", metavar="SIZE", default="5GB",
+        help="where to cut into several files with an index: 500MB, 5GB (default), 2GiB")  # fmt: skip
+    add("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")
+
+
+@command("ckpt", "list, inspect, verify and remove checkpoints")
+def _ckpt(parser: argparse.ArgumentParser) -> None:
+    """
+    List checkpoints on disk, look into them, check them to the last byte, remove them.
+
+    examples:
+      onefold ckpt ls checkpoints                    what is there, how large, whether it is complete
+      onefold ckpt inspect checkpoints               what `latest` holds: parameters, optimizer, steps, config
+      onefold ckpt verify checkpoints --all          every byte against its checksum; exit code 1 if any is wrong
+      onefold ckpt rm checkpoints global_step100     remove one
+
+    `onefold ckpt ls --help` and so on tell more.
+    """
+
+
+@command("ckpt ls", "list the checkpoints of a folder", "onefold.cli.checkpoint_commands:list_checkpoints")
+def _ckpt_ls(parser: argparse.ArgumentParser) -> None:
+    """
+    List the checkpoints in DIR, newest first. Sizes and headers of all files are looked at; `verify` reads the rest.
+
+    examples:
+      onefold ckpt ls checkpoints
+      onefold ckpt ls checkpoints --json | jq -r '.checkpoints[] | select(.complete) | .tag'
+    """
+    _add_folder(parser)
+    _add_json(parser)
+
+
+@command("ckpt inspect", "show what a checkpoint holds", "onefold.cli.checkpoint_commands:inspect_checkpoint")
+def _ckpt_inspect(parser: argparse.ArgumentParser) -> None:
+    """
+    Show what a checkpoint holds, from its manifest: no weights are read.
+
+    examples:
+      onefold ckpt inspect checkpoints                       what `latest` names
+      onefold ckpt inspect checkpoints --tag global_step100
+      onefold ckpt inspect checkpoints --tensors             every tensor by name, with dtype and shape
+      onefold ckpt inspect checkpoints --json | jq .config   the config it was trained with
+    """
+    _add_folder(parser)
+    parser.add_argument("--tag", metavar="TAG", help="which (default: what `latest` names)")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    _add_json(parser)
+
+
+@command("ckpt verify", "read every byte against its checksum", "onefold.cli.checkpoint_commands:verify_checkpoints")
+def _ckpt_verify(parser: argparse.ArgumentParser) -> None:
+    """
+    Read every byte of a checkpoint against its checksum, and say which files, tensors and byte ranges are damaged. Goes
+    on after the first. Exit code: 0 if all is as it was saved, 1 if anything is not.
+
+    examples:
+      onefold ckpt verify checkpoints                        what `latest` names
+      onefold ckpt verify checkpoints --tag global_step100
+      onefold ckpt verify checkpoints --all --json
+    """
+    _add_folder(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tag", metavar="TAG", help="which (default: what `latest` names)")
+    which.add_argument("--all", action="store_true", help="all that DIR holds")
+    _add_json(parser)
+
+
+@command(
+    "ckpt rm", "remove checkpoints, or what killed saves left", "onefold.cli.checkpoint_commands:remove_checkpoints"
+)
+def _ckpt_rm(parser: argparse.ArgumentParser) -> None:
+    """
+    Remove checkpoints. Only onefold's own files go: the manifest, then the data; a folder that holds anything else
+    stays. Asks first. What `latest` names is removed by --force only; `latest` then names the newest complete one that
+    stays.
+
+    examples:
+      onefold ckpt rm checkpoints global_step100 global_step200
+      onefold ckpt rm checkpoints global_step100 --yes       without asking, for scripts
+      onefold ckpt rm checkpoints --leftovers                data of saves that were killed; what is being written stays
+    """
+    add = parser.add_argument
+    add("dir", metavar="DIR", help="the folder that save_checkpoint was given")
+    add("tags", metavar="TAG", nargs="*", help="what to remove")
+    add("-y", "--yes", action="store_true", help="do not ask")
+    add("--force", action="store_true", help="also what `latest` names")
+    add("--leftovers", action="store_true", help="data that no manifest names and nobody writes, of all tags")
+
+
+@command(
+    "import-deepspeed",
+    "turn DeepSpeed's checkpoint into onefold's",
+    "onefold.cli.checkpoint_commands:import_checkpoint",
+)
+def _import_deepspeed(parser: argparse.ArgumentParser) -> None:
+    """
+    Turn a checkpoint that DeepSpeed wrote (ZeRO stages 1, 2, 3, any number of ranks) into one of onefold's: weights,
+    fp32 masters, optimizer states, step counts, scheduler, loss scale, client state. engine.load_checkpoint(OUT) then
+    goes on from it, in any stage and on any number of ranks. Its pickles are read by an unpickler that knows tensors
+    and plain data only: nothing in them is executed, and the source is never changed.
+
+    examples:
+      onefold import-deepspeed checkpoints checkpoints-onefold                 what `latest` names
+      onefold import-deepspeed checkpoints out --tag global_step500            that one
+      onefold ckpt inspect out                                                 what came of it
+      onefold export out weights                                               its weights, whole
+    """
+    parser.add_argument("source", metavar="DIR", help="the folder that DeepSpeed saved to, or that of one tag")
+    parser.add_argument("out", metavar="OUT", help="the folder to write to; made where it is not there")
+    parser.add_argument("--tag", metavar="TAG", help="which checkpoint of DIR (default: what `latest` names)")
+
+
+@command("bench", "measure this machine: what would offloading cost?")
+def _bench(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure this machine, to choose a config by its numbers.
+
+    examples:
+      onefold bench tiers                        bus, host memory and host Adam, in seconds
+      onefold bench tiers --path /mnt/nvme0      and the drive that states would rest on
+
+    `onefold bench tiers --help` tells more.
+    """
+
+
+@command(
+    "bench tiers", "bus, host Adam and disk, and what each offload setting would cost", "onefold.cli.bench:bench_tiers"
+)
+def _bench_tiers(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure what offloading depends on, and say what each setting would cost a step.
+
+    measured:
+      host copy      host memory to host memory, on all threads
+      host Adam      the step of what is offloaded: 16-bit gradients, fp32 masters and moments
+      page-locking   making the memory that the GPU copies to and from
+      bus            GPU to host, host to GPU, and both at once
+      disk           reading, writing and both at once, with O_DIRECT, in each --path
+
+    The best of three counts. The numbers are kept by node in ~/.cache/onefold/tiers.json ($XDG_CACHE_HOME is
+    respected). Without --path the disk's numbers of an earlier run are used, if there are any.
+
+    The tables are for a model in bf16 with Adam, on one GPU, with one micro-step: bytes that rest in each tier, bytes
+    that move in a step, and the seconds that bus, host Adam and disk are busy. They work at the same time, beside the
+    forward and backward: a step takes at least as long as the slowest, which is named.
+
+    examples:
+      onefold bench tiers
+      onefold bench tiers --path /mnt/nvme0 --path /mnt/nvme1    two drives, as "nvme_path" with two folders
+      onefold bench tiers --parameters 7e9                       what a model of 7 billion parameters would cost
+      onefold bench tiers --size 4                               larger and slower: for machines with large caches
+      onefold bench tiers --json --no-save | jq .measured.bus
+    """
+    add = parser.add_argument
+    add("--path", metavar="DIR", action="append", default=[],
+        help="measure the drive of this folder; repeat it for several drives (default: no disk)")  # fmt: skip
+    add("--size", metavar="GB", type=float, default=DEFAULT_BENCH_SIZE,
+        help=f"memory, and disk space, that each part works on (default: {DEFAULT_BENCH_SIZE})")  # fmt: skip
+    add("--parameters", metavar="N", type=float, default=1e9, help="of the model in the tables (default: 1e9)")
+    add("--no-save", action="store_true", help="do not keep the numbers")
+    _add_json(parser)
+
+
+@command("env", "show what this machine has", "onefold.env_report:report_environment")
+def _env(parser: argparse.ArgumentParser) -> None:
+    """
+    Show what this machine has and what onefold will use of it.
+
+    examples:
+      onefold env            a table: versions, devices, interconnect, memory, disk
+      onefold env --json     the same for programs, and for bug reports
+    """
+    _add_json(parser)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="the folder that save_checkpoint was given, or that of one tag")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")

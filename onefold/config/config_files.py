@@ -1,0 +1,353 @@
+"""Files and strings to plain dicts: JSON with comments, YAML, DeepSpeed's base64 form, Accelerate's own schema."""
+
+import base64
+import binascii
+import difflib
+import json
+import os
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onefold.config.keys import (
+    MAX_DIGITS,
+    ConfigError,
+    Key,
+    as_number,
+    is_absent,
+    join,
+    read_as,
+    shown,
+    spellings,
+    wrong,
+)
+from onefold.config.zero_optimization import ZeroOptimization
+
+_MAX_DEPTH = 50
+_MAX_VALUES = 1_000_000
+_WIDTH = 120
+_STRING = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*[\s\S]*?\*/")
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
+_LONG_NUMBER = re.compile(rf"{_STRING}|\d+(?:_\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The dict in a JSON or YAML file, or in a base64 string as DeepSpeed's launcher hands it over."""
+    path = Path(source).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file ({error})") from error
+    except OSError as error:
+        decoded = _decode(source) if isinstance(source, str) else None
+        if decoded is not None:
+            return parse_json(decoded, "base64 config")
+        if isinstance(source, str) and source.lstrip().startswith("{"):
+            raise ConfigError("the config is JSON text; pass its path, or json.loads of it") from error
+        raise ConfigError(f"{path}: cannot read the config ({error.strerror or error})") from error
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return parse_yaml(text, str(path))
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """JSON with `//`, `/* */` and `#` comments, trailing commas and numbers such as 500_000_000."""
+    # Each replacement keeps the length of the text, so that line and column of an error stay true.
+    plain = _COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0]), text)
+    plain = _TRAILING_COMMA.sub(lambda match: " " if match[0] == "," else match[0], plain)
+    plain = _LONG_NUMBER.sub(
+        lambda match: match[0] if match[0][0] == '"' else match[0].replace("_", "").ljust(len(match[0])), plain
+    )
+
+    def whole(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            before = plain[: plain.index(digits)]
+            line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+            raise _at(name, text, line, column, f"a number of {len(digits)} digits")
+        return int(digits)
+
+    try:
+        parsed = json.loads(plain, object_pairs_hook=_Pairs, parse_int=whole)
+    except json.JSONDecodeError as error:
+        raise _at(name, text, error.lineno, error.colno, error.msg) from error
+    except RecursionError as error:
+        raise _too_deep(name) from error
+    check_depth(parsed, name)
+    return _top(_without_duplicates(parsed, "", name), name)
+
+
+def parse_yaml(text: str, name: str) -> dict[str, Any]:
+    """One YAML document, without duplicate keys."""
+    try:
+        parsed = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark or error.context_mark) is not None:
+            raise _at(name, text, mark.line + 1, mark.column + 1, error.problem or "not YAML") from error
+        raise ConfigError(f"{name}: {error}") from error
+    except RecursionError as error:
+        raise _too_deep(name) from error
+    check_depth(parsed, name)
+    return _top(parsed, name)
+
+
+def check_depth(document: Any, name: str) -> None:
+    """Refuses what is nested deeper than any config is; a YAML alias inside itself has no end at all."""
+    level = [document]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for value in level for inner in _inside(value)]
+        if not level:
+            return
+        if len(level) > _MAX_VALUES:
+            break
+    raise _too_deep(name)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, _Pairs):
+        return [inner for _, inner in value]
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _too_deep(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: nested more than {_MAX_DEPTH} levels deep, or with more than {_MAX_VALUES} values on one level; "
+        "no config is"
+    )
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object before its keys are checked."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, but a key that is given twice is an error and not the last one.
+
+    Numbers are decimal, as in YAML 1.2: version 1.1 reads 010 as eight and 1:30 as ninety. Those, and dates, stay
+    strings, and the key's own type says what they are worth.
+    """
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        text = self.construct_scalar(node)
+        if len(text) > MAX_DIGITS:
+            raise yaml.MarkedYAMLError(problem=f"a number of {len(text)} characters", problem_mark=node.start_mark)
+        return as_number(text)
+
+    def construct_text(self, node: yaml.ScalarNode) -> Any:
+        return self.construct_scalar(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {name.value!r} is given twice", problem_mark=name.start_mark
+                    )
+                seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_text)
+
+
+def _without_duplicates(value: Any, path: str, name: str) -> Any:
+    if isinstance(value, _Pairs):
+        found: dict[str, Any] = {}
+        for key, inner in value:
+            full = join(path, key)
+            if key in found:
+                raise ConfigError(f"{name}: the key {full} is given twice; keep one of them")
+            found[key] = _without_duplicates(inner, full, name)
+        return found
+    if isinstance(value, list):
+        return [_without_duplicates(inner, path, name) for inner in value]
+    return value
+
+
+def _top(parsed: Any, name: str) -> dict[str, Any]:
+    if not isinstance(parsed, Mapping):
+        raise ConfigError(f"{name}: a config is an object of keys and values, this is {shown(parsed)}")
+    return {str(key): value for key, value in parsed.items()}
+
+
+def _at(name: str, text: str, line: int, column: int, problem: str) -> ConfigError:
+    lines, start = text.splitlines(), max(0, column - 1 - _WIDTH // 2)
+    there = lines[line - 1][start : start + _WIDTH] if 0 < line <= len(lines) else ""
+    pointer = " " * (column - 1 - start) + "^"
+    return ConfigError(f"{name}, line {line}, column {column}: {problem}\n    {there}\n    {pointer}")
+
+
+def _decode(text: str) -> str | None:
+    try:
+        decoded = base64.urlsafe_b64decode(text.encode("ascii")).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+# -- Accelerate's YAML files, which hold a few DeepSpeed keys under names of their own --------------------------------
+
+_MARKS = ("deepspeed_config", "compute_environment", "distributed_type")
+# Tutorials print the inside of deepspeed_config alone; these names are nobody else's.
+_INNER_MARKS = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+
+# Keys that start processes, with the value that says nothing. `onefold launch` and torchrun have arguments for them.
+_LAUNCHER: dict[str, Any] = {
+    "num_processes": None, "num_machines": 1, "machine_rank": 0, "main_process_ip": None, "main_process_port": None,
+    "main_training_function": "main", "rdzv_backend": "static", "rdzv_endpoint": None, "same_network": True,
+    "gpu_ids": "all", "use_cpu": False, "debug": False, "enable_cpu_affinity": False, "downcast_bf16": False,
+    "dynamo_backend": "NO", "dynamo_config": {}, "mpirun_config": {}, "ipex_config": {}, "command_file": None,
+    "commands": None, "tpu_env": [], "tpu_name": None, "tpu_zone": None, "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+}  # fmt: skip
+_DEEPSPEED_LAUNCHER: dict[str, Any] = {
+    "deepspeed_multinode_launcher": "standard",
+    "deepspeed_hostfile": None,
+    "deepspeed_exclusion_filter": None,
+    "deepspeed_inclusion_filter": None,
+}
+_OTHER_TRAINERS = ("fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "aws_config")
+# Accelerate's name to the path in DeepSpeed's schema.
+_RENAMED = {
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+}
+_OWN = ("deepspeed_config_file", "deepspeed_moe_layer_cls_names", "zero3_init_flag")
+_TOP = (*_MARKS, "mixed_precision", *_RENAMED, *_LAUNCHER, *_OTHER_TRAINERS)
+
+
+@dataclass
+class Translation:
+    """A DeepSpeed config, and what there is to say about the keys that are not part of it."""
+
+    document: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    def put(self, path: str, value: Any, source: str) -> None:
+        """Sets the key at a dotted path, unless another key, or the file that the YAML names, says otherwise."""
+        *sections, name = path.split(".")
+        inner = self.document
+        for section in sections:
+            if is_absent(inner.get(section)):
+                inner[section] = {}
+            inner = inner[section]
+            if not isinstance(inner, dict):
+                raise wrong(f"{section} in deepspeed_config_file", inner, "an object")
+        has = inner.get(name)
+        if not is_absent(has) and as_number(has) != as_number(value):
+            raise ConfigError(f"{source} = {value!r}, but {path} is already {has!r}; keep one of them")
+        inner[name] = value
+
+
+def is_accelerate(document: Mapping[str, Any]) -> bool:
+    """Whether this is Accelerate's schema rather than DeepSpeed's."""
+    return any(mark in document for mark in (*_MARKS, *_INNER_MARKS))
+
+
+def translate_accelerate(document: Mapping[str, Any], folder: str | None = None) -> Translation:
+    """Accelerate's keys in DeepSpeed's schema. `folder` is where a relative `deepspeed_config_file` may lie."""
+    inner = document.get("deepspeed_config")
+    inner = {} if inner is None else inner
+    if not isinstance(inner, Mapping):
+        raise wrong("deepspeed_config", inner, "an object of keys and values")
+    result = Translation()
+    if not is_absent(inner.get("deepspeed_config_file")):
+        path = "deepspeed_config.deepspeed_config_file"
+        result.document = _named_file(read_as(path, inner["deepspeed_config_file"], str, Key("")), folder)
+    for name, value in inner.items():
+        _deepspeed_key(result, str(name), value, f"deepspeed_config.{name}")
+    for name, value in document.items():
+        _top_key(result, name, value)
+    launcher = _speaking(inner, _DEEPSPEED_LAUNCHER, "deepspeed_config.") + _speaking(document, _LAUNCHER, "")
+    if launcher:
+        result.notices.append(f"{', '.join(launcher)}: the launcher reads what starts processes; a config does not")
+    return result
+
+
+def _deepspeed_key(result: Translation, name: str, value: Any, path: str) -> None:
+    known = (*_RENAMED, *_OWN, *_DEEPSPEED_LAUNCHER, *spellings(ZeroOptimization))
+    if name not in known:
+        raise _unknown(path, name, known)
+    if is_absent(value):
+        return
+    if name in _RENAMED:
+        result.put(_RENAMED[name], value, path)
+    elif name == "deepspeed_moe_layer_cls_names":
+        classes = value.split(",") if isinstance(value, str) else read_as(path, value, tuple[str, ...], Key(""))
+        result.put("zero_optimization.leaf_module.classes", [part.strip() for part in classes], path)
+    elif name == "zero3_init_flag":
+        if read_as(path, value, bool, Key("")):
+            result.notices.append(f"{path} = true: the script that builds the model reads it")
+    elif name in spellings(ZeroOptimization):
+        # Accelerate drops these without a word; people write them because they expect them to count.
+        result.put(f"zero_optimization.{name}", value, path)
+
+
+def _top_key(result: Translation, name: str, value: Any) -> None:
+    if name == "mixed_precision":
+        _mixed_precision(result, value)
+    elif name == "distributed_type":
+        if str(value).upper() not in ("DEEPSPEED", "NO", "MULTI_GPU", "MULTI_CPU"):
+            result.refusals.append(f"distributed_type = {value}: this is a config for another trainer")
+    elif name in _RENAMED or name == "zero3_init_flag" or name in spellings(ZeroOptimization):
+        _deepspeed_key(result, name, value, name)
+    elif name in _OTHER_TRAINERS:
+        if value:
+            result.refusals.append(f"{name}: this section belongs to another trainer; leave it out")
+    elif name not in _TOP:
+        raise _unknown(name, name, _TOP)
+
+
+def _mixed_precision(result: Translation, value: Any) -> None:
+    # YAML 1.1 reads a bare `no` as false.
+    if value is False or is_absent(value) or value == "no":
+        return
+    if value == "bf16":
+        result.put("bf16.enabled", True, "mixed_precision")
+    elif value == "fp16":
+        result.put("fp16.enabled", True, "mixed_precision")
+        # Accelerate asks for cast inputs together with fp16, unless the config file has its own mind.
+        result.document["fp16"].setdefault("auto_cast", True)
+    elif value == "fp8":
+        result.refusals.append("mixed_precision = fp8: fp8 is outside onefold's scope; use bf16")
+    else:
+        raise wrong("mixed_precision", value, "no, fp16 or bf16")
+
+
+def _named_file(name: str, folder: str | None) -> dict[str, Any]:
+    """Accelerate reads the path from the working directory; beside the YAML file is where people put it."""
+    beside = os.path.join(folder, name) if folder else name
+    return read_source(beside if not os.path.exists(name) and os.path.exists(beside) else name)
+
+
+def _speaking(keys: Mapping[str, Any], quiet: Mapping[str, Any], prefix: str) -> list[str]:
+    return [
+        prefix + name
+        for name, default in quiet.items()
+        if not is_absent(value := keys.get(name))
+        and value not in (default, str(default), "no" if default is False else default)
+    ]
+
+
+def _unknown(path: str, name: str, known: tuple[str, ...]) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"; did you mean {path.removesuffix(name)}{near[0]}?" if near else ""
+    return ConfigError(f"{path}: there is no such key in an Accelerate config{hint}")
