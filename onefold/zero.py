@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from onefold.checkpoint.weights import load_safetensors
+from onefold.checkpoint.loading.model_slots import load_safetensors
 from onefold.comm import (
     Agreement,
     Ledger,

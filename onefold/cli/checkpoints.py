@@ -1,4 +1,4 @@
-"""What `onefold ckpt` does: facts from `onefold.checkpoint.audit` shown as tables or JSON, and removal."""
+"""What `onefold ckpt` does: facts from `onefold.checkpoint.tools.audit` shown as tables or JSON, and removal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onefold.checkpoint import audit, folder
-from onefold.checkpoint.audit import Damage, bytes_under, spell, unpublished_bytes
-from onefold.checkpoint.export import find_checkpoint
-from onefold.checkpoint.folder import LATEST, Found, data_folders, is_deepspeeds, list_tags
-from onefold.checkpoint.manifest import CheckpointError, RemovedError
-from onefold.checkpoint.reader import TRIES
+from onefold.checkpoint.format import CheckpointError, RemovedError, folder, replace_file
+from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
+from onefold.checkpoint.format.shard_files import TRIES
+from onefold.checkpoint.tools import audit, find_checkpoint
+from onefold.checkpoint.tools.audit import Damage, bytes_under, spell, unpublished_bytes
 from onefold.cli.export import bytes_bar
 from onefold.train.progress import format_bytes
 
@@ -192,7 +191,7 @@ def show_damage(options: argparse.Namespace) -> int:
     return 0 if is_fine else 1
 
 
-def _verify(chosen: Sequence[Found]) -> list[tuple[Found, list[Damage]]]:
+def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, list[Damage]]]:
     total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
     done = 0
     results = []
@@ -246,7 +245,7 @@ def remove(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_removable(save_dir: Path, tag: str, found: dict[str, Found]) -> None:
+def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
     entry = found.get(tag)
     if entry is None:
         why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
@@ -259,14 +258,14 @@ def _check_removable(save_dir: Path, tag: str, found: dict[str, Found]) -> None:
 def _name_another(save_dir: Path, complete: Sequence[str]) -> None:
     """Before the tag goes, so that `latest` never names what is not there."""
     if complete:
-        folder.replace_file(save_dir / LATEST, complete[0].encode())
+        replace_file(save_dir / LATEST, complete[0].encode())
         print(f"{LATEST}: names {complete[0]} now")
     else:
         (save_dir / LATEST).unlink()
         print(f"{LATEST}: removed, for no complete checkpoint stays")
 
 
-def _remove(found: Found) -> None:
+def _remove(found: FoundCheckpoint) -> None:
     folder.remove(found.folder)
     print(f"{found.tag}: removed")
     stays = sorted(entry.name for entry in found.folder.iterdir()) if found.folder.exists() else []
@@ -275,7 +274,7 @@ def _remove(found: Found) -> None:
         print(f"{found.tag}: {name} {why} and stays")
 
 
-def _clean(found: Found) -> None:
+def _clean(found: FoundCheckpoint) -> None:
     before = unpublished_bytes(found)
     folder.clean(found.folder)
     after = unpublished_bytes(found)

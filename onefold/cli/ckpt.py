@@ -99,7 +99,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     # Only now: importing torch takes seconds, and `--help` should not wait for it.
-    from onefold.checkpoint.manifest import CheckpointError
+    from onefold.checkpoint.format import CheckpointError
     from onefold.cli import checkpoints
 
     work = {

@@ -49,8 +49,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     # Only now: importing torch takes seconds, and `--help` should not wait for it.
-    from onefold.checkpoint.export import export
-    from onefold.checkpoint.manifest import CheckpointError
+    from onefold.checkpoint.format import CheckpointError
+    from onefold.checkpoint.tools import export
     from onefold.train.progress import format_bytes
 
     try:

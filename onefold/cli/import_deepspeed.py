@@ -9,8 +9,8 @@ from onefold.cli.export import bytes_bar, fail
 DESCRIPTION = """\
 Turn a checkpoint that DeepSpeed wrote (ZeRO stages 1, 2, 3, any number of ranks) into one of onefold's: weights, fp32
 masters, optimizer states, step counts, scheduler, loss scale, client state. engine.load_checkpoint(OUT) then goes on
-from it, in any stage and on any number of ranks. Its pickles are read by an unpickler that knows tensors and plain
-data only: nothing in them is executed, and the source is never changed."""
+from it, in any stage and on any number of ranks. Its pickles are read by torch's weights-only unpickler, which
+knows tensors and plain data only: nothing in them is executed, and the source is never changed."""
 
 EPILOG = """\
 examples:
@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    from onefold.checkpoint.convert import import_deepspeed
+    from onefold.checkpoint.deepspeed import import_deepspeed
     from onefold.train.progress import format_bytes
 
     try:

@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 from onefold import __version__
-from onefold.checkpoint import rng
-from onefold.checkpoint.load import buffer_name
-from onefold.checkpoint.manifest import checksum
-from onefold.checkpoint.orders import Head, Order, Retention, SaveError
-from onefold.checkpoint.redact import without_secrets
-from onefold.checkpoint.save import LINGER, Saver
-from onefold.checkpoint.shards import Slot
-from onefold.checkpoint.slots import groups_of, loose_states, outside_runs, own_slots
-from onefold.checkpoint.tagged import ClientStateError
+from onefold.checkpoint.format.manifest import checksum, without_secrets
+from onefold.checkpoint.format.plain_data import ClientStateError
+from onefold.checkpoint.format.shard_files import Slot
+from onefold.checkpoint.loading.load import buffer_name, capture_random_states
+from onefold.checkpoint.loading.model_slots import groups_of, loose_states, outside_runs, own_slots
+from onefold.checkpoint.saving import Retention, SaveError, SaveHeader, SaveOptions, SaveRequest
+from onefold.checkpoint.saving.saver import LINGER, Saver
 from onefold.comm import Board
 from onefold.engine.facts import Facts
 from onefold.report.log import logger
@@ -99,14 +97,17 @@ class Saving(Facts):
         """
         self._check_present()
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self._saver.save(
-            str(save_dir),
-            tag,
-            lambda: self._head(client_state, exclude_frozen_parameters),
+        options = SaveOptions(
+            save_dir=str(save_dir),
+            tag=tag,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             background=self.settings.checkpoint.async_save if background is None else background,
-            validate_tag=lambda theirs: self._validate_tag(tag, theirs),
+        )
+        self._saver.save(
+            options,
+            lambda: self._header(client_state, exclude_frozen_parameters),
+            lambda theirs: self._validate_tag(tag, theirs),
         )
         return True
 
@@ -127,7 +128,7 @@ class Saving(Facts):
             raise SaveError(f"{message}; checkpoint.tag_validation is Fail")
         logger.warning("%s: rank 0's is taken", message)
 
-    def _head(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> Head:
+    def _header(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> SaveHeader:
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ClientStateError(
                 f"client_state must be a dict, or None, not a {type(client_state).__name__}: put it into one"
@@ -141,7 +142,7 @@ class Saving(Facts):
         outside, aliases = outside_runs(self._model)
         # What is a parameter and lies in no run (quantized weights, whole numbers) is not trained here.
         parameters = groups_of(self._units) | {n: None for n, t in outside.items() if isinstance(t, nn.Parameter)}
-        return Head(
+        return SaveHeader(
             state={
                 **self._job_state(),
                 "client_state": dict(client_state or {}),
@@ -196,14 +197,14 @@ class Saving(Facts):
     def _own_state(self) -> dict[str, Any]:
         loader = self.training_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        return {"rng": rng.capture(self.device), "data": position}
+        return {"rng": capture_random_states(self.device), "data": position}
 
     def steps_done(self) -> int | None:
         changing = self.optimizer is not None and self.optimizer.changing
         remembered = self._group.size == 1 or self._after_step[0] == self.global_steps
         return self.global_steps if remembered and not changing else None
 
-    def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
+    def part_of(self, request: SaveRequest, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
         self._check_present()
         if self.optimizer is not None:
             self.optimizer.wait_for_host()
@@ -211,11 +212,11 @@ class Saving(Facts):
             torch.cuda.synchronize(self.device)
         rank = self._group.rank
         first = rank < self._group.num_shards  # others hold the same again
-        slots = list(own_slots(self._units, self.optimizer, exclude_frozen=order.exclude_frozen)) if first else []
-        for name, tensor in outside_runs(self._model, exclude_frozen=order.exclude_frozen)[0].items():
+        slots = list(own_slots(self._units, self.optimizer, exclude_frozen=request.exclude_frozen)) if first else []
+        for name, tensor in outside_runs(self._model, exclude_frozen=request.exclude_frozen)[0].items():
             if rank == 0:
                 slots.append(Slot.whole(f"model/{name}", tensor))
-            elif not joined and not isinstance(tensor, nn.Parameter) and order.buffers.get(name) != _digest(tensor):
+            elif not joined and not isinstance(tensor, nn.Parameter) and request.buffers.get(name) != _digest(tensor):
                 slots.append(Slot.whole(buffer_name(rank, name), tensor))
         own = self._after_step[1] if joined else self._own_state()
         # Where every rank steps everything, one of them says it all.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.weights import consolidate, save_weights
+from onefold.checkpoint.loading.model_slots import consolidate, save_weights
 from onefold.engine.parking import Parking
 
 

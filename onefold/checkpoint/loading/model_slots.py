@@ -1,34 +1,42 @@
-"""Whole weights in and out of a model whose parameters may rest as shards, one unit at a time."""
+"""The tensors of a model and its optimizer by name: the ranges this rank keeps (its slots), and all of them whole.
+
+Weights are `model/NAME`, in the precision they rest in (the fp32 master of what is trained); optimizer states are
+`optimizer/NAME/STATE`. Names, shapes and values know nothing of ranks, units or stages, so that any plan reads any
+other's. Whole weights are gathered one unit at a time.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from onefold.checkpoint.safetensors import Weights, Writer
+from onefold.checkpoint.format.safetensors_files import SafetensorsReader, SafetensorsWriter
+from onefold.checkpoint.format.shard_files import Slot
 from onefold.comm import Agreement, Ledger, data_group
-from onefold.runtime import Home, Run, about_to_write, home_of, whole_shape
-from onefold.tier.lower import write
+from onefold.optim.sharded import ShardedOptimizer
+from onefold.plan.layout import Layout, Member
+from onefold.runtime import Home, Run, Unit, about_to_write, home_of, whole_shape
+from onefold.tier.lower import Flat, write
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Contents:
+class ModelTensors:
     """What a state dict of the model holds: tensors by first name, and the other names of those that are tied."""
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
 
     @staticmethod
-    def of(model: nn.Module, *, exclude_frozen: bool = False) -> Contents:
+    def of(model: nn.Module, *, exclude_frozen: bool = False) -> ModelTensors:
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -46,10 +54,95 @@ class Contents:
                     tensors[full] = tensor
                 else:
                     aliases[full] = known
-        return Contents(tensors, aliases)
+        return ModelTensors(tensors, aliases)
 
 
-def whole_tensors(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
+# -- slots: what this rank keeps ---------------------------------------------------------------------------------------
+
+
+def own_slots(units: Sequence[Unit], optimizer: ShardedOptimizer | None, *, exclude_frozen: bool) -> Iterator[Slot]:
+    """What this rank writes: its own range of every run, whatever else it holds."""
+    for run in (run for unit in units for run in unit.runs):
+        if run.trainable or not exclude_frozen:
+            yield from weight_slots(run, optimizer, *run.own_range)
+            yield from state_slots(run, optimizer, *run.own_range)
+
+
+def needed_range(run: Run, optimizer: ShardedOptimizer | None) -> tuple[int, int]:
+    """What this rank reads of a run's line: what it steps. The rest of a line that rests whole comes from others."""
+    if run.trainable and optimizer is not None:
+        piece = optimizer.piece_of(run)
+        return piece.start, piece.stop
+    return run.own_range
+
+
+def weight_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop: int) -> Iterator[Slot]:
+    if run.trainable and optimizer is not None:
+        piece = optimizer.piece_of(run)
+        memory: Flat = piece.master
+        first = piece.start
+    elif run.shard is not None:
+        memory, first = run.shard, run.own_range[0]
+    else:
+        memory, first = run.full, 0
+    for member, low, high in stretches(run.layout, start, stop):
+        yield _slot(f"model/{member.name}", member, low, high, memory, first)
+
+
+def state_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop: int) -> Iterator[Slot]:
+    if not run.trainable or optimizer is None:
+        return
+    piece = optimizer.piece_of(run)
+    for state in optimizer.held_states(piece):
+        first = piece.start + state.start
+        for member, low, high in stretches(run.layout, max(start, first), min(stop, first + state.memory.numel())):
+            yield _slot(f"optimizer/{member.name}/{state.name}", member, low, high, state.memory, first)
+
+
+def stretches(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
+    """The parameters in [start, stop) of a line, and where. One without elements is the first rank's."""
+    for member in layout.members:
+        low, high = max(start, member.start), min(stop, member.stop)
+        if low < high or (member.start == member.stop and start == 0):
+            yield member, low, max(low, high)
+
+
+def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: int) -> Slot:
+    return Slot(name, member.shape, low - member.start, high - member.start, memory[low - first : high - first])
+
+
+def outside_runs(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Buffers, and parameters that are left alone, by name; and the other names of everything that is tied."""
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
+    return {name: tensor for name, tensor in contents.tensors.items() if home_of(tensor) is None}, contents.aliases
+
+
+def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
+    """Every parameter and its optimizer group, None where it is not trained."""
+    return {
+        member.name: member.group if run.trainable else None
+        for unit in units
+        for run in unit.runs
+        for member in run.layout.members
+    }
+
+
+def loose_states(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str, dict[str, Any]]:
+    """States that do not lie along a parameter (step counts, factored moments), by parameter and name."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in (run for unit in units for run in unit.trained) if optimizer is not None else ():
+        assert optimizer is not None
+        piece = optimizer.piece_of(run)
+        for start, stop, values in optimizer.loose_states(piece):
+            for member, _, _ in stretches(run.layout, piece.start + start, piece.start + stop):
+                found.setdefault(member.name, {}).update(values)
+    return found
+
+
+# -- whole weights -----------------------------------------------------------------------------------------------------
+
+
+def whole_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor whole, in turn. All ranks walk through this together; a unit is whole only while it is passed."""
     by_home: dict[Home | None, list[str]] = {}
     for name, tensor in contents.tensors.items():
@@ -67,7 +160,7 @@ def whole_tensors(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
 
 def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
     """The whole state dict in host memory on rank 0, None elsewhere. Tied weights stay tied."""
-    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     first = data_group().rank == 0
     found = {}
     for name, tensor in whole_tensors(contents):
@@ -95,12 +188,14 @@ def save_weights(
         together.first(lambda: _pickle(found, Path(folder, file_name)))
         together.agree()
         return
-    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     entries = [(name, tensor.dtype, tuple(whole_shape(tensor))) for name, tensor in contents.tensors.items()]
     together = _Together()
     together.first(lambda: os.makedirs(folder, exist_ok=True))
     writer = together.first(
-        lambda: Writer(folder, entries, file_name=file_name, max_shard_size=max_shard_size, aliases=contents.aliases)
+        lambda: SafetensorsWriter(
+            folder, entries, file_name=file_name, max_shard_size=max_shard_size, aliases=contents.aliases
+        )
     )
     for name, tensor in whole_tensors(contents):
         if writer is not None:
@@ -153,8 +248,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
     `path`: a file, an index, or a folder with either. Each rank reads the ranges it keeps and no others. With `strict`
     missing, unexpected and misshapen tensors are an error, listed together, before anything is written.
     """
-    with Weights.open(path) as weights:
-        contents = Contents.of(model)
+    with SafetensorsReader.open(path) as weights:
+        contents = ModelTensors.of(model)
         stored = {name: _stored_as(name, contents, weights) for name in contents.tensors}
         _check(contents, stored, weights, strict=strict)
         homes: dict[Home, None] = {}
@@ -175,14 +270,14 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
         return weights.bytes_read
 
 
-def _stored_as(name: str, contents: Contents, weights: Weights) -> str | None:
+def _stored_as(name: str, contents: ModelTensors, weights: SafetensorsReader) -> str | None:
     """The file's name for a tensor: its own, or that of a tensor it is tied to."""
     known = {*weights.names, *weights.aliases}
     names = [name, *(alias for alias, first in contents.aliases.items() if first == name)]
     return next((candidate for candidate in names if candidate in known), None)
 
 
-def _check(contents: Contents, stored: dict[str, str | None], weights: Weights, *, strict: bool) -> None:
+def _check(contents: ModelTensors, stored: dict[str, str | None], weights: SafetensorsReader, *, strict: bool) -> None:
     taken = {*stored.values(), *contents.aliases, *weights.aliases}
     problems = [f"missing: {name}" for name, source in stored.items() if source is None and strict]
     problems += [f"unexpected: {name}" for name in weights.names if name not in taken and strict]
@@ -198,14 +293,14 @@ def _check(contents: Contents, stored: dict[str, str | None], weights: Weights, 
         )
 
 
-def _read_whole(weights: Weights, name: str, tensor: torch.Tensor) -> None:
+def _read_whole(weights: SafetensorsReader, name: str, tensor: torch.Tensor) -> None:
     line = torch.empty(tensor.numel(), dtype=tensor.dtype)
     weights.read(name, 0, tensor.numel(), line)
     with torch.no_grad():
         tensor.copy_(line.view(tensor.shape))
 
 
-def _read_run(weights: Weights, name: str, run: Run, index: int) -> None:
+def _read_run(weights: SafetensorsReader, name: str, run: Run, index: int) -> None:
     """The part of one parameter that this rank keeps, rounded as it computes."""
     member = run.layout.members[index]
     start, stop = (0, run.layout.total) if run.rests_whole else run.own_range

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.files import open_regular, told
-from onefold.checkpoint.folder import (
+from onefold.checkpoint.format import CheckpointError, RemovedError, open_regular, read_into, reason
+from onefold.checkpoint.format.folder import (
     LATEST,
-    Found,
+    FoundCheckpoint,
     data_folders,
     examine,
     is_deepspeeds,
@@ -24,13 +24,13 @@ from onefold.checkpoint.folder import (
     read_latest,
     removal,
 )
-from onefold.checkpoint.header import DTYPE_NAMES, read_into
-from onefold.checkpoint.manifest import NAME, RANGE_BYTES, CheckpointError, File, Manifest, Part, RemovedError, checksum
+from onefold.checkpoint.format.manifest import NAME, RANGE_BYTES, Manifest, ShardFile, StoredPart, checksum
+from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
 
 # -- what is there ---------------------------------------------------------------------------------------------------
 
 
-def list_all(folder: Path) -> list[Found]:
+def list_all(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint of a folder, DeepSpeed's last; of a tag's own folder, that one."""
     if is_tag_folder(folder):
         return [examine(folder)]
@@ -51,7 +51,7 @@ def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
     return latest, None
 
 
-def summary(found: Found) -> dict[str, Any]:
+def summary(found: FoundCheckpoint) -> dict[str, Any]:
     """One line of a list of checkpoints."""
     manifest = found.manifest
     if manifest is not None:
@@ -73,7 +73,7 @@ def summary(found: Found) -> dict[str, Any]:
     }
 
 
-def unpublished_bytes(found: Found) -> int:
+def unpublished_bytes(found: FoundCheckpoint) -> int:
     """Of data that the manifest does not name: being written, or left over. 0 where a damaged manifest may name it."""
     if found.manifest is None and found.is_somebodys:
         return 0
@@ -212,12 +212,12 @@ class Damage:
         return f"{self.file}: {self.problem}" + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
 
 
-def verify(found: Found, advance: Callable[[int], None]) -> Iterator[Damage]:
+def verify(found: FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
     """Every damage of a checkpoint; all of its bytes are read. `advance` is told of bytes that are dealt with."""
     if found.manifest is None:
         yield Damage(str(found.folder / NAME), "; ".join(found.problems))
         return
-    parts: dict[int, list[tuple[str, int, Part]]] = {}
+    parts: dict[int, list[tuple[str, int, StoredPart]]] = {}
     for name, stored in found.manifest.tensors.items():
         for part in stored.parts:
             parts.setdefault(part.file, []).append((name, stored.dtype.itemsize, part))
@@ -231,13 +231,13 @@ def verify(found: Found, advance: Callable[[int], None]) -> Iterator[Damage]:
 
 
 def _verify_file(
-    path: Path, file: File, parts: Sequence[tuple[str, int, Part]], advance: Callable[[int], None]
+    path: Path, file: ShardFile, parts: Sequence[tuple[str, int, StoredPart]], advance: Callable[[int], None]
 ) -> Iterator[Damage]:
     """A file's size, its header, then its tensors in the order they lie there."""
     try:
         opened = os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {told(error)}"
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {reason(error)}"
         yield Damage(str(path), problem, tuple(dict.fromkeys(name for name, _, _ in parts)))
         advance(file.nbytes)
         return
@@ -260,7 +260,7 @@ def _verify_file(
 
 
 def _verify_part(
-    descriptor: int, path: Path, name: str, part: Part, itemsize: int, advance: Callable[[int], None]
+    descriptor: int, path: Path, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
 ) -> Iterator[Damage]:
     """Neighbouring ranges with the same problem are told as one."""
     end = part.offset + (part.stop - part.start) * itemsize

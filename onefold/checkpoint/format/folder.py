@@ -22,11 +22,33 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from onefold.checkpoint.files import open_regular, read_small, told
-from onefold.checkpoint.header import read_into
-from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, checksum
+from onefold.checkpoint.format import (
+    CheckpointError,
+    open_regular,
+    read_into,
+    read_small,
+    reason,
+    replace_file,
+    sync,
+)
+from onefold.checkpoint.format.manifest import NAME, Manifest, checksum
 
 LATEST = "latest"
+# DeepSpeed's users look for this beside their checkpoints.
+SCRIPT_NAME = "zero_to_fp32.py"
+SCRIPT = b'''#!/usr/bin/env python
+"""The weights of the checkpoints in this folder, whole and in fp32.
+
+    python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER [--tag TAG] [--max_shard_size 5GB] [--safe_serialization]
+
+Needs onefold (`pip install onefold`), no GPU and no process group. `onefold export` does the same and more.
+"""
+
+from onefold.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
 _MAX_LATEST_BYTES = 4096
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
@@ -88,33 +110,11 @@ def new_data_folder(tag_folder: Path) -> Iterator[Path]:
         yield tag_folder / name
 
 
-def sync(path: Path) -> None:
-    """Flush a file or a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """The old content or the new one, never a mixture, whatever happens."""
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-    sync(path.parent)
-
-
 def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
     """From here on the tag means this manifest's data, which has been flushed."""
     tag_folder = save_dir / manifest.tag
+    if not (save_dir / SCRIPT_NAME).exists():
+        replace_file(save_dir / SCRIPT_NAME, SCRIPT)
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
     with suppress(PermissionError):  # the folder above may not be ours to open
@@ -122,6 +122,16 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
     replace_file(tag_folder / NAME, manifest.to_text())
     if save_latest:
         replace_file(save_dir / LATEST, manifest.tag.encode())
+
+
+def is_published(data: Path, *, as_latest: bool) -> bool:
+    """Whether the tag means this data folder now, and, if asked, `latest` the tag."""
+    tag_folder = data.parent
+    try:
+        latest = read_latest(tag_folder.parent) if as_latest else tag_folder.name
+        return data.name in Manifest.read(tag_folder).data_folders and latest == tag_folder.name
+    except (ValueError, OSError):
+        return False
 
 
 def clean(tag_folder: Path) -> None:
@@ -156,7 +166,7 @@ def remove(tag_folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """One tag of a folder: its manifest, or what is wrong with it."""
 
     tag: str
@@ -193,16 +203,16 @@ def is_tag_folder(folder: Path) -> bool:
     return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
-def examine(folder: Path) -> Found:
+def examine(folder: Path) -> FoundCheckpoint:
     """Whether a tag is complete: its manifest, and all its files in their sizes, with the headers they were given."""
     try:
         manifest = Manifest.read(folder)
     except (CheckpointError, OSError) as error:
         hint = f"; it is DeepSpeed's: onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
-        return Found(folder.name, folder, None, (f"{error}{hint}",))
+        return FoundCheckpoint(folder.name, folder, None, (f"{error}{hint}",))
     problems = tuple(_file_problems(folder, manifest))
     gone = removal(folder, manifest) if problems else ""
-    return Found(folder.name, folder, manifest, (gone,) if gone else problems, removed=bool(gone))
+    return FoundCheckpoint(folder.name, folder, manifest, (gone,) if gone else problems, removed=bool(gone))
 
 
 def removal(folder: Path, manifest: Manifest) -> str:
@@ -240,10 +250,10 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
         except FileNotFoundError:
             yield f"{path}: is missing"
         except OSError as error:
-            yield f"{path}: cannot be read: {told(error)}"
+            yield f"{path}: cannot be read: {reason(error)}"
 
 
-def list_tags(save_dir: Path) -> list[Found]:
+def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
     """Everything in a folder that looks like a checkpoint of ours, newest first."""
     if not save_dir.is_dir():
         return []
@@ -263,11 +273,11 @@ def read_latest(save_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        what = told(error) if isinstance(error, OSError) else error
+        what = reason(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {what}") from None
 
 
-def choose(save_dir: Path, tag: str | None) -> tuple[list[Found], list[str]]:
+def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list[str]]:
     """The checkpoints to try, best first, and what to warn of.
 
     A tag that is asked for is the only one. Otherwise the one that `latest` names, then all others from the newest on.
