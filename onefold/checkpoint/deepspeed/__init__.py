@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints, and here: one of them written as onefold's, one tensor at a time, by one process."""
+"""DeepSpeed's checkpoints. Here: the conversion of one to onefold's format, one tensor at a time, by one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a DeepSpeed checkpoint. `left_out`: keys of the client state that are not plain data."""
+    """The result of an import. `left_out`: keys of the client state that are not plain data."""
 
     folder: Path
     source: DeepSpeedCheckpoint
@@ -84,7 +84,7 @@ def _write(
 
 
 def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What can be kept of a stranger's client state, and the keys of what cannot."""
+    """The entries of a client state that a checkpoint can hold, and the keys of the others."""
     kept, left_out = {}, []
     for key, value in client_state.items():
         try:

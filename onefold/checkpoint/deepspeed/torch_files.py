@@ -110,7 +110,7 @@ ALLOWED: list[Any] = [
 
 
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
-    """What `torch.save` wrote, on the CPU. Anything but tensors and plain data raises `RefusedPickle`.
+    """Load a file of `torch.save` to the CPU. Anything but tensors and plain data raises `RefusedPickle`.
 
     A defaultdict and a Namespace come back as dicts, a deque as a list, a number of numpy's as Python's.
     """
@@ -150,7 +150,7 @@ def _what_is_wrong(error: Exception) -> str:
 
 
 def _check_archive(file: Path) -> set[int]:
-    """Before torch sees it: a regular file, and a whole archive as torch.save writes it. The sizes of its entries."""
+    """Refuse, before torch opens it, what is not a regular file or not a whole archive. Returns the entries' sizes."""
     with os.fdopen(open_regular(file), "rb") as opened:
         if opened.read(4) != b"PK\x03\x04":
             raise RefusedPickle(
@@ -171,7 +171,7 @@ def _check_archive(file: Path) -> set[int]:
 
 
 class _Plain:
-    """Copies what was read, tensors aside: without cycles, endless nesting or repetition, or half-made things."""
+    """Copies the loaded data, tensors aside; refuses cycles, deep nesting, endless repetition and bare classes."""
 
     def __init__(self, sizes: set[int]) -> None:
         self._sizes, self._num_containers = sizes, 0

@@ -87,7 +87,7 @@ class PartitionedTensor:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint's tensors in full, one at a time from mapped files, and all else as plain data."""
+    """An open checkpoint: its tensors are assembled one at a time from mapped files, all else is plain data."""
 
     folder: Path
     stage: int
@@ -113,7 +113,7 @@ class DeepSpeedCheckpoint:
 
 
 def read_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
-    """The checkpoint `tag` of a folder that DeepSpeed saved to, by default its latest."""
+    """Open the checkpoint `tag` of a folder that DeepSpeed saved to, by default its latest."""
     where = _find(Path(folder), tag)
     try:
         return _build(where, _open(where))
@@ -156,7 +156,7 @@ def _find(folder: Path, tag: str | None) -> Path:
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files hold."""
+    """The loaded files of a checkpoint."""
 
     stage: int
     model_files: Sequence[Path]
@@ -185,7 +185,7 @@ class _Files:
 
     @cached_property
     def shapes(self) -> list[dict[str, Shape]]:
-        """Of the parameters in each flat vector."""
+        """The shapes of the parameters in each flat vector."""
         return [_shapes(group) for group in self.model["param_shapes"]]
 
     @cached_property
@@ -196,13 +196,13 @@ class _Files:
 
     @cached_property
     def groups(self) -> list[dict[str, Any]]:
-        """Of torch's optimizer, with the flat vectors in each."""
+        """The parameter groups of torch's optimizer, with the flat vectors in each."""
         if isinstance(self.bases[0], list):  # hyperparameters were not saved
             return [{"params": [index]} for index in range(len(self.shapes))]
         return list(self.bases[0]["param_groups"])
 
     def states(self, rank: int, index: int) -> dict[str, Any]:
-        """Of one flat vector; empty before the first step."""
+        """The optimizer states of one flat vector; empty before the first step."""
         base = self.bases[rank]
         found = base[index] if isinstance(base, list) else base["state"].get(index, {})
         return {name: value for name, value in found.items() if value is not None}
@@ -384,7 +384,7 @@ def _accumulation_steps(config: dict[str, Any], world_size: int) -> int:
 
 
 def _num_steps(files: _Files, otherwise: int) -> int:
-    """Steps that the optimizer counted; `otherwise` where it does not count (SGD)."""
+    """The steps that the optimizer counted; `otherwise` where it does not count (SGD)."""
     all_states = [files.states(rank, index) for rank in range(files.world_size) for index in range(len(files.shapes))]
     steps = {int(states["step"]) for states in all_states if "step" in states}
     if len(steps) > 1:
@@ -396,7 +396,7 @@ def _num_steps(files: _Files, otherwise: int) -> int:
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
-    """As onefold's own loss scales keep it."""
+    """The state of a loss scaler, as onefold's own loss scales keep it."""
     if not isinstance(scaler, StandIn) or not isinstance(scaler.state, dict):
         return None
     found = {"value": float(scaler.state["cur_scale"])}

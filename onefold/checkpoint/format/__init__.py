@@ -1,4 +1,4 @@
-"""The files of a checkpoint. Here: what all of them are read by, regular files alone and JSON checked field by field.
+"""The checkpoint format. Here: helpers for all its files: only regular files are opened, JSON is checked by field.
 
 A folder may come from anywhere. A FIFO in it would be waited for without end, a device be read until memory is gone.
 Opened without blocking and asked what it is, neither is read. What a JSON text says is checked before it is used, and
@@ -68,7 +68,7 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def reason(error: OSError) -> str:
-    """What went wrong, without the path."""
+    """The reason of an OSError, without the path."""
     return error.strerror or str(error)
 
 
@@ -82,7 +82,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """The old content or the new one, never a mixture, whatever happens."""
+    """Write a file by a rename: whatever happens, it holds the old content or the new one, and never a mixture."""
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
@@ -103,7 +103,7 @@ _MOST = 2**63 - 1
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON as its standard has it: no key twice in an object, no NaN."""
+    """Parse JSON strictly: no key twice in an object, no NaN."""
     return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
@@ -144,7 +144,7 @@ def check_list(value: Any, where: str) -> list[Any]:
 
 
 def check_object(value: Any, where: str, *keys: str) -> dict[str, Any]:
-    """An object that has these keys, whatever else it has."""
+    """Require an object that has these keys, whatever else it has."""
     if type(value) is not dict:
         raise ValueError(f"{where} must be an object, not {spell(value)}")
     missing = [key for key in keys if key not in value]
@@ -160,7 +160,7 @@ def check_hexadecimal(value: Any, where: str) -> int:
 
 
 def spell(value: Any) -> str:
-    """A value for an error message: on one line, and short."""
+    """Format a value for an error message: on one line, and short."""
     try:
         text = repr(value)
     except ValueError:  # a number of more digits than Python writes

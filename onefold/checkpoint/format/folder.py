@@ -59,7 +59,7 @@ _ABANDONED_SECONDS = 24 * 3600
 
 
 def check_tag(tag: object) -> str:
-    """A tag is the name of one folder."""
+    """Require a tag that is the plain name of one folder."""
     name = str(tag)
     plain = name == name.strip() and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not plain or len(name.encode()) > 200:
@@ -111,7 +111,7 @@ def new_data_folder(tag_folder: Path) -> Iterator[Path]:
 
 
 def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
-    """From here on the tag means this manifest's data, which has been flushed."""
+    """Make the tag mean this manifest's data, which has been flushed, by the rename of the manifest."""
     tag_folder = save_dir / manifest.tag
     if not (save_dir / SCRIPT_NAME).exists():
         replace_file(save_dir / SCRIPT_NAME, SCRIPT)
@@ -125,7 +125,7 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
 
 
 def is_published(data: Path, *, as_latest: bool) -> bool:
-    """Whether the tag means this data folder now, and, if asked, `latest` the tag."""
+    """Whether the published manifest of the tag names this data folder, and, if asked, `latest` names the tag."""
     tag_folder = data.parent
     try:
         latest = read_latest(tag_folder.parent) if as_latest else tag_folder.name
@@ -167,7 +167,7 @@ def remove(tag_folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """One tag of a folder: its manifest, or what is wrong with it."""
+    """A checkpoint found in a folder: its manifest, or what is wrong with it."""
 
     tag: str
     folder: Path
@@ -183,7 +183,7 @@ class FoundCheckpoint:
 
     @property
     def age(self) -> tuple[str, int, str]:
-        """Sorts older before newer."""
+        """A key that sorts older checkpoints before newer ones."""
         if self.manifest is None:
             try:
                 changed = datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat()
@@ -204,7 +204,7 @@ def is_tag_folder(folder: Path) -> bool:
 
 
 def examine(folder: Path) -> FoundCheckpoint:
-    """Whether a tag is complete: its manifest, and all its files in their sizes, with the headers they were given."""
+    """Find out whether a checkpoint is complete: its manifest, and the sizes and headers of all its files."""
     try:
         manifest = Manifest.read(folder)
     except (CheckpointError, OSError) as error:
@@ -216,7 +216,7 @@ def examine(folder: Path) -> FoundCheckpoint:
 
 
 def removal(folder: Path, manifest: Manifest) -> str:
-    """What to say where the data of a manifest that was read before is not the tag's any more; "" where it is."""
+    """The message for a reader whose checkpoint was removed or replaced after its manifest was read; else ""."""
     try:
         now = Manifest.read(folder)
     except CheckpointError:
@@ -254,7 +254,7 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
-    """Everything in a folder that looks like a checkpoint of ours, newest first."""
+    """All of onefold's checkpoints in a folder, complete or not, newest first."""
     if not save_dir.is_dir():
         return []
     found = []

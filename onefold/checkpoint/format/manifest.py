@@ -57,7 +57,7 @@ def checksum(data: bytes | memoryview) -> int:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Elements [start, stop) of a flattened tensor, in one file from `offset` on."""
+    """Elements [start, stop) of a flattened tensor, stored in one shard file from byte `offset` on."""
 
     file: int
     start: int
@@ -80,7 +80,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor: what it is as a whole, and the parts that make it up, in order."""
+    """One tensor: its dtype and whole shape, and the parts in shard files that make it up, in order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -205,7 +205,7 @@ class Manifest:
 
     @staticmethod
     def from_text(text: bytes, path: Path) -> Manifest:
-        """Whatever the text says is checked before any of it is used: it may be edited, and signed again."""
+        """Parse and check a manifest: its text may be edited, and signed again."""
         body = text[_HEAD_BYTES:-2]
         if text[:_HEAD_BYTES] != (_HEAD % checksum(body)).encode() or text[-2:] != b"}\n":
             raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not fit its text")
@@ -216,7 +216,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The manifest of a tag's folder."""
+        """Read the manifest of a tag's folder."""
         path = folder / NAME
         try:
             text = read_small(path, MAX_BYTES)
@@ -280,7 +280,7 @@ def _from_tree(tree: Any) -> Manifest:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Parameters are stored or left out; what is tied is tied to such a one."""
+    """Every parameter must be stored or left out, and every alias must stand for such a one."""
     for name in manifest.left_out:
         if check_text(name, "left_out") not in manifest.parameters or manifest.parameters[name] is not None:
             raise ValueError(f"left_out: {name!r} is no frozen parameter")
@@ -300,7 +300,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_state(manifest: Manifest) -> None:
-    """The state of the job and of the ranks, as far as it can be told before it is decoded."""
+    """Check the state of the job and of the ranks as far as possible before it is decoded."""
     state = check_object(manifest.state, "state", *STATE_KEYS)
     counters = check_object(state["counters"], "state.counters", *COUNTERS)
     for key in COUNTERS:
@@ -340,6 +340,7 @@ _BELOW_ONE = ("betas",)
 
 
 def check_decoded_state(state: Any, where: str) -> None:
+    """Check the types and ranges of the job's state: counters, hyperparameters, loss scale."""
     check_object(state, where)
     for key in ("client_state", "counters"):
         if not isinstance(state[key], dict):
@@ -383,7 +384,7 @@ def _check_loss_scale(scale: Any) -> None:
 
 
 def check_decoded_loose(found: Any, where: str) -> None:
-    """States that do not lie along a parameter: by parameter, by name."""
+    """Check optimizer states that are not shaped as their parameter: by parameter, by name."""
     check_object(found, where)
     for name, states in found.items():
         if not isinstance(name, str) or not isinstance(states, dict):
@@ -432,7 +433,7 @@ def _hidden(value: Any) -> Any:
 
 
 def join_parts(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], StoredPart]]) -> dict[str, StoredTensor]:
-    """Every rank's parts as whole tensors. A tensor that is not covered is somebody's fault, and named."""
+    """Join the parts that all ranks wrote to whole tensors. One that is not covered is a bug, and named."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...], list[StoredPart]]] = {}
     for name, dtype, shape, part in parts:
         known = found.setdefault(name, (dtype, shape, []))

@@ -68,7 +68,7 @@ class ClientStateError(ValueError):
 
 
 def encode(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A tree for JSON, and the tensors it names. `where` is what errors call the value."""
+    """Encode plain data as a JSON tree and the tensors that it names. `where` is what errors call the value."""
     encoder = _Encoder(where)
     tree = encoder.encode(value, 0)
     if encoder.problems:
@@ -79,7 +79,7 @@ def encode(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
-    """What was encoded. The tree may come from anywhere: it can make plain data only, or a ValueError."""
+    """Decode a JSON tree. It may come from anywhere: it makes plain data only, or a ValueError."""
     kind = type(tree)
     if tree is None or kind in (bool, int, float, str):
         return tree
@@ -120,7 +120,7 @@ def _tensor(tag: str, name: Any, tensors: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def _build(tag: str, content: Any) -> Any:
-    """The value of a tag. What does not have the tag's form falls through, or raises what Python raises."""
+    """Build the value of a tag. Content that does not have the tag's form falls through, or makes Python raise."""
     match tag, content:
         case "$tuple", list():
             return tuple(content)
@@ -175,7 +175,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, *_PAIRED)
 
 
 class _Encoder:
-    """Goes on after a value it must refuse, so that all are told at once."""
+    """Encodes a tree of values, and goes on after one that it must refuse, so that all are told at once."""
 
     def __init__(self, where: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

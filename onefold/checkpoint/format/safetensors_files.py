@@ -70,7 +70,7 @@ class TensorEntry:
 
 
 def find(path: Path) -> Path:
-    """The file or the index that `path` means."""
+    """Find the file or the index that `path` means."""
     if not path.is_dir():
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file or folder")
@@ -88,12 +88,12 @@ def find(path: Path) -> Path:
 
 
 def is_plain(file_name: str) -> bool:
-    """A .safetensors file in the same folder: an index never leads elsewhere."""
+    """Whether a name is that of a .safetensors file in the same folder: an index never leads elsewhere."""
     return file_name.endswith(".safetensors") and not re.search(r"[/\\\0]", file_name)
 
 
 def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The entries of a file and its metadata."""
+    """Read and check the header of a file: its entries, and its metadata."""
     size = os.fstat(descriptor).st_size
     prefix = bytearray(8)
     read_into(descriptor, memoryview(prefix), 0)
@@ -123,7 +123,7 @@ def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], di
 
 
 def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Dtype, shape, start and stop of one tensor."""
+    """Check one entry of a header: dtype, shape, start and stop."""
     if not isinstance(info, dict) or not info.keys() >= {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where}: needs dtype, shape and data_offsets")
     dtype = DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
@@ -146,7 +146,7 @@ def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tu
 def write_header(
     file: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
-    """Begin a file; returns where its tensors go.
+    """Write the header of a new file; returns where its tensors go.
 
     Wide dtypes come first: without holes, every tensor then lies at a multiple of its element size.
     """
@@ -163,7 +163,7 @@ def write_header(
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Read an index: the file of each tensor."""
     weight_map = _parse(read_small(path, MAX_HEADER_BYTES), path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: has no weight_map from tensors to files")
@@ -199,7 +199,7 @@ class SafetensorsReader:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """`path`: a .safetensors file, a .safetensors.index.json, or a folder with either (model.* goes first)."""
+        """Open a .safetensors file, a .safetensors.index.json, or a folder with either (model.* goes first)."""
         weights = cls(find(Path(path)))
         try:
             weights._read_headers()
@@ -248,7 +248,7 @@ class SafetensorsReader:
         return found
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Elements [start, stop) of the flattened tensor into a flat CPU tensor; another dtype is cast in tiles."""
+        """Read elements [start, stop) of a flattened tensor into a flat CPU tensor; another dtype is cast in tiles."""
         entry = self.entry(name)
         if not 0 <= start <= stop <= entry.numel:
             raise ValueError(f"{entry.file}: {name!r} has {entry.numel} elements, not [{start}, {stop})")
@@ -313,7 +313,7 @@ class ExportFiles:
         return Path(self._partial.name, name)
 
     def write_index(self, weight_map: Mapping[str, str]) -> None:
-        """The file of each name, where there are several."""
+        """Write the index, name -> file, where there are several files."""
         if len(self.names) > 1:
             index = {"metadata": {"total_size": sum(self._sizes.values())}, "weight_map": weight_map}
             self.path(self._index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -387,7 +387,7 @@ class SafetensorsWriter:
         self._open = True
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """One whole tensor, from any device, cast to its entry's dtype."""
+        """Write one whole tensor, from any device, cast to its entry's dtype."""
         if not self._open:
             raise ValueError(f"{self.folder}: this writer is closed")
         if name not in self._missing:
@@ -432,7 +432,7 @@ class SafetensorsWriter:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes: 1000, "500MB" and "5GB" (powers of ten), "2GiB" (of two)."""
+    """Parse a size in bytes: 1000, "500MB" and "5GB" (powers of ten), "2GiB" (of two)."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(i?))?B?", str(size).strip())
     unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0
     if not match or Fraction(match[1]) * unit < 1:
@@ -459,7 +459,7 @@ def _check_entries(
 
 
 def _cut(sizes: Mapping[str, int], limit: int) -> list[dict[str, None]]:
-    """The tensors of each file, in their order: one that no longer fits begins the next file."""
+    """Cut an export into files: a tensor that no longer fits begins the next one."""
     files: list[dict[str, None]] = [{}]
     filled = 0
     for name, nbytes in sizes.items():

@@ -53,9 +53,7 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of a named tensor of some shape, and the flat memory (or file) that holds them on this
-    rank.
-    """
+    """A range of a named tensor on this rank: elements [start, stop) of it, and the flat memory or file they are in."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +76,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a rank says of its file: the file, its parts (of file number 0), and the rank's own state."""
+    """What a rank tells rank 0 of its shard file: the file, its parts (of file number 0), the rank's own state."""
 
     file: ShardFile
     parts: tuple[tuple[str, torch.dtype, tuple[int, ...], StoredPart], ...]
@@ -102,8 +100,10 @@ class ShardRecord:
 
 
 class ShardWriter:
-    """A new file for known slots, written in any order, hashed on the way. Whole tensors keep their name and shape,
-    others are named by their range. `slots` may be without memory (meta tensors) as long as those written have it.
+    """Writes a new shard file for known slots, in any order, and hashes it on the way.
+
+    Whole tensors keep their name and shape, others are named by their range. `slots` may be without memory (meta
+    tensors) as long as those that are written have it.
     """
 
     def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
@@ -112,7 +112,7 @@ class ShardWriter:
             if slot.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{slot.name}: a checkpoint cannot hold {slot.dtype}")
         self._slots = {_entry_name(slot): slot for slot in slots}
-        assert len(self._slots) == len(slots), "a stretch is written twice"
+        assert len(self._slots) == len(slots), "a range is written twice"
         shapes = {
             name: (slot.dtype, slot.shape if slot.is_whole else (slot.stop - slot.start,))
             for name, slot in self._slots.items()
@@ -132,7 +132,7 @@ class ShardWriter:
         self._sums[name] = tuple(sums)
 
     def close(self, own: Any) -> ShardRecord:
-        """Flush. `own` is the rank's state, for the record."""
+        """Flush the file and return its record. `own` is the rank's state."""
         with self._file:
             os.fsync(self._file.fileno())
             nbytes = os.fstat(self._file.fileno()).st_size
@@ -205,7 +205,10 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class CheckpointReader:
-    """`read` takes ranges of flattened tensors and counts `bytes_read`. No process group, no pickle."""
+    """A published checkpoint, open for reading: any range of any tensor, each byte checked before it is believed.
+
+    `bytes_read` counts. No process group, no pickle.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -218,7 +221,7 @@ class CheckpointReader:
 
     @staticmethod
     def open(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
-        """The folder of a tag, or a folder of tags: then `tag`, or what `latest` names, or the newest complete one."""
+        """Open the folder of a tag, or in a folder of tags `tag`, or what `latest` names, or the newest complete."""
         folder = Path(path)
         for _ in range(TRIES):
             found = examine(folder)
@@ -232,14 +235,14 @@ class CheckpointReader:
 
     @staticmethod
     def of(found: FoundCheckpoint, hint: str = "") -> CheckpointReader:
-        """One that was found, if it is complete."""
+        """Open a checkpoint that was found, if it is complete."""
         if found.manifest is None or found.problems:
             kind = RemovedError if found.removed else CheckpointError
             raise kind("; ".join(found.problems) + hint)
         return CheckpointReader(found.folder, found.manifest)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """What follows a prefix, `model/` say, in the names of tensors."""
+        """The names of tensors under a prefix such as `model/`, without it."""
         return (name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
 
     def stored(self, name: str) -> StoredTensor:
@@ -249,7 +252,7 @@ class CheckpointReader:
         return found
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Elements [start, stop) into a flat tensor on any device; another dtype is cast."""
+        """Read elements [start, stop) into a flat tensor on any device; another dtype is cast."""
         stored = self.stored(name)
         assert 0 <= start <= stop <= stored.numel, (name, start, stop)
         assert out.shape == (stop - start,), (name, out.shape)
@@ -285,7 +288,7 @@ class CheckpointReader:
             raise CheckpointError(f"{where}: damaged, the checksum does not fit")
 
     def check_headers(self) -> None:
-        """Every file's own header against the manifest: names, dtypes, shapes, places. None stays open for it."""
+        """Check every file's own header against the manifest: names, dtypes, shapes, offsets. None stays open."""
         for number in range(len(self.manifest.files)):
             if number not in self._checked:
                 self._descriptor(number)
@@ -335,7 +338,7 @@ class CheckpointReader:
         self._checked.add(file)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor, whole, in host memory."""
+        """Read one whole tensor to host memory."""
         stored = self.stored(name)
         flat = torch.empty(stored.numel, dtype=dtype or stored.dtype)
         self.read(name, 0, stored.numel, flat)
@@ -357,15 +360,15 @@ class CheckpointReader:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Of the job: optimizer, scheduler, loss scale, counters, client state."""
+        """The state of the job: optimizer, scheduler, loss scale, counters, client state, config."""
         return self._decode(self.manifest.state, "state", "state/", check_decoded_state)
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Of one rank: random numbers, data position."""
+        """The state of one rank: random numbers, data position."""
         return self._decode(self.manifest.ranks[rank], f"ranks[{rank}]", f"rank/{rank}/", check_object)
 
     def loose(self, rank: int) -> dict[str, Any]:
-        """Of the optimizer, on one rank: states that do not lie along a parameter."""
+        """The optimizer states of one rank that are not shaped as their parameter."""
         tree = self.manifest.ranks[rank].get("loose", {})
         return self._decode(tree, f"ranks[{rank}].loose", f"rank/{rank}/", check_decoded_loose)
 

@@ -45,13 +45,13 @@ class LoadTarget:
 
     @property
     def members(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter that lies in a run, with its whole shape."""
+        """Every parameter that is in a run, with its whole shape."""
         return {m.name: m.shape for unit in self.units for run in unit.runs for m in run.layout.members}
 
 
 @dataclass(frozen=True)
 class TensorRead:
-    """Elements [start, stop) of a stored tensor go to this memory, in its order of elements."""
+    """One read: elements [start, stop) of a stored tensor go to this memory, in its order of elements."""
 
     source: str
     start: int
@@ -60,7 +60,7 @@ class TensorRead:
 
 
 class StoredNames:
-    """A checkpoint's name for each of the model's tensors: its own, or that of one it is tied to, here or there."""
+    """The checkpoint's name for each tensor of the model: its own, or that of one it is tied to, here or there."""
 
     def __init__(self, checkpoint: CheckpointReader, aliases: Mapping[str, str]) -> None:
         self._stored = set(checkpoint.names("model/"))
@@ -82,7 +82,7 @@ class StoredNames:
 
 
 def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[TensorRead]:
-    """What this rank reads to have its weights and buffers. Raises with everything that does not fit."""
+    """The reads that fill this rank's weights and buffers. Raises with everything that does not fit."""
     outside, aliases = outside_runs(target.model)
     names = StoredNames(checkpoint, aliases)
     shapes = {**target.members, **{name: tuple(tensor.shape) for name, tensor in outside.items()}}
@@ -134,14 +134,14 @@ def _outside_reads(
 
 
 def buffer_name(rank: int, name: str) -> str:
-    """A rank's own copy of a buffer, where it is not that of rank 0."""
+    """The stored name of a rank's own copy of a buffer, where it differs from rank 0's."""
     return f"buffer/{rank}/{name}"
 
 
 def state_reads(
     checkpoint: CheckpointReader, target: LoadTarget, loose: Mapping[str, Any], *, strict: bool
 ) -> list[TensorRead]:
-    """What this rank reads to have its optimizer states, for which there is room then."""
+    """The reads that fill this rank's optimizer states, which are allocated here. Raises with what does not fit."""
     optimizer = target.optimizer
     assert optimizer is not None
     names = StoredNames(checkpoint, outside_runs(target.model)[1])
@@ -183,13 +183,14 @@ def _state_slots(target: LoadTarget) -> Iterator[Slot]:
 
 
 def verify(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
-    """Every byte that would be read is what was saved; nothing is written."""
+    """Check every byte that the reads would read; nothing is written."""
     for read in reads:
         checkpoint.verify(read.source, read.start, read.stop)
 
 
 @torch.no_grad()
 def fill(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
+    """Read the values to where they belong."""
     for read in reads:
         memory = read.memory
         if isinstance(memory, DiskTensor):
@@ -209,7 +210,7 @@ def fill(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
 def groups_for(
     checkpoint: CheckpointReader, target: LoadTarget, saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each optimizer group the hyperparameters that all its parameters had, or none where they were apart."""
+    """For each optimizer group: the saved hyperparameters of its parameters, none where they were in several groups."""
     optimizer = target.optimizer
     assert optimizer is not None
     known = checkpoint.manifest.parameters
@@ -240,7 +241,7 @@ _OF_GROUPS = ("base_lrs", "_last_lr")
 
 
 def check_loose_like(found: Mapping[str, Mapping[str, Any]], live: Mapping[str, Mapping[str, Any]]) -> None:
-    """Against those of an optimizer that has stepped, where both know of the parameter."""
+    """Compare loose optimizer states with those of an optimizer that has stepped, where both know the parameter."""
     for name in live.keys() & found.keys():
         for key, value in live[name].items():
             where = f"ranks, loose.{name}"
@@ -250,7 +251,7 @@ def check_loose_like(found: Mapping[str, Mapping[str, Any]], live: Mapping[str, 
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
-    """Hyperparameters that are about to replace those of live groups."""
+    """Compare hyperparameters with those of the live groups that they are about to replace."""
     for number, (new, group) in enumerate(zip(saved, live, strict=True)):
         if new and "lr" in group and "lr" not in new:
             raise ValueError(f"state.optimizer.groups, for group {number} here: lacks lr")
@@ -260,7 +261,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
 
 
 def check_schedule(saved: Any, schedule: Any) -> None:
-    """Whether a schedule, or anything else with `load_state_dict`, takes the state; afterwards it is as it was."""
+    """Compare the saved state of a learning-rate schedule with the live one's."""
     live = schedule.state_dict()
     if isinstance(live, dict):
         if not isinstance(saved, dict):
@@ -279,7 +280,7 @@ def check_schedule(saved: Any, schedule: Any) -> None:
 
 
 def check_taken(saved: Any, taker: Any, groups: Sequence[dict[str, Any]], where: str) -> None:
-    """Whether `load_state_dict` takes it. Afterwards the taker and the groups, which it may write to, are as before."""
+    """Try `load_state_dict`. Afterwards the taker and the groups, which it may write to, are as before."""
     before = copy.deepcopy(taker.state_dict())
     attributes = dict(vars(taker))
     values = [dict(group) for group in groups]
@@ -343,7 +344,7 @@ def _require(fits: bool, saved: Any, what: str, where: str) -> None:
 
 
 def capture_random_states(device: torch.device) -> dict[str, Any]:
-    """The state of all generators, as plain data and tensors. What is returned is not to be written to."""
+    """The states of all generators, as plain data and tensors. numpy's takes 0.2 ms, the others 0.02 ms together."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:  # before its import there is no state to lose
@@ -354,7 +355,7 @@ def capture_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def check_random_states(state: Any, device: torch.device) -> None:
-    """Whether all of a captured state can be restored here; nothing is changed."""
+    """Raise unless all captured states can be restored here; nothing is changed."""
     if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
         raise ValueError("the random state must hold python and torch, and may hold numpy and cuda")
     for name in state.keys() - (set() if _has_cuda(state, device) else {"cuda"}):
@@ -365,7 +366,7 @@ def check_random_states(state: Any, device: torch.device) -> None:
 
 
 def restore_random_states(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from captured states. Nothing is changed unless all of them are sound.
+    """Set all generators to captured states. Nothing is changed unless all of them are sound.
 
     The state of a GPU is left aside where there is none, and a generator of which nothing was captured stays as it is.
     """
@@ -383,7 +384,7 @@ def _has_cuda(state: dict[str, Any], device: torch.device) -> bool:
 
 
 def _try_random_state(name: str, saved: Any, device: torch.device) -> None:
-    """Give the state to a generator that nobody uses."""
+    """Try a saved state on a generator that nobody uses."""
     if name == "python":
         random.Random().setstate(saved)
         # What the generator itself does not look at.

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What a state dict of the model holds: tensors by first name, and the other names of those that are tied."""
+    """The tensors of a model's state dict, each by its first name, and the other names of those that are tied."""
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
@@ -61,7 +61,7 @@ class ModelTensors:
 
 
 def own_slots(units: Sequence[Unit], optimizer: ShardedOptimizer | None, *, exclude_frozen: bool) -> Iterator[Slot]:
-    """What this rank writes: its own range of every run, whatever else it holds."""
+    """What this rank saves: its own shard of every run, whatever else it holds."""
     for run in (run for unit in units for run in unit.runs):
         if run.trainable or not exclude_frozen:
             yield from weight_slots(run, optimizer, *run.own_range)
@@ -69,7 +69,7 @@ def own_slots(units: Sequence[Unit], optimizer: ShardedOptimizer | None, *, excl
 
 
 def needed_range(run: Run, optimizer: ShardedOptimizer | None) -> tuple[int, int]:
-    """What this rank reads of a run's line: what it steps. The rest of a line that rests whole comes from others."""
+    """What this rank loads of a run: the range it steps. The rest of an unsharded run is gathered from other ranks."""
     if run.trainable and optimizer is not None:
         piece = optimizer.piece_of(run)
         return piece.start, piece.stop
@@ -85,7 +85,7 @@ def weight_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop:
         memory, first = run.shard, run.own_range[0]
     else:
         memory, first = run.full, 0
-    for member, low, high in stretches(run.layout, start, stop):
+    for member, low, high in member_ranges(run.layout, start, stop):
         yield _slot(f"model/{member.name}", member, low, high, memory, first)
 
 
@@ -95,12 +95,12 @@ def state_slots(run: Run, optimizer: ShardedOptimizer | None, start: int, stop: 
     piece = optimizer.piece_of(run)
     for state in optimizer.held_states(piece):
         first = piece.start + state.start
-        for member, low, high in stretches(run.layout, max(start, first), min(stop, first + state.memory.numel())):
+        for member, low, high in member_ranges(run.layout, max(start, first), min(stop, first + state.memory.numel())):
             yield _slot(f"optimizer/{member.name}/{state.name}", member, low, high, state.memory, first)
 
 
-def stretches(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
-    """The parameters in [start, stop) of a line, and where. One without elements is the first rank's."""
+def member_ranges(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
+    """The parameters in [start, stop) of a flat run, each with its range. One without elements is the first rank's."""
     for member in layout.members:
         low, high = max(start, member.start), min(stop, member.stop)
         if low < high or (member.start == member.stop and start == 0):
@@ -112,7 +112,7 @@ def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: i
 
 
 def outside_runs(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Buffers, and parameters that are left alone, by name; and the other names of everything that is tied."""
+    """Buffers, and parameters that are in no run, by name; and the other names of everything that is tied."""
     contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     return {name: tensor for name, tensor in contents.tensors.items() if home_of(tensor) is None}, contents.aliases
 
@@ -128,13 +128,13 @@ def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
 
 
 def loose_states(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str, dict[str, Any]]:
-    """States that do not lie along a parameter (step counts, factored moments), by parameter and name."""
+    """Optimizer states that are not shaped as their parameter (step counts, factored moments), by both names."""
     found: dict[str, dict[str, Any]] = {}
     for run in (run for unit in units for run in unit.trained) if optimizer is not None else ():
         assert optimizer is not None
         piece = optimizer.piece_of(run)
         for start, stop, values in optimizer.loose_states(piece):
-            for member, _, _ in stretches(run.layout, piece.start + start, piece.start + stop):
+            for member, _, _ in member_ranges(run.layout, piece.start + start, piece.start + stop):
                 found.setdefault(member.name, {}).update(values)
     return found
 
@@ -143,7 +143,7 @@ def loose_states(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> d
 
 
 def whole_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whole, in turn. All ranks walk through this together; a unit is whole only while it is passed."""
+    """Every tensor unsharded, in turn. All ranks iterate together; a unit is gathered only while it is passed."""
     by_home: dict[Home | None, list[str]] = {}
     for name, tensor in contents.tensors.items():
         by_home.setdefault(home_of(tensor), []).append(name)
@@ -159,7 +159,7 @@ def whole_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """The whole state dict in host memory on rank 0, None elsewhere. Tied weights stay tied."""
+    """Gather the whole state dict to host memory on rank 0; None elsewhere. Tied weights stay tied."""
     contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     first = data_group().rank == 0
     found = {}
@@ -180,7 +180,7 @@ def save_weights(
     max_shard_size: int | str = "5GB",
     exclude_frozen: bool = False,
 ) -> None:
-    """Whole weights as safetensors (streamed, one unit in memory), or pickled where the file name ends otherwise."""
+    """Save whole weights as safetensors (streamed, one unit in memory), or pickled if the file name ends otherwise."""
     if not file_name.endswith(".safetensors"):
         found = consolidate(model, exclude_frozen=exclude_frozen)
         together = _Together()
@@ -208,7 +208,7 @@ def save_weights(
 
 
 def _pickle(found: object, path: Path) -> None:
-    """The old file or the new one, never a part of it."""
+    """torch.save by a rename: the old file or the new one, never a part of it."""
     unfinished = path.with_name(f".{path.name}.partial")
     with unfinished.open("wb") as file:
         torch.save(found, file)
@@ -301,7 +301,7 @@ def _read_whole(weights: SafetensorsReader, name: str, tensor: torch.Tensor) -> 
 
 
 def _read_run(weights: SafetensorsReader, name: str, run: Run, index: int) -> None:
-    """The part of one parameter that this rank keeps, rounded as it computes."""
+    """Read the range of one parameter that this rank keeps, rounded to the dtype it computes in."""
     member = run.layout.members[index]
     start, stop = (0, run.layout.total) if run.rests_whole else run.own_range
     low, high = max(start, member.start), min(stop, member.stop)

@@ -65,8 +65,9 @@ class RankWriter:
         self._slots = [*slots, *extra]
 
     def _copy_weights(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The same slots in host memory. States, which only steps change, are copied later; what rests on a disk is
-        not copied, but written first.
+        """Copy all but optimizer states to host memory, and return the slots to write.
+
+        States, which only steps change, are copied by `complete`; what is on a disk is not copied, but written first.
         """
         on_disk = [slot for slot in slots if isinstance(slot.memory, DiskTensor)]
         in_memory = [slot for slot in slots if not isinstance(slot.memory, DiskTensor)]
@@ -127,7 +128,7 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def places(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The same slots, with room in host memory that nobody else writes to."""
+        """The same slots with memory of the staging area, which nobody else writes to."""
         sizes = [-(-slot.memory.nbytes // _ALIGNMENT) * _ALIGNMENT for slot in slots]
         if self._memory.numel() < sum(sizes):
             pinned = any(slot.memory.is_cuda for slot in slots)

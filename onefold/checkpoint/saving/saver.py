@@ -121,7 +121,7 @@ class Saver:
         self._thread = thread
 
     def _keep_error(self, work: Callable[[], None]) -> None:
-        """For `finish`, or for the next step, at which all ranks are told."""
+        """Run work and keep its error for `finish`, or for the next step, at which all ranks are told."""
         try:
             work()
         except Exception as error:
@@ -152,7 +152,7 @@ class Saver:
                     self._leader.await_parts(copying.request, Phase.STATES_COPIED)
 
     def stop(self) -> None:
-        """The engine goes: no more listening; what is under way is finished."""
+        """End the listener and finish the save under way: the engine is being destroyed."""
         self._stop.set()
         # The last one to hold the engine may be one of these threads.
         for thread in (self._thread, self._listener):
@@ -162,9 +162,9 @@ class Saver:
             logger.error("%s", self._error)
 
     def linger(self, owner: Savable, seconds: float | None) -> None:
-        """The program is through with the engine, here: rank 0 may still save, and then needs this rank's part.
+        """Wait for a last save of rank 0, which needs this rank's part, though its program is done with the engine.
 
-        For so many seconds, or until rank 0 is through as well, or gone.
+        For so many seconds, or until rank 0 is done as well, or gone.
         """
         if self._stop.is_set() or self._board.group.size == 1:
             return
@@ -221,7 +221,7 @@ class Saver:
                 start(partial(self._join, owner, part))
 
     def _join(self, owner: Savable, part: RankWriter) -> None:
-        """This rank's program is not told of an error: rank 0's is."""
+        """Do this rank's part in the listener's thread. Rank 0's program is told of an error, this rank's is not."""
         try:
             with part.reporting():
                 if part.request.background:
@@ -248,7 +248,7 @@ def _failing_together(part: RankWriter, conclude: Callable[[], None]) -> Iterato
 
 
 def _listen(reference: weakref.ref[Saver], stop: threading.Event) -> None:
-    """Any other error than of the store ends the beats too, so that nobody waits for this rank for ever."""
+    """The listener's thread. Any other error than of the store ends its beats too, so that nobody waits for ever."""
     since: float | None = None
     while not stop.wait(PERIOD):
         saver = reference()
@@ -306,7 +306,7 @@ class Leader:
         return OpenSave(request, replace(header, state=tree), slots, lock)
 
     def _post(self, note: dict[str, Any]) -> None:
-        """One note a request, so that a rank misses none, and the number of the newest."""
+        """Post one note a request, so that a rank misses none, and the number of the newest."""
         self._board.post(f"request/{note['number']}", note)
         self._board.post("requests", {"number": note["number"]})
         if note["number"] > _REMEMBERED:
@@ -371,7 +371,7 @@ class Leader:
         folder.publish(Path(request.save_dir), manifest, save_latest=request.save_latest)
 
     def _clean(self, request: SaveRequest) -> None:
-        """The checkpoint stands. A file that cannot be removed is no reason to fail."""
+        """Remove old files of a checkpoint that is published. One that cannot be removed is no reason to fail."""
         try:
             for rank in range(self._num_ranks):
                 (request.folder / record_name(rank)).unlink(missing_ok=True)
@@ -416,7 +416,7 @@ class Follower:
         return self._board.read(f"request/{max(self._served + 1, newest['number'] - _REMEMBERED + 1)}")
 
     def take(self, note: dict[str, Any]) -> bool:
-        """The listener serves it; False where a call of the program has meanwhile."""
+        """Mark a request as served by the listener; False where a call of the program has taken it meanwhile."""
         if note["number"] <= self._served:
             return False
         self._served = note["number"]

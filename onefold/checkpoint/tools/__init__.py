@@ -59,7 +59,7 @@ class Exported:
 
 
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
-    """The one that is meant, sound or not: a tag's folder, or in a folder of tags `tag`, or `latest`, or the newest.
+    """Find the checkpoint that is meant, complete or not: a tag's folder, or of a folder `tag`, `latest`, the newest.
 
     Never another one in its place: resuming may take an older checkpoint where the latest is damaged, but nobody wants
     older weights exported without being asked. Where a job removes what `latest` named, `latest` is read again.
@@ -98,7 +98,7 @@ def _find_once(folder: Path, tag: str | None) -> FoundCheckpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
-    """The one that is meant, or an error: see `find_checkpoint`."""
+    """Open the checkpoint that is meant (see `find_checkpoint`), or raise what is wrong with it."""
     found = find_checkpoint(path, tag)
     others = [other.tag for other in list_tags(found.folder.parent) if not other.problems] if found.problems else []
     hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
@@ -106,8 +106,10 @@ def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Che
 
 
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
-    """Work on the one that is meant. Where a job removes it meanwhile, on the next that is meant, unless one was named;
-    where it saves to that tag again, on what is there then.
+    """Open the checkpoint that is meant, and work on it.
+
+    Where a job removes it meanwhile, on the next that is meant, unless one was named; where the job saves to that tag
+    again, on what is there then.
     """
     named = tag is not None or is_tag_folder(Path(path))
     for left in reversed(range(TRIES)):
@@ -125,7 +127,7 @@ def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Chec
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """What is exported of a checkpoint: names and dtypes in the model's order, and the other names of what is tied."""
+    """The weights of a checkpoint to export: names and dtypes in the model's order, and the names of what is tied."""
 
     checkpoint: CheckpointReader
     dtypes: dict[str, torch.dtype]
@@ -253,7 +255,7 @@ def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read:
 
 
 def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: _Reading) -> list[str]:
-    """As Hugging Face cuts and names files of torch.save. Tied names share a tensor, in one file."""
+    """Write files of torch.save, cut and named as Hugging Face does. Tied names share a tensor, in one file."""
     sizes = {name: weights.nbytes(name) for name in weights.dtypes}
     weight_map: dict[str, str] = {}
     with ExportFiles(folder, BIN, sizes, limit) as files:

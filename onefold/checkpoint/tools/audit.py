@@ -52,7 +52,7 @@ def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
 
 
 def summary(found: FoundCheckpoint) -> dict[str, Any]:
-    """One line of a list of checkpoints."""
+    """The facts of one checkpoint for a list."""
     manifest = found.manifest
     if manifest is not None:
         state = "damaged" if found.problems else "complete"
@@ -74,7 +74,7 @@ def summary(found: FoundCheckpoint) -> dict[str, Any]:
 
 
 def unpublished_bytes(found: FoundCheckpoint) -> int:
-    """Of data that the manifest does not name: being written, or left over. 0 where a damaged manifest may name it."""
+    """The bytes of data that no manifest names: being written, or left over. 0 where a damaged manifest may name it."""
     if found.manifest is None and found.is_somebodys:
         return 0
     named = found.manifest.data_folders if found.manifest is not None else set()
@@ -135,7 +135,7 @@ def describe_tensors(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
-    """What the tensors are for: how many of each kind, and of which dtypes and sizes."""
+    """The tensors by kind (weights, buffers, states): how many of each, their sizes and dtypes."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, stored in manifest.tensors.items():
         kind = kinds.setdefault(_kind(name, manifest), {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}})
@@ -148,14 +148,14 @@ def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _kind(name: str, manifest: Manifest) -> str:
-    room, _, rest = name.partition("/")
-    if room == "model":
+    prefix, _, rest = name.partition("/")
+    if prefix == "model":
         if rest not in manifest.parameters:
             return "buffers"
         return "frozen parameters" if manifest.parameters[rest] is None else "trained parameters"
-    if room == "optimizer":
+    if prefix == "optimizer":
         return f"optimizer: {rest.rpartition('/')[2]}"
-    return "buffers of ranks" if room == "buffer" else "other state"
+    return "buffers of ranks" if prefix == "buffer" else "other state"
 
 
 def _group_sizes(manifest: Manifest) -> dict[str, int]:
@@ -167,7 +167,7 @@ def _group_sizes(manifest: Manifest) -> dict[str, int]:
 
 
 def _keys(tree: Any) -> list[str]:
-    """Of a tagged dict."""
+    """The keys of a tagged dict."""
     if not isinstance(tree, dict):
         return []
     return [spell(key) for key, _ in tree["$dict"]] if "$dict" in tree else [*tree]
@@ -233,7 +233,7 @@ def verify(found: FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[D
 def _verify_file(
     path: Path, file: ShardFile, parts: Sequence[tuple[str, int, StoredPart]], advance: Callable[[int], None]
 ) -> Iterator[Damage]:
-    """A file's size, its header, then its tensors in the order they lie there."""
+    """Check a file's size, its header, then its tensors in the order of their offsets."""
     try:
         opened = os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
@@ -262,7 +262,7 @@ def _verify_file(
 def _verify_part(
     descriptor: int, path: Path, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
 ) -> Iterator[Damage]:
-    """Neighbouring ranges with the same problem are told as one."""
+    """Check one part of a tensor. Neighbouring ranges with the same problem are told as one."""
     end = part.offset + (part.stop - part.start) * itemsize
     buffer = memoryview(bytearray(min(RANGE_BYTES, end - part.offset)))
     last: Damage | None = None
@@ -281,7 +281,7 @@ def _verify_part(
 
 
 def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> str:
-    """Fill the buffer; what is wrong with what is there, if anything."""
+    """Fill the buffer from a file, and return what is wrong with what is there, if anything."""
     try:
         got = read_into(descriptor, buffer, offset)
     except OSError as error:
