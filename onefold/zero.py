@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from onefold.checkpoint.weights import load_safetensors
+from onefold.checkpoint.loading.weights import load_safetensors
 from onefold.comm import (
     Agreement,
     Ledger,

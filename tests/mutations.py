@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "last-range-unchecked",
-        "onefold/checkpoint/reader.py",
+        "onefold/checkpoint/format/shard_files.py",
         "if checksum(data) != part.checksums[number]:",
         "if checksum(data) != part.checksums[number] and number + 1 < len(part.checksums):",
         "test_checkpoint_ranges.py",
@@ -196,7 +196,7 @@ MUTATIONS = [
     ),
     Mutation(
         "only-the-first-range-checked",
-        "onefold/checkpoint/reader.py",
+        "onefold/checkpoint/format/shard_files.py",
         "if checksum(data) != part.checksums[number]:",
         "if number == 0 and checksum(data) != part.checksums[number]:",
         "test_checkpoint_ranges.py",
@@ -217,21 +217,21 @@ MUTATIONS = [
     ),
     Mutation(
         "no-fsync-of-what-is-renamed",
-        "onefold/checkpoint/folder.py",
+        "onefold/checkpoint/format/files.py",
         "            os.fsync(file.fileno())\n",
         "",
         "test_checkpoint_ranges.py -k flushed",
     ),
     Mutation(
         "no-fsync-of-data",
-        "onefold/checkpoint/shards.py",
+        "onefold/checkpoint/format/shard_files.py",
         "            os.fsync(self._file.fileno())\n",
         "",
         "test_checkpoint_ranges.py -k flushed",
     ),
     Mutation(
         "no-fsync-of-folders",
-        "onefold/checkpoint/folder.py",
+        "onefold/checkpoint/format/folder.py",
         "tag_folder, save_dir]:\n        sync(folder)",
         "tag_folder, save_dir]:\n        pass",
         "test_checkpoint_ranges.py -k flushed",

@@ -34,8 +34,8 @@ from models import config, more, one_in, rank, start
 from torch import nn
 
 import onefold
-from onefold.checkpoint import staging
-from onefold.checkpoint.reader import Checkpoint
+from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.checkpoint.saving import rank_writer, saver
 from onefold.comm import Board
 from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -115,7 +115,7 @@ def named_folders(folder: str | Path) -> list[str]:
     """The data that manifests name."""
     found = []
     for manifest in Path(folder).glob("*/manifest.json"):
-        with Checkpoint.open(manifest.parent) as checkpoint:
+        with CheckpointReader.open(manifest.parent) as checkpoint:
             found += [f"{manifest.parent.name}/{name}" for name in checkpoint.manifest.data_folders]
     return sorted(found)
 
@@ -453,7 +453,9 @@ def save_on_full_disk(folder: str, tag: str | None, background: bool) -> Any:
 def incomplete(folder: str | Path) -> list[str]:
     """What is wrong with anything that was published."""
     tags = [manifest.parent.name for manifest in Path(folder).glob("*/manifest.json")]
-    return [words for tag in tags for kind, words in [attempt(lambda tag=tag: Checkpoint.open(folder, tag))] if kind]
+    return [
+        words for tag in tags for kind, words in [attempt(lambda tag=tag: CheckpointReader.open(folder, tag))] if kind
+    ]
 
 
 def digest_of_all(engine: onefold.Engine) -> list[str]:
@@ -588,7 +590,7 @@ def load_damaged(folder: str, steps: int, switches: dict[str, bool], trains: boo
 
 def tensor_file(folder: Path, tag: str, name: str, of: int = 0) -> tuple[Path, int]:
     """The file and the place of a tensor's part."""
-    with Checkpoint.open(folder, tag) as checkpoint:
+    with CheckpointReader.open(folder, tag) as checkpoint:
         part = checkpoint.manifest.tensors[name].parts[of]
         return folder / tag / checkpoint.manifest.files[part.file].name, part.offset
 
@@ -765,7 +767,7 @@ def copy_fails(folder: str, whose: int, alone: bool) -> Any:
     engine = engine_of(60)
     learn(engine, 1)
     engine.save_checkpoint(folder, "good")
-    works = staging.copy
+    works = rank_writer.copy_slots
 
     def copy(pairs: Any) -> None:
         if any(slot.name.startswith("optimizer/") for slot, _ in pairs):
@@ -773,7 +775,7 @@ def copy_fails(folder: str, whose: int, alone: bool) -> Any:
         works(pairs)
 
     told = []
-    with mock.patch.object(staging, "copy", copy) if rank() == whose else nullcontext():
+    with mock.patch.object(rank_writer, "copy_slots", copy) if rank() == whose else nullcontext():
         if rank() == 0 or not alone:
             told.append(attempt(lambda: engine.save_checkpoint(folder, "bad", background=True)))
         for number in range(4):
@@ -807,6 +809,121 @@ def test_a_copy_in_the_background_that_fails_is_told_and_nothing_waits(
         assert [name.partition("/")[0] for name in data] == ["good"]
         assert (latest, same) == ("good", True)
         assert steps >= 3
+
+
+# -- whatever phase fails ------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt: no Exception."""
+
+
+# What fails, where it is looked up, and the kinds of errors.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "collecting": (rank_writer.RankWriter, "prepare"),
+    "writing": (rank_writer, "write_shard"),
+    "telling of it": (rank_writer, "replace_file"),
+    "starting a thread": (saver.Saver, "_start_thread"),
+    "publishing": (saver.Leader, "_publish"),
+}
+
+
+def phase_fails(folder: str, fault: str, kind: type[BaseException], whose: int, background: bool, alone: bool) -> Any:
+    """One rank fails in one phase: nobody waits for ever, nothing is published, and the next save works."""
+    engine = engine_of(60)
+    learn(engine, 1)
+    engine.save_checkpoint(folder, "good")
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise kind("it went wrong")
+
+    told: list[tuple[str, str]] = []
+
+    def attempt_all(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except (Exception, Interrupted) as error:
+            told.append((type(error).__name__, str(error)))
+
+    begun = time.monotonic()
+    with mock.patch.object(*FAULTS[fault], fails) if rank() == whose else nullcontext():
+        if rank() == 0 or not alone:
+            attempt_all(lambda: engine.save_checkpoint(folder, "bad", background=background))
+            attempt_all(engine.wait_for_checkpoint)
+        seconds = time.monotonic() - begun
+        dist.barrier()  # a rank that only joins is still the one that fails
+    left = [name.partition("/")[0] for name in data_folders(folder)], Path(folder, "latest").read_text()
+    dist.barrier()
+    for number in range(2):
+        attempt_all(lambda number=number: learn(engine, number))
+    engine.zero_grad()
+    engine.save_checkpoint(folder, "next")
+    other = engine_of(60)
+    other.load_checkpoint(folder)
+    return told, left, seconds, digest(other) == digest(engine)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", [ValueError, Interrupted])
+@pytest.mark.parametrize(
+    ("fault", "whose"),
+    [
+        ("collecting", 0),
+        ("collecting", 1),
+        ("writing", 1),
+        ("publishing", 0),
+        more("writing", 0),
+        more("telling of it", 0),
+        more("telling of it", 1),
+        more("starting a thread", 0),
+        more("starting a thread", 1),
+    ],
+)
+def test_whatever_phase_fails_every_rank_is_told_and_none_waits(
+    on_ranks: OnRanks, tmp_path: Path, fault: str, whose: int, kind: type[BaseException], background: bool
+) -> None:
+    if fault == "starting a thread" and not background:
+        pytest.skip("only a background save starts one")
+    if kind is Interrupted and background and fault in ("writing", "telling of it", "publishing"):
+        pytest.skip("a user interrupts the program's own thread alone")
+    found = on_ranks(2, phase_fails, str(tmp_path), fault, kind, whose, background, False)
+    for number, (told, left, seconds, same) in enumerate(found):
+        assert told, "an error is told on every rank"
+        kinds = {told[0][0]} - {"Interrupted" if number == whose else ""}
+        assert kinds <= {"SaveError"}
+        assert number == whose or "it went wrong" in told[0][1]
+        assert left == (["good"], "good")
+        assert seconds < 10
+        assert same
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("fault", ["collecting", "starting a thread", more("writing")])
+def test_a_rank_that_fails_to_join_is_named_on_rank_0(
+    on_ranks: OnRanks, tmp_path: Path, fault: str, background: bool
+) -> None:
+    first, second = on_ranks(2, phase_fails, str(tmp_path), fault, ValueError, 1, background, True)
+    assert first[0][0][0] == "SaveError"
+    assert "rank 1: ValueError: it went wrong" in first[0][0][1]
+    for _, left, seconds, same in (first, second):
+        assert left == (["good"], "good")
+        assert seconds < 10
+        assert same
+
+
+def foreground_after_background(folder: str) -> float:
+    engine = engine_of(60)
+    learn(engine, 1)
+    engine.save_checkpoint(folder, "one", background=True)
+    engine.save_checkpoint(folder, "two")
+    begun = time.monotonic()
+    learn(engine, 2)
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_does_not_wait_for_a_save_that_is_over(on_ranks: OnRanks, tmp_path: Path, world: int) -> None:
+    assert max(on_ranks(world, foreground_after_background, str(tmp_path))) < 10
 
 
 # -- engines that go -----------------------------------------------------------------------------------------------

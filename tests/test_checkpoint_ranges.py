@@ -15,8 +15,9 @@ from models import config, flip, net, rank, start, train
 from torch import nn
 
 import onefold
-from onefold.checkpoint.manifest import RANGE_BYTES, CheckpointError
-from onefold.checkpoint.reader import Checkpoint
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.manifest import RANGE_BYTES
+from onefold.checkpoint.format.shard_files import CheckpointReader
 
 # -- ranges ------------------------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ def damaged_in_each_range(folder: str) -> list[tuple[int, list[str]]]:
     """For each range of a long tensor: how many bytes a flip hit, and who is told of it."""
     engine = long_engine()
     engine.save_checkpoint(folder, "long")
-    with Checkpoint.open(folder) as checkpoint:
+    with CheckpointReader.open(folder) as checkpoint:
         (name,) = (name for name, stored in checkpoint.manifest.tensors.items() if stored.nbytes > 2 * RANGE_BYTES)
         stored = checkpoint.stored(name)
         (part,) = stored.parts
@@ -42,7 +43,7 @@ def damaged_in_each_range(folder: str) -> list[tuple[int, list[str]]]:
         place = part.offset + min(number * RANGE_BYTES + RANGE_BYTES // 3, stored.nbytes - 1)
         flip(file, place)
         told = []
-        with Checkpoint.open(folder) as checkpoint:
+        with CheckpointReader.open(folder) as checkpoint:
             for read in (checkpoint.tensor, checkpoint.verify):
                 with pytest.raises(CheckpointError) as caught:
                     read(name)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from models import NO_STATE, config, flip, net, precision, start, train
 
-from onefold.checkpoint import audit
-from onefold.checkpoint import folder as folders
-from onefold.checkpoint.audit import spell
-from onefold.checkpoint.manifest import RANGE_BYTES, Manifest, join_parts
-from onefold.checkpoint.shards import Slot, write_shard
+from onefold.checkpoint.format import folder as folders
+from onefold.checkpoint.format.manifest import RANGE_BYTES, Manifest, join_parts
+from onefold.checkpoint.format.shard_files import Slot, write_shard
+from onefold.checkpoint.tools import audit
+from onefold.checkpoint.tools.audit import spell
 from onefold.cli.main import main
 
 TAGS = ["global_step6", "global_step4", "global_step2"]

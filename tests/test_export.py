@@ -17,24 +17,22 @@ import torch
 from models import NO_STATE, Net, config, flip, net, precision, start, train
 from torch import nn
 
-from onefold.checkpoint import folder as folders
-from onefold.checkpoint.export import (
-    DTYPES,
-    ExportError,
+from onefold.checkpoint.format import folder as folders
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.manifest import Manifest, join_parts
+from onefold.checkpoint.format.safetensors_files import SafetensorsReader
+from onefold.checkpoint.format.shard_files import CheckpointReader, Slot, write_shard
+from onefold.checkpoint.tools.export import DTYPES, ExportError, export
+from onefold.cli.main import main as onefold_command
+from onefold.runtime import unsharded
+from onefold.utils import safe_get_full_fp32_param
+from onefold.utils.zero_to_fp32 import (
     LazyTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
-    export,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     main,
 )
-from onefold.checkpoint.manifest import CheckpointError, Manifest, join_parts
-from onefold.checkpoint.reader import Checkpoint
-from onefold.checkpoint.safetensors import Weights
-from onefold.checkpoint.shards import Slot, write_shard
-from onefold.cli.main import main as onefold_command
-from onefold.runtime import unsharded
-from onefold.utils import safe_get_full_fp32_param
 
 FROZEN = "blocks.0.up.weight"
 Tensors = dict[str, torch.Tensor]
@@ -85,7 +83,7 @@ def checkpoints(saved: tuple[Path, Tensors], tmp_path: Path) -> Path:
 def load(path: Path) -> Tensors:
     """What any export holds, under every name."""
     if list(path.glob("*.safetensors")):
-        with Weights.open(path) as weights:
+        with SafetensorsReader.open(path) as weights:
             found = {}
             for name in (*weights.names, *weights.aliases):
                 entry = weights.entry(name)
@@ -176,7 +174,7 @@ def test_tied_names_share_one_tensor(saved: tuple[Path, Tensors], tmp_path: Path
     there = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
     assert there["head.weight"].data_ptr() == there["embed.weight"].data_ptr()
     export(saved[0], tmp_path / "safe")
-    with Weights.open(tmp_path / "safe") as weights:
+    with SafetensorsReader.open(tmp_path / "safe") as weights:
         assert weights.aliases == {"head.weight": "embed.weight"}
 
 
@@ -273,9 +271,9 @@ def test_memory_is_that_of_a_tensor_or_of_a_file(
 ) -> None:
     alive: dict[int, int] = {}
     peak = 0
-    read = Checkpoint.tensor
+    read = CheckpointReader.tensor
 
-    def counted(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def counted(checkpoint: CheckpointReader, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal peak
         tensor = read(checkpoint, name, dtype)
         alive[id(tensor)] = tensor.nbytes
@@ -283,7 +281,7 @@ def test_memory_is_that_of_a_tensor_or_of_a_file(
         peak = max(peak, sum(alive.values()))
         return tensor
 
-    monkeypatch.setattr(Checkpoint, "tensor", counted)
+    monkeypatch.setattr(CheckpointReader, "tensor", counted)
     export(saved[0], tmp_path, file_format=file_format, max_shard_size="6KB")
     largest = max(tensor.nbytes for tensor in saved[1].values())
     assert largest <= peak <= (largest if file_format == "safetensors" else 6000)

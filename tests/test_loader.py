@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from onefold.checkpoint import rng
+from onefold.checkpoint.loading.random_states import capture_random_states, restore_random_states
 from onefold.loader import data_loader
 from onefold.utils import RepeatingLoader
 
@@ -141,11 +141,11 @@ def test_random_numbers_drawn_by_the_dataset_go_on():
                     break
             if len(seen) > stop:
                 break
-        state, random_state = loader.state_dict(), rng.capture(CPU)
+        state, random_state = loader.state_dict(), capture_random_states(CPU)
 
         torch.manual_seed(99)
         loader = resume(state, Numbers(11, draws=True))
-        rng.restore(random_state, CPU)
+        restore_random_states(random_state, CPU)
         for epoch in range(stop // per_epoch, 3):
             loader.sampler.set_epoch(epoch)
             seen += [(batch, torch.rand(1).item()) for batch in loader]
@@ -297,7 +297,7 @@ def test_a_repeating_loader_resumes(made_before):
     for stop in range(1, 14):
         loader, repeating = start()
         seen = [next(repeating) for _ in range(stop)]
-        state, random_state = repeating.state_dict(), rng.capture(CPU)
+        state, random_state = repeating.state_dict(), capture_random_states(CPU)
         assert state == loader.state_dict()
         torch.manual_seed(6)
         loader = make(Numbers(11, draws=True))
@@ -305,7 +305,7 @@ def test_a_repeating_loader_resumes(made_before):
         loader.load_state_dict(state)
         if not made_before:
             repeating = RepeatingLoader(loader)
-        rng.restore(random_state, CPU)
+        restore_random_states(random_state, CPU)
         assert seen + [next(repeating) for _ in range(14 - stop)] == expected
         assert repeating.epoch == loader.sampler.epoch == 3
 

@@ -29,18 +29,20 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.checkpoint import audit, files
-from onefold.checkpoint.convert import import_deepspeed
-from onefold.checkpoint.export import export, get_fp32_state_dict_from_zero_checkpoint
-from onefold.checkpoint.folder import read_latest, removal, remove
-from onefold.checkpoint.load import MisfitError
-from onefold.checkpoint.manifest import MAX_BYTES, CheckpointError, Manifest, RemovedError
-from onefold.checkpoint.reader import Checkpoint
-from onefold.checkpoint.redact import NOT_STORED, without_secrets
-from onefold.checkpoint.safetensors import Weights
+from onefold.checkpoint.deepspeed.convert import import_deepspeed
+from onefold.checkpoint.format.files import CheckpointError, RemovedError, open_regular
+from onefold.checkpoint.format.folder import read_latest, removal, remove
+from onefold.checkpoint.format.manifest import MAX_BYTES, NOT_STORED, Manifest, without_secrets
+from onefold.checkpoint.format.safetensors_files import SafetensorsReader
+from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.checkpoint.loading.load import MisfitError
+from onefold.checkpoint.tools import audit
+from onefold.checkpoint.tools.export import export
 from onefold.cli.main import main as command
+from onefold.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 OnRanks = Callable[..., list[Any]]
+FORMAT = "onefold.checkpoint.format"
 SETTINGS = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}},
     "fp16": {"enabled": True, "initial_scale_power": 8},
@@ -81,8 +83,8 @@ def learn(engine: onefold.Engine, seed: int) -> None:
 
 def snapshot(engine: onefold.Engine) -> dict[str, Any]:
     """All that this rank holds, by bits."""
-    order = type("Order", (), {"exclude_frozen": False, "buffers": {}})()
-    slots, _ = engine.part_of(order, joined=False)
+    request = type("Request", (), {"exclude_frozen": False, "buffers": {}})()
+    slots, _ = engine.part_of(request, joined=False)
     found: dict[str, Any] = {
         f"{slot.name}[{slot.start}:{slot.stop}]": slot.memory.clone().numpy().tobytes() for slot in slots
     }
@@ -435,7 +437,7 @@ def test_what_is_no_file_is_refused(saved: Path, tmp_path: Path, kind: str) -> N
     )
     for name, folder in (("manifest.json", manifest), ("rank-00000.safetensors", data)):
         for work in (
-            lambda folder=folder: Checkpoint.open(folder, "two"),
+            lambda folder=folder: CheckpointReader.open(folder, "two"),
             lambda folder=folder: export(folder, tmp_path / "out"),
             lambda folder=folder: get_fp32_state_dict_from_zero_checkpoint(folder, "two"),
         ):
@@ -444,18 +446,18 @@ def test_what_is_no_file_is_refused(saved: Path, tmp_path: Path, kind: str) -> N
             assert name in told
             assert kind == "a socket" or f"it is {kind}, not a regular file" in told
         # Without a tag, what is whole is found.
-        assert within(20, lambda folder=folder: Checkpoint.open(folder).close()) == ""
+        assert within(20, lambda folder=folder: CheckpointReader.open(folder).close()) == ""
         verified = within(20, lambda folder=folder: command(["ckpt", "verify", str(folder), "--tag", "two"]))
         assert verified in ("", "SystemExit")
-    assert within(20, lambda: Checkpoint.open(latest).close()) == ""
-    assert within(20, lambda: Checkpoint.open(latest, "two").close()) == ""
+    assert within(20, lambda: CheckpointReader.open(latest).close()) == ""
+    assert within(20, lambda: CheckpointReader.open(latest, "two").close()) == ""
 
     weights = tmp_path / "weights"
     export(saved, weights)
     no_file(weights / "model.safetensors", kind)
-    assert within(20, lambda: Weights.open(weights / "model.safetensors")) not in ("", "hangs")
+    assert within(20, lambda: SafetensorsReader.open(weights / "model.safetensors")) not in ("", "hangs")
     (weights / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
-    told = within(20, lambda: Weights.open(weights / "model.safetensors.index.json"))
+    told = within(20, lambda: SafetensorsReader.open(weights / "model.safetensors.index.json"))
     assert told.startswith("ValueError"), told
     assert "model.safetensors" in told
 
@@ -526,7 +528,7 @@ def test_secrets_of_the_config_are_not_stored(on_ranks: OnRanks, tmp_path: Path)
     on_ranks(1, save_secrets, str(tmp_path))
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert b"hunter2" not in path.read_bytes(), path
-    with Checkpoint.open(tmp_path) as checkpoint:
+    with CheckpointReader.open(tmp_path) as checkpoint:
         state = checkpoint.state
     assert state["client_state"] == {"api_key": "mine"}  # the user's own
     assert state["config"]["comet"] == {"enabled": False, "api_key": NOT_STORED, "workspace": "open"}
@@ -576,7 +578,7 @@ def test_a_client_state_that_is_no_dict_is_refused_by_its_name(on_ranks: OnRanks
 
 def test_a_reader_is_told_that_its_checkpoint_was_removed(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
-    with Checkpoint.open(folder, "one") as checkpoint:
+    with CheckpointReader.open(folder, "one") as checkpoint:
         remove(folder / "one")
         with pytest.raises(
             RemovedError, match=r"one was removed while it was read.*retention \(checkpoint.keep_last\)"
@@ -591,7 +593,7 @@ def test_a_reader_is_told_that_its_checkpoint_was_removed(saved: Path, tmp_path:
 @contextmanager
 def removed_at(folder: Path, tag: str, call: str) -> Iterator[None]:
     """The tag goes when a file of its data is first opened: after its manifest was read."""
-    works = files.open_regular
+    works = open_regular
 
     def opens(path: Any) -> int:
         if tag in Path(path).parts and "data-" in str(path) and (folder / tag).exists():
@@ -611,18 +613,18 @@ def moving_latest(folder: Path) -> Iterator[None]:
         (folder / "latest").write_text("one")
         return works(*args)
 
-    with mock.patch("onefold.checkpoint.folder.removal", found), mock.patch("onefold.checkpoint.reader.removal", found):
+    with mock.patch(f"{FORMAT}.folder.removal", found), mock.patch(f"{FORMAT}.shard_files.removal", found):
         yield
 
 
-@pytest.mark.parametrize("call", ["folder", "reader", "audit"])
+@pytest.mark.parametrize("call", ["format.folder", "format.shard_files", "tools.audit"])
 def test_without_a_tag_a_reader_takes_what_is_left(
     saved: Path, tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def copied(name: str) -> Path:
         return Path(shutil.copytree(saved, tmp_path / name))
 
-    if call == "audit":
+    if call == "tools.audit":
         folder = copied("verify")
         with removed_at(folder, "two", call):
             (folder / "latest").write_text("two")
@@ -649,7 +651,7 @@ def test_without_a_tag_a_reader_takes_what_is_left(
 
 def load_beside(folder: str, spare: str) -> Any:
     """A job saves "three" and removes "one", the only other, while it is loaded here."""
-    works = files.open_regular
+    works = open_regular
 
     def opens(path: Any) -> int:
         if "data-" in str(path) and "one" in Path(path).parts and Path(spare).exists():
@@ -659,7 +661,7 @@ def load_beside(folder: str, spare: str) -> Any:
         return works(path)
 
     engine = engine_of(2)
-    with mock.patch("onefold.checkpoint.reader.open_regular", opens) if rank() == 0 else nullcontext():
+    with mock.patch(f"{FORMAT}.shard_files.open_regular", opens) if rank() == 0 else nullcontext():
         path, _ = engine.load_checkpoint(folder)
     return path, told_by(lambda: engine.load_checkpoint(folder, "one"))
 
@@ -690,7 +692,7 @@ def read_for_ever(folder: Path, counts: Counter[str]) -> None:
         for work in (
             lambda: get_fp32_state_dict_from_zero_checkpoint(folder),
             lambda tag=tag: get_fp32_state_dict_from_zero_checkpoint(folder, tag),
-            lambda: Checkpoint.open(folder).close(),
+            lambda: CheckpointReader.open(folder).close(),
             lambda: audit.list_all(folder) and [audit.summary(found) for found in audit.list_all(folder)],
         ):
             try:

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.checkpoint import safetensors as ours
-from onefold.checkpoint.header import DTYPES
-from onefold.checkpoint.safetensors import Weights, Writer, parse_size
+from onefold.checkpoint.format import safetensors_files as ours
+from onefold.checkpoint.format.safetensors_files import DTYPES, SafetensorsReader, SafetensorsWriter, parse_size
 
 theirs = pytest.importorskip("safetensors.torch", reason="compares with the safetensors package")
 
@@ -48,14 +47,14 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def export(folder: Path, tensors: dict[str, torch.Tensor], **options: object) -> list[str]:
-    with Writer(folder, [(name, t.dtype, t.shape) for name, t in tensors.items()], **options) as writer:
+    with SafetensorsWriter(folder, [(name, t.dtype, t.shape) for name, t in tensors.items()], **options) as writer:
         for name, tensor in reversed(tensors.items()):
             writer.write(name, tensor)
     return writer.file_names
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    with Weights.open(path) as weights:
+    with SafetensorsReader.open(path) as weights:
         tensors = {}
         for name in weights.names:
             entry = weights.entry(name)
@@ -90,7 +89,7 @@ def test_we_read_what_safetensors_writes(tmp_path):
     tensors = every_dtype()
     theirs.save_file(tensors, tmp_path / "model.safetensors", {"made by": "them"})
     assert_same(load(tmp_path), tensors)
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         assert weights.metadata == {"made by": "them"}
         assert weights.entry("BF16.0").file == tmp_path / "model.safetensors"
 
@@ -113,7 +112,7 @@ def test_tensors_lie_at_multiples_of_their_element_size(tmp_path):
     }
     for metadata in ({"format": "pt"}, {"format": "pt", "odd": "x"}, {}):
         export(tmp_path, tensors, metadata=metadata)
-        with Weights.open(tmp_path) as weights:
+        with SafetensorsReader.open(tmp_path) as weights:
             assert all(weights.entry(name).offset % weights.entry(name).dtype.itemsize == 0 for name in tensors)
             assert weights.entry("b").offset % 8 == 0
 
@@ -141,7 +140,7 @@ def test_any_range_is_what_slicing_gives_and_costs_its_own_bytes_only(tmp_path):
     tensors["long"] = random_bits(torch.bfloat16, (301, 17))
     export(tmp_path, tensors, max_shard_size=700)
     choose = random.Random(5)
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         expected_bytes = 0
         for _ in range(400):
             name = choose.choice([*tensors, "long"])
@@ -161,20 +160,20 @@ def test_another_dtype_is_cast_as_torch_casts_in_tiles(tmp_path, monkeypatch, so
     monkeypatch.setattr(ours, "TILE", 16)
     tensor = (torch.randn(9, 11) * 5).to(source)
     export(tmp_path, {"w": tensor})
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         for start, stop in ((0, 99), (5, 5), (3, 19), (20, 53)):
             out = torch.empty(stop - start, dtype=target)
             weights.read("w", start, stop, out)
             assert same_bits(out, tensor.reshape(-1)[start:stop].to(target))
         assert weights.bytes_read == tensor[0, 0].nbytes * (99 + 0 + 16 + 33)
-    with Writer(tmp_path, [("w", target, (9, 11))]) as writer:
+    with SafetensorsWriter(tmp_path, [("w", target, (9, 11))]) as writer:
         writer.write("w", tensor)
     assert same_bits(theirs.load_file(tmp_path / "model.safetensors")["w"], tensor.to(target))
 
 
 def test_reading_refuses_what_it_cannot_fill(tmp_path):
     export(tmp_path, {"w": torch.ones(4, 4)})
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         for start, stop in ((-1, 3), (3, 2), (0, 17)):
             with pytest.raises(ValueError, match="'w' has 16 elements"):
                 weights.read("w", start, stop, torch.empty(max(0, stop - start)))
@@ -190,7 +189,7 @@ def test_reading_refuses_what_it_cannot_fill(tmp_path):
 def test_a_parameter_that_wants_gradients_is_read_into(tmp_path):
     export(tmp_path, {"w": torch.arange(4.0)})
     out = torch.zeros(4, requires_grad=True)
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         weights.read("w", 0, 4, out)
     assert out.tolist() == [0, 1, 2, 3]
 
@@ -230,16 +229,16 @@ def test_our_cut_is_the_hugging_face_cut(tmp_path):
 
 def test_a_folder_is_opened_by_what_it_holds(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        Weights.open(tmp_path / "nowhere")
+        SafetensorsReader.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
-        Weights.open(tmp_path)
+        SafetensorsReader.open(tmp_path)
     export(tmp_path, {"a": torch.ones(1)}, file_name="adapter_model.safetensors")
     assert load(tmp_path).keys() == {"a"}
     export(tmp_path, {"b": torch.ones(1), "c": torch.ones(1)}, file_name="other.safetensors", max_shard_size=4)
     assert load(tmp_path).keys() == {"b", "c"}
     export(tmp_path, {"d": torch.ones(1), "e": torch.ones(1)}, file_name="more.safetensors", max_shard_size=4)
     with pytest.raises(ValueError, match=r"which of more.*, other.*\?"):
-        Weights.open(tmp_path)
+        SafetensorsReader.open(tmp_path)
     export(tmp_path, {"f": torch.ones(1)})
     assert load(tmp_path).keys() == {"f"}
 
@@ -249,7 +248,7 @@ def test_tied_weights_are_stored_once_and_found_under_both_names(tmp_path):
     for limit in ("1GB", 32):
         export(tmp_path, tensors, aliases={"head": "embed"}, max_shard_size=limit)
         assert_same(load(tmp_path), tensors)
-        with Weights.open(tmp_path) as weights:
+        with SafetensorsReader.open(tmp_path) as weights:
             assert weights.names == ("embed", "norm")
             assert weights.aliases == {"head": "embed"}
             assert weights.entry("head") == weights.entry("embed")
@@ -262,7 +261,7 @@ def test_tied_weights_of_safetensors_itself_are_found(tmp_path):
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)})
     model["head"].weight = model["embed"].weight
     theirs.save_model(model, str(tmp_path / "model.safetensors"))
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         assert len(weights.names) == 1
         assert weights.entry("head.weight") == weights.entry("embed.weight")
 
@@ -330,7 +329,7 @@ def test_a_hostile_file_is_refused_by_name_without_large_allocations(tmp_path, c
     num_open = len(os.listdir("/proc/self/fd"))
     tracemalloc.start()
     with pytest.raises(ValueError, match=message) as caught:
-        Weights.open(tmp_path)
+        SafetensorsReader.open(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(path) in str(caught.value)
@@ -348,7 +347,7 @@ def test_every_truncation_is_noticed(tmp_path):
     for length in range(len(whole)):
         (tmp_path / "model.safetensors").write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"model\.safetensors"):
-            Weights.open(tmp_path)
+            SafetensorsReader.open(tmp_path)
 
 
 def test_random_damage_to_a_header_never_crashes(tmp_path):
@@ -372,7 +371,7 @@ def test_random_damage_to_a_header_never_crashes(tmp_path):
 
 def test_a_file_cut_short_after_opening_is_noticed_at_the_read(tmp_path):
     export(tmp_path, {"w": torch.randn(100)})
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 40)
         weights.read("w", 0, 90, torch.empty(90))
         for dtype in (torch.float32, torch.bfloat16):
@@ -409,7 +408,7 @@ def test_a_hostile_index_is_refused_by_name(tmp_path, case):
     path = tmp_path / "in" / "model.safetensors.index.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        Weights.open(tmp_path / "in")
+        SafetensorsReader.open(tmp_path / "in")
     assert str(path) in str(caught.value)
 
 
@@ -426,7 +425,7 @@ def test_an_error_leaves_the_former_export_untouched(tmp_path):
     entries = [(name, torch.float32, (4,)) for name in "abc"]
 
     def stop_half_way(error: BaseException | None) -> None:
-        with Writer(tmp_path, entries, max_shard_size=16) as writer:
+        with SafetensorsWriter(tmp_path, entries, max_shard_size=16) as writer:
             writer.write("a", torch.ones(4))
             if error:
                 raise error
@@ -442,7 +441,7 @@ def test_a_killed_writer_leaves_the_former_export_and_the_next_one_sweeps(tmp_pa
     export(tmp_path, version(1))
     child = os.fork()
     if child == 0:
-        writer = Writer(tmp_path, [(name, torch.float32, (4,)) for name in "abcd"], max_shard_size=16)
+        writer = SafetensorsWriter(tmp_path, [(name, torch.float32, (4,)) for name in "abcd"], max_shard_size=16)
         writer.write("a", torch.zeros(4))
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
@@ -511,7 +510,7 @@ def test_stale_files_go_and_strangers_stay(tmp_path, old, new):
 
 def test_a_reader_keeps_the_export_it_opened(tmp_path):
     export(tmp_path, version(1), max_shard_size=32)
-    with Weights.open(tmp_path) as weights:
+    with SafetensorsReader.open(tmp_path) as weights:
         export(tmp_path, version(2), max_shard_size=32)
         for name in weights.names:
             out = torch.empty(4)
@@ -527,7 +526,7 @@ def test_files_have_ordinary_permissions(tmp_path):
 
 
 def test_writing_refuses_what_does_not_fit(tmp_path):
-    with Writer(tmp_path, [("a", torch.int64, (2,))], aliases={"tied": "a"}) as writer:
+    with SafetensorsWriter(tmp_path, [("a", torch.int64, (2,))], aliases={"tied": "a"}) as writer:
         for name, tensor, message in (
             ("b", torch.ones(2), "'b' is not among the entries"),
             ("tied", torch.ones(2), "'tied' is tied to 'a'"),
@@ -563,7 +562,7 @@ def test_writing_refuses_what_does_not_fit(tmp_path):
 )
 def test_a_writer_is_refused_before_it_touches_the_disk(tmp_path, entries, options, message):
     with pytest.raises(ValueError, match=message):
-        Writer(tmp_path / "new", entries, **options)
+        SafetensorsWriter(tmp_path / "new", entries, **options)
     assert not (tmp_path / "new").exists()
 
 
@@ -597,7 +596,7 @@ TRANSFORMERS = """
 import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM, LlamaConfig
-from onefold.checkpoint.safetensors import Writer
+from onefold.checkpoint.format.safetensors_files import SafetensorsWriter
 
 for tied in (False, True):
     for limit in ("20KB", "5GB"):
@@ -611,7 +610,7 @@ for tied in (False, True):
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
         stored = {name: tensor for name, tensor in state.items() if name not in aliases}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in stored.items()]
-        with Writer(folder, entries, max_shard_size=limit, aliases=aliases) as writer:
+        with SafetensorsWriter(folder, entries, max_shard_size=limit, aliases=aliases) as writer:
             for name, tensor in stored.items():
                 writer.write(name, tensor.float())
         assert (len(writer.file_names) > 2) == (limit == "20KB"), writer.file_names
@@ -637,7 +636,9 @@ def test_transformers_loads_an_export(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_gpu_are_written(tmp_path):
     tensor = torch.randn(3 * ours.TILE + 5, device="cuda")
-    with Writer(tmp_path, [("same", torch.float32, tensor.shape), ("cast", torch.bfloat16, tensor.shape)]) as writer:
+    with SafetensorsWriter(
+        tmp_path, [("same", torch.float32, tensor.shape), ("cast", torch.bfloat16, tensor.shape)]
+    ) as writer:
         writer.write("cast", tensor)
         writer.write("same", tensor)
     assert_same(load(tmp_path), {"same": tensor.cpu(), "cast": tensor.bfloat16().cpu()})

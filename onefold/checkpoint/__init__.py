@@ -1,1 +1,1 @@
-"""Weights and training states on disk."""
+"""Checkpoints: their files (format), how ranks write them (saving) and read them (loading), DeepSpeed's, and tools."""

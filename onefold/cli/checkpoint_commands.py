@@ -11,14 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint import audit, folder
-from onefold.checkpoint import export as exporting
-from onefold.checkpoint.audit import Damage, bytes_under, spell, unpublished_bytes
-from onefold.checkpoint.convert import import_deepspeed
-from onefold.checkpoint.export import find_checkpoint
-from onefold.checkpoint.folder import LATEST, Found, data_folders, is_deepspeeds, list_tags
-from onefold.checkpoint.manifest import CheckpointError, RemovedError
-from onefold.checkpoint.reader import TRIES
+from onefold.checkpoint.deepspeed.convert import import_deepspeed
+from onefold.checkpoint.format import folder
+from onefold.checkpoint.format.files import CheckpointError, RemovedError, replace_file
+from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
+from onefold.checkpoint.format.shard_files import TRIES
+from onefold.checkpoint.tools import audit
+from onefold.checkpoint.tools import export as exporting
+from onefold.checkpoint.tools.audit import Damage, bytes_under, spell, unpublished_bytes
+from onefold.checkpoint.tools.export import find_checkpoint
 from onefold.cli.commands import UsageError
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.log import format_bytes
@@ -209,7 +210,7 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
     return 0 if is_fine else 1
 
 
-def _verify(chosen: Sequence[Found]) -> list[tuple[Found, list[Damage]]]:
+def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, list[Damage]]]:
     total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
     done = 0
     results = []
@@ -264,7 +265,7 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_removable(save_dir: Path, tag: str, found: dict[str, Found]) -> None:
+def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
     entry = found.get(tag)
     if entry is None:
         why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
@@ -277,14 +278,14 @@ def _check_removable(save_dir: Path, tag: str, found: dict[str, Found]) -> None:
 def _name_another(save_dir: Path, complete: Sequence[str]) -> None:
     """Before the tag goes, so that `latest` never names what is not there."""
     if complete:
-        folder.replace_file(save_dir / LATEST, complete[0].encode())
+        replace_file(save_dir / LATEST, complete[0].encode())
         print(f"{LATEST}: names {complete[0]} now")
     else:
         (save_dir / LATEST).unlink()
         print(f"{LATEST}: removed, for no complete checkpoint stays")
 
 
-def _remove(found: Found) -> None:
+def _remove(found: FoundCheckpoint) -> None:
     folder.remove(found.folder)
     print(f"{found.tag}: removed")
     stays = sorted(entry.name for entry in found.folder.iterdir()) if found.folder.exists() else []
@@ -293,7 +294,7 @@ def _remove(found: Found) -> None:
         print(f"{found.tag}: {name} {why} and stays")
 
 
-def _clean(found: Found) -> None:
+def _clean(found: FoundCheckpoint) -> None:
     before = unpublished_bytes(found)
     folder.clean(found.folder)
     after = unpublished_bytes(found)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.checkpoint.save import LINGER
+from onefold.checkpoint.saving.saver import LINGER
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
 from onefold.log import logger

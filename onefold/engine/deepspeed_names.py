@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from onefold.checkpoint.weights import consolidate, save_weights
+from onefold.checkpoint.loading.weights import consolidate, save_weights
 from onefold.loader import data_loader
 
 if TYPE_CHECKING:

@@ -11,12 +11,26 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint import folder, rng
-from onefold.checkpoint.load import MisfitError, Read, Target, fill, groups_for, state_reads, verify, weight_reads
-from onefold.checkpoint.manifest import NAME, CheckpointError
-from onefold.checkpoint.reader import Checkpoint
-from onefold.checkpoint.slots import loose_states
-from onefold.checkpoint.sound import check_groups, check_loose_like, check_schedule, check_taken
+from onefold.checkpoint.format import folder
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.manifest import NAME
+from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.checkpoint.loading.load import (
+    LoadTarget,
+    MisfitError,
+    TensorRead,
+    check_groups,
+    check_loose_like,
+    check_schedule,
+    check_taken,
+    fill,
+    groups_for,
+    state_reads,
+    verify,
+    weight_reads,
+)
+from onefold.checkpoint.loading.random_states import check_random_states, restore_random_states
+from onefold.checkpoint.loading.slots import loose_states
 from onefold.comm import agree_in_meeting
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
@@ -41,14 +55,14 @@ class Asked:
 class Opened:
     """A checkpoint, and what this rank has read of it or is about to."""
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointReader
     state: dict[str, Any]
     own: dict[str, Any]
     same_world: bool
     whole: dict[str, torch.Tensor]
     groups: list[dict[str, Any]]
     """Hyperparameters for each group of the optimizer."""
-    reads: list[Read]
+    reads: list[TensorRead]
 
 
 class Loading:
@@ -134,7 +148,7 @@ class Loading:
         opened: list[Opened] = []
 
         def prepare() -> None:
-            checkpoint = stack.enter_context(Checkpoint.open(path))
+            checkpoint = stack.enter_context(CheckpointReader.open(path))
             checkpoint.check_headers()
             state = checkpoint.state
             same_world = checkpoint.manifest.world_size == self._state.group.size
@@ -187,7 +201,7 @@ class Loading:
                 else:
                     check_taken(found.own["data"], loader, [], "data")
             if asked.exactly and found.same_world and found.own:
-                rng.check(found.own["rng"], self._state.device)
+                check_random_states(found.own["rng"], self._state.device)
         except MisfitError:
             raise
         except ValueError as error:
@@ -202,9 +216,9 @@ class Loading:
         return has_position and hasattr(self._state.training_dataloader, "load_state_dict")
 
     @property
-    def _target(self) -> Target:
+    def _target(self) -> LoadTarget:
         state = self._state
-        return Target(state.model, state.schedule.units, state.step, state.group.rank, state.group.size)
+        return LoadTarget(state.model, state.schedule.units, state.step, state.group.rank, state.group.size)
 
     def _agree(self, work: Callable[[], None]) -> str:
         """Work that is this rank's alone. What any rank finds damaged is returned on all of them, what else goes wrong
@@ -230,7 +244,9 @@ class Loading:
             raise MisfitError(message)
         return message
 
-    def _state_reads(self, checkpoint: Checkpoint, saved: dict[str, Any] | None, asked: Asked) -> list[Read]:
+    def _state_reads(
+        self, checkpoint: CheckpointReader, saved: dict[str, Any] | None, asked: Asked
+    ) -> list[TensorRead]:
         if saved is None:
             raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
         step = self._state.step
@@ -288,7 +304,7 @@ class Loading:
                 store.push().wait()
         self._state.schedule.refresh_now()
 
-    def _whole_state(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    def _whole_state(self, checkpoint: CheckpointReader) -> dict[str, torch.Tensor]:
         found = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
         return found | {alias: found[name] for alias, name in checkpoint.manifest.aliases.items() if name in found}
 
@@ -324,7 +340,7 @@ class Loading:
                 "job's own seed"
             )
         elif found.own:
-            rng.restore(found.own["rng"], state.device)
+            restore_random_states(found.own["rng"], state.device)
         else:
             self._warn(f"{found.checkpoint.folder} holds no random numbers: they go on from this job's own seed")
 

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint import rng
-from onefold.checkpoint.load import buffer_name
-from onefold.checkpoint.manifest import checksum
-from onefold.checkpoint.orders import Head, Order, Retention, SaveError
-from onefold.checkpoint.redact import without_secrets
-from onefold.checkpoint.save import Saver
-from onefold.checkpoint.shards import Slot
-from onefold.checkpoint.slots import groups_of, loose_states, outside_units, own_slots
-from onefold.checkpoint.tagged import ClientStateError
+from onefold.checkpoint.format.manifest import checksum, without_secrets
+from onefold.checkpoint.format.plain_data import ClientStateError
+from onefold.checkpoint.format.shard_files import Slot
+from onefold.checkpoint.loading.load import buffer_name
+from onefold.checkpoint.loading.random_states import capture_random_states
+from onefold.checkpoint.loading.slots import groups_of, loose_states, outside_units, own_slots
+from onefold.checkpoint.saving.request import Retention, SaveError, SaveHeader, SaveOptions, SaveRequest
+from onefold.checkpoint.saving.saver import Saver
 from onefold.comm import Board
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -98,14 +97,17 @@ class Saving:
         state = self._state
         state.check_present()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
-        self._saver.save(
-            str(save_dir),
-            tag,
-            lambda: self._head(client_state, exclude_frozen),
+        options = SaveOptions(
+            save_dir=str(save_dir),
+            tag=tag,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen,
             background=state.plan.loop.checkpoint.async_save if background is None else background,
-            validate_tag=lambda theirs: self._validate_tag(tag, theirs),
+        )
+        self._saver.save(
+            options,
+            lambda: self._header(client_state, exclude_frozen),
+            lambda theirs: self._validate_tag(tag, theirs),
         )
 
     def raise_failed(self) -> None:
@@ -122,7 +124,7 @@ class Saving:
             raise SaveError(f"{message}; checkpoint.tag_validation is Fail")
         logger.warning("%s: rank 0's is taken", message)
 
-    def _head(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> Head:
+    def _header(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> SaveHeader:
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ClientStateError(
                 f"client_state must be a dict, or None, not a {type(client_state).__name__}: put it into one"
@@ -138,7 +140,7 @@ class Saving:
         parameters = groups_of(self._state.schedule.units) | {
             n: None for n, t in outside.items() if isinstance(t, nn.Parameter)
         }
-        return Head(
+        return SaveHeader(
             state={
                 **self._job_state(),
                 "client_state": dict(client_state or {}),
@@ -188,7 +190,7 @@ class Saving:
     def _own_state(self) -> dict[str, Any]:
         loader = self._state.training_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        return {"rng": rng.capture(self._state.device), "data": position}
+        return {"rng": capture_random_states(self._state.device), "data": position}
 
     def steps_done(self) -> int | None:
         """The step after which this rank stands; None inside a step."""
@@ -197,7 +199,7 @@ class Saving:
         remembered = state.group.size == 1 or self._after_step[0] == state.global_steps
         return state.global_steps if remembered and not changing else None
 
-    def part_of(self, order: Order, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
+    def part_of(self, request: SaveRequest, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
         """What this rank writes of a save, and its own state. `joined`: its program has not called for it."""
         state = self._state
         state.check_present()
@@ -207,11 +209,11 @@ class Saving:
             torch.cuda.synchronize(state.device)
         rank, units = state.group.rank, state.schedule.units
         first = rank < state.group.num_shards  # others hold the same again
-        slots = list(own_slots(units, state.step, exclude_frozen=order.exclude_frozen)) if first else []
-        for name, tensor in outside_units(state.model, exclude_frozen=order.exclude_frozen)[0].items():
+        slots = list(own_slots(units, state.step, exclude_frozen=request.exclude_frozen)) if first else []
+        for name, tensor in outside_units(state.model, exclude_frozen=request.exclude_frozen)[0].items():
             if rank == 0:
                 slots.append(Slot.whole(f"model/{name}", tensor))
-            elif not joined and not isinstance(tensor, nn.Parameter) and order.buffers.get(name) != _digest(tensor):
+            elif not joined and not isinstance(tensor, nn.Parameter) and request.buffers.get(name) != _digest(tensor):
                 slots.append(Slot.whole(buffer_name(rank, name), tensor))
         own = self._after_step[1] if joined else self._own_state()
         # Where every rank steps everything, one of them says it all.

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_rank(options: TrainOptions) -> int:
     """Train as the rank that the environment says, and return the exit code."""
-    from onefold.checkpoint.load import MisfitError
-    from onefold.checkpoint.manifest import CheckpointError
+    from onefold.checkpoint.format.files import CheckpointError
+    from onefold.checkpoint.loading.load import MisfitError
     from onefold.config import ConfigError
     from onefold.train.data import DataError
     from onefold.train.loop import ResumeError, train

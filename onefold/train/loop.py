@@ -18,6 +18,7 @@ import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.engine import Engine
+from onefold.log import logger
 from onefold.plan import make_plan
 from onefold.report.memory_usage import peak_bytes, used_bytes
 from onefold.train.data import Corpus, load_corpus

@@ -1,19 +1,152 @@
-"""Whole fp32 weights out of a checkpoint, where DeepSpeed's users import it from."""
+"""Whole fp32 weights out of a checkpoint, under the names of DeepSpeed's zero_to_fp32."""
 
 from __future__ import annotations
 
-from onefold.checkpoint.export import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    main,
-)
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.manifest import Manifest
+from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.checkpoint.tools.export import ExportError, WeightSelection, export, read_one, spell_names
+from onefold.log import logger
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
 ]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class LazyTensor:
+    """A tensor that is still on disk; `contiguous` reads it. Tied names have the same one."""
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str, dtype: torch.dtype) -> None:
+        self._folder, self._manifest, self._name = folder, manifest, name
+        self.shape = torch.Size(manifest.tensors[name].shape)
+        self.dtype = dtype
+
+    def contiguous(self) -> torch.Tensor:
+        with CheckpointReader(self._folder, self._manifest) as checkpoint:
+            return checkpoint.tensor(self._name, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self._name.removeprefix('model/')!r}, {list(self.shape)}, {self.dtype})"
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """The weights of a checkpoint as a state dict of fp32 tensors in host memory, buffers and tied names included.
+
+    With `lazy_mode` the values are still on disk: `value.contiguous()` reads that one, `.shape` and `.dtype` are known.
+    """
+
+    def work(checkpoint: CheckpointReader) -> dict[str, Any]:
+        weights = WeightSelection.of(checkpoint, torch.float32, exclude_frozen=exclude_frozen_parameters)
+        found: dict[str, Any]
+        if lazy_mode:
+            found = {
+                name: LazyTensor(checkpoint.folder, checkpoint.manifest, f"model/{name}", dtype)
+                for name, dtype in weights.dtypes.items()
+            }
+        else:
+            found = {name: weights.read(name) for name in weights.dtypes}
+        return found | {alias: found[name] for alias, name in weights.aliases.items()}
+
+    return read_one(checkpoint_dir, tag, work)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint in fp32: `pytorch_model.bin`, or safetensors; in several files where large."""
+    export(
+        checkpoint_dir,
+        output_dir,
+        tag=tag,
+        file_format="safetensors" if safe_serialization else "bin",
+        max_shard_size=max_shard_size,
+        exclude_frozen=exclude_frozen_parameters,
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: Model, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> Model:
+    """Move a model to the CPU and give it the weights of a checkpoint. What only one of the two has is warned of."""
+    from onefold.runtime import handle_of
+
+    for name, parameter in model.named_parameters():
+        handle = handle_of(parameter)
+        if handle is not None and not handle.place_of(parameter)[0].stays_unsharded:
+            raise ExportError(
+                f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
+                "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"
+            )
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    misfits = model.load_state_dict(state, strict=False)
+    for what, names in (("not in the checkpoint", misfits.missing_keys), ("not in the model", misfits.unexpected_keys)):
+        if names:
+            logger.warning("%s: %d tensors are %s: %s", checkpoint_dir, len(names), what, spell_names(names))
+    return model
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line of zero_to_fp32.py."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py",
+        description="Write the weights of a checkpoint, whole and in fp32. No GPU is needed, and little memory.",
+        epilog="example: python zero_to_fp32.py . fp32_weights --tag global_step100. `onefold export` also writes bf16 "
+        "and fp16.",
+    )
+    add = parser.add_argument
+    add("checkpoint_dir", help="the folder with `latest` and the tags' folders, or a tag's folder")
+    add("output_dir", help="the folder to write to")
+    add("--max_shard_size", default="5GB", help="where to cut into several files: 500MB, 5GB (default), 2GiB")
+    add("--safe_serialization", action="store_true", help="safetensors (streamed) instead of pytorch_model.bin")
+    add("-t", "--tag", help="which checkpoint (default: what `latest` names)")
+    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
+    add("-d", "--debug", action="store_true", help="name each tensor, and show where an error came from")
+    options = parser.parse_args(argv)
+
+    def tell(name: str, done: int, total: int) -> None:
+        print(f"{done / max(1, total):4.0%} {name}", file=sys.stderr)
+
+    try:
+        exported = export(
+            options.checkpoint_dir,
+            options.output_dir,
+            tag=options.tag,
+            file_format="safetensors" if options.safe_serialization else "bin",
+            max_shard_size=options.max_shard_size,
+            exclude_frozen=options.exclude_frozen_parameters,
+            progress=tell if options.debug else None,
+        )
+    except (CheckpointError, ExportError, OSError) as error:
+        if options.debug:
+            raise
+        sys.exit(f"zero_to_fp32.py: {error}")
+    print(f"{exported.num_tensors} tensors of {exported.checkpoint} in {', '.join(map(str, exported.files))}")
+
 
 if __name__ == "__main__":
     main()

@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from onefold.checkpoint import fields
-from onefold.checkpoint.files import read_small, told
-from onefold.checkpoint.header import DTYPE_NAMES, DTYPES, MAX_DIMS, MAX_HEADER_BYTES
+from onefold.checkpoint.format.files import (
+    CheckpointError,
+    check_finite,
+    check_hexadecimal,
+    check_list,
+    check_object,
+    check_text,
+    check_whole,
+    parse_json,
+    read_small,
+    reason,
+    spell,
+)
+from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES, DTYPES, MAX_DIMS, MAX_HEADER_BYTES
 
 FORMAT = "onefold-checkpoint"
 VERSION = 1
@@ -38,21 +51,13 @@ _HEAD = '{"xxh3":"%016x","manifest":'
 _HEAD_BYTES = len(_HEAD % 0)
 
 
-class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or does not fit; the message says which file, what is wrong, what to do."""
-
-
-class RemovedError(CheckpointError):
-    """A checkpoint was removed or replaced while it was read, by whoever owns it."""
-
-
 def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Elements [start, stop) of a flattened tensor, in one file from `offset` on."""
+class StoredPart:
+    """Elements [start, stop) of a flattened tensor, stored in one shard file from byte `offset` on."""
 
     file: int
     start: int
@@ -65,21 +70,21 @@ class Part:
         return {"file": self.file, "start": self.start, "stop": self.stop, "offset": self.offset, "xxh3": sums}
 
     @staticmethod
-    def from_json(tree: Any, where: str) -> Part:
+    def from_json(tree: Any, where: str) -> StoredPart:
         keys = ("file", "start", "stop", "offset")
-        tree = fields.entries(tree, where, *keys, "xxh3")
-        file, start, stop, offset = (fields.whole(tree[key], f"{where}.{key}") for key in keys)
-        sums = fields.items(tree["xxh3"], f"{where}.xxh3")
-        return Part(file, start, stop, offset, tuple(fields.hexadecimal(text, f"{where}.xxh3") for text in sums))
+        tree = check_object(tree, where, *keys, "xxh3")
+        file, start, stop, offset = (check_whole(tree[key], f"{where}.{key}") for key in keys)
+        sums = check_list(tree["xxh3"], f"{where}.xxh3")
+        return StoredPart(file, start, stop, offset, tuple(check_hexadecimal(text, f"{where}.xxh3") for text in sums))
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor: what it is as a whole, and the parts that make it up, in order."""
+class StoredTensor:
+    """One tensor: its dtype and whole shape, and the parts in shard files that make it up, in order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
     @property
     def numel(self) -> int:
@@ -94,17 +99,17 @@ class Stored:
         return {"dtype": DTYPE_NAMES[self.dtype], "shape": self.shape, "parts": parts}
 
     @staticmethod
-    def from_json(tree: Any, where: str) -> Stored:
-        tree = fields.entries(tree, where, "dtype", "shape", "parts")
-        dtype = DTYPES.get(fields.text(tree["dtype"], f"{where}.dtype"))
+    def from_json(tree: Any, where: str) -> StoredTensor:
+        tree = check_object(tree, where, "dtype", "shape", "parts")
+        dtype = DTYPES.get(check_text(tree["dtype"], f"{where}.dtype"))
         if dtype is None:
             raise ValueError(f"{where}.dtype: {tree['dtype']!r} is no dtype of safetensors")
-        shape = tuple(fields.whole(size, f"{where}.shape") for size in fields.items(tree["shape"], f"{where}.shape"))
+        shape = tuple(check_whole(size, f"{where}.shape") for size in check_list(tree["shape"], f"{where}.shape"))
         if len(shape) > MAX_DIMS:
             raise ValueError(f"{where}.shape has {len(shape)} dimensions, more than {MAX_DIMS}")
-        parts = fields.items(tree["parts"], f"{where}.parts")
-        stored = Stored(
-            dtype, shape, tuple(Part.from_json(part, f"{where}.parts[{n}]") for n, part in enumerate(parts))
+        parts = check_list(tree["parts"], f"{where}.parts")
+        stored = StoredTensor(
+            dtype, shape, tuple(StoredPart.from_json(part, f"{where}.parts[{n}]") for n, part in enumerate(parts))
         )
         end = 0
         for part in stored.parts:
@@ -120,7 +125,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class File:
+class ShardFile:
     """One safetensors file of a checkpoint; `name` is relative to the folder of the tag."""
 
     name: str
@@ -133,16 +138,16 @@ class File:
         return {"name": self.name, "bytes": self.nbytes, "header_bytes": self.header_bytes, "header_xxh3": sums}
 
     @staticmethod
-    def from_json(tree: Any, where: str) -> File:
-        tree = fields.entries(tree, where, "name", "bytes", "header_bytes", "header_xxh3")
-        name = fields.text(tree["name"], f"{where}.name")
+    def from_json(tree: Any, where: str) -> ShardFile:
+        tree = check_object(tree, where, "name", "bytes", "header_bytes", "header_xxh3")
+        name = check_text(tree["name"], f"{where}.name")
         folder, _, file = name.partition("/")
         plain = folder and file and name.isprintable() and "/" not in file and "\\" not in name
         if not plain or {folder, file} & {".", ".."}:
             raise ValueError(f"{where}.name: a file lies in a folder beside the manifest, not at {name!r}")
-        nbytes = fields.whole(tree["bytes"], f"{where}.bytes")
-        header = fields.whole(tree["header_bytes"], f"{where}.header_bytes", 8, min(nbytes, 8 + MAX_HEADER_BYTES))
-        return File(name, nbytes, header, fields.hexadecimal(tree["header_xxh3"], f"{where}.header_xxh3"))
+        nbytes = check_whole(tree["bytes"], f"{where}.bytes")
+        header = check_whole(tree["header_bytes"], f"{where}.header_bytes", 8, min(nbytes, 8 + MAX_HEADER_BYTES))
+        return ShardFile(name, nbytes, header, check_hexadecimal(tree["header_xxh3"], f"{where}.header_xxh3"))
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,8 @@ class Manifest:
     saved: str
     global_steps: int
     world_size: int
-    files: tuple[File, ...]
-    tensors: Mapping[str, Stored]
+    files: tuple[ShardFile, ...]
+    tensors: Mapping[str, StoredTensor]
     parameters: Mapping[str, int | None]
     state: Any
     ranks: Sequence[Any]
@@ -200,25 +205,25 @@ class Manifest:
 
     @staticmethod
     def from_text(text: bytes, path: Path) -> Manifest:
-        """Whatever the text says is checked before any of it is used: it may be edited, and signed again."""
+        """Parse and check a manifest: its text may be edited, and signed again."""
         body = text[_HEAD_BYTES:-2]
         if text[:_HEAD_BYTES] != (_HEAD % checksum(body)).encode() or text[-2:] != b"}\n":
             raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not fit its text")
         try:
-            return _from_tree(fields.parse(body))
+            return _from_tree(parse_json(body))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a manifest that this onefold reads: {error}") from error
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The manifest of a tag's folder."""
+        """Read the manifest of a tag's folder."""
         path = folder / NAME
         try:
             text = read_small(path, MAX_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {told(error)}") from error
+            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
         return Manifest.from_text(text, path)
 
 
@@ -229,23 +234,23 @@ _KEYS = (
 
 
 def _from_tree(tree: Any) -> Manifest:
-    tree = fields.entries(tree, "the manifest", "format", "version", "range_bytes")
+    tree = check_object(tree, "the manifest", "format", "version", "range_bytes")
     known = {"format": FORMAT, "version": VERSION, "range_bytes": RANGE_BYTES}
     if any(type(tree[key]) is not type(value) or tree[key] != value for key, value in known.items()):
-        raise ValueError(f"it has {fields.spell({key: tree[key] for key in known})}; this onefold reads {known}")
-    tree = fields.entries(tree, "the manifest", *_KEYS)
+        raise ValueError(f"it has {spell({key: tree[key] for key in known})}; this onefold reads {known}")
+    tree = check_object(tree, "the manifest", *_KEYS)
     for key in ("tag", "saved", "writer"):
-        fields.text(tree[key], key)
+        check_text(tree[key], key)
     try:
         datetime.fromisoformat(tree["saved"])
     except ValueError:
-        raise ValueError(f"saved must be a time in ISO 8601, not {fields.spell(tree['saved'])}") from None
-    files = tuple(File.from_json(file, f"files[{n}]") for n, file in enumerate(fields.items(tree["files"], "files")))
+        raise ValueError(f"saved must be a time in ISO 8601, not {spell(tree['saved'])}") from None
+    files = tuple(ShardFile.from_json(file, f"files[{n}]") for n, file in enumerate(check_list(tree["files"], "files")))
     if len({file.name for file in files}) < len(files):
         raise ValueError("files: a name is given twice")
     tensors = {
-        name: Stored.from_json(stored, f"tensors.{name}")
-        for name, stored in fields.entries(tree["tensors"], "tensors").items()
+        name: StoredTensor.from_json(stored, f"tensors.{name}")
+        for name, stored in check_object(tree["tensors"], "tensors").items()
     }
     for name, stored in tensors.items():
         for part in stored.parts:
@@ -258,15 +263,15 @@ def _from_tree(tree: Any) -> Manifest:
     manifest = Manifest(
         tag=tree["tag"],
         saved=tree["saved"],
-        global_steps=fields.whole(tree["global_steps"], "global_steps"),
-        world_size=fields.whole(tree["world_size"], "world_size", least=1),
+        global_steps=check_whole(tree["global_steps"], "global_steps"),
+        world_size=check_whole(tree["world_size"], "world_size", least=1),
         files=files,
         tensors=tensors,
-        parameters=fields.entries(tree["parameters"], "parameters"),
+        parameters=check_object(tree["parameters"], "parameters"),
         state=tree["state"],
-        ranks=fields.items(tree["ranks"], "ranks"),
-        aliases=fields.entries(tree["aliases"], "aliases"),
-        left_out=fields.items(tree["left_out"], "left_out"),
+        ranks=check_list(tree["ranks"], "ranks"),
+        aliases=check_object(tree["aliases"], "aliases"),
+        left_out=check_list(tree["left_out"], "left_out"),
         writer=tree["writer"],
     )
     _check_names(manifest)
@@ -275,9 +280,9 @@ def _from_tree(tree: Any) -> Manifest:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Parameters are stored or left out; what is tied is tied to such a one."""
+    """Every parameter must be stored or left out, and every alias must stand for such a one."""
     for name in manifest.left_out:
-        if fields.text(name, "left_out") not in manifest.parameters or manifest.parameters[name] is not None:
+        if check_text(name, "left_out") not in manifest.parameters or manifest.parameters[name] is not None:
             raise ValueError(f"left_out: {name!r} is no frozen parameter")
     left_out = set(manifest.left_out)
     known = left_out | {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
@@ -285,7 +290,7 @@ def _check_names(manifest: Manifest) -> None:
         if name not in known:
             raise ValueError(f"parameters: {name!r} is neither stored nor left out")
     for alias, name in manifest.aliases.items():
-        if fields.text(name, f"aliases.{alias}") not in known or f"model/{alias}" in manifest.tensors:
+        if check_text(name, f"aliases.{alias}") not in known or f"model/{alias}" in manifest.tensors:
             raise ValueError(f"aliases: {alias!r} stands for {name!r}; the latter alone must be stored")
     for name in manifest.tensors:
         if name.startswith("optimizer/"):
@@ -295,41 +300,141 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_state(manifest: Manifest) -> None:
-    """The state of the job and of the ranks, as far as it can be told before it is decoded."""
-    state = fields.entries(manifest.state, "state", *STATE_KEYS)
-    counters = fields.entries(state["counters"], "state.counters", *COUNTERS)
+    """Check the state of the job and of the ranks as far as possible before it is decoded."""
+    state = check_object(manifest.state, "state", *STATE_KEYS)
+    counters = check_object(state["counters"], "state.counters", *COUNTERS)
     for key in COUNTERS:
-        fields.whole(counters[key], f"state.counters.{key}")
+        check_whole(counters[key], f"state.counters.{key}")
     if counters["global_steps"] != manifest.global_steps:
         raise ValueError(f"global_steps is {manifest.global_steps}, but {counters['global_steps']} in state.counters")
     num_groups = None
     if state["optimizer"] is not None:
-        optimizer = fields.entries(state["optimizer"], "state.optimizer", "name", "num_steps", "groups")
+        optimizer = check_object(state["optimizer"], "state.optimizer", "name", "num_steps", "groups")
         if optimizer["name"] is not None:
-            fields.text(optimizer["name"], "state.optimizer.name")
-        fields.whole(optimizer["num_steps"], "state.optimizer.num_steps")
-        groups = fields.items(optimizer["groups"], "state.optimizer.groups")
+            check_text(optimizer["name"], "state.optimizer.name")
+        check_whole(optimizer["num_steps"], "state.optimizer.num_steps")
+        groups = check_list(optimizer["groups"], "state.optimizer.groups")
         for number, group in enumerate(groups):
-            fields.entries(group, f"state.optimizer.groups[{number}]")
+            check_object(group, f"state.optimizer.groups[{number}]")
         num_groups = len(groups)
     for name, of in manifest.parameters.items():
-        if of is not None and fields.whole(of, f"parameters.{name}") >= (2**31 if num_groups is None else num_groups):
+        if of is not None and check_whole(of, f"parameters.{name}") >= (2**31 if num_groups is None else num_groups):
             raise ValueError(f"parameters: {name!r} is in group {of}, but state.optimizer has {num_groups} groups")
     for key in ("lr_scheduler", "loss_scale", "config"):
         if state[key] is not None:
-            fields.entries(state[key], f"state.{key}")
-    fields.entries(state["client_state"], "state.client_state")
+            check_object(state[key], f"state.{key}")
+    check_object(state["client_state"], "state.client_state")
     if len(manifest.ranks) != manifest.world_size:
         raise ValueError(f"world_size is {manifest.world_size}, but ranks has {len(manifest.ranks)} entries")
     for number, own in enumerate(manifest.ranks):
-        fields.entries(own, f"ranks[{number}]")
+        check_object(own, f"ranks[{number}]")
         if own:  # an imported checkpoint has nothing of its ranks
-            fields.entries(own, f"ranks[{number}]", *RANK_KEYS)
+            check_object(own, f"ranks[{number}]", *RANK_KEYS)
 
 
-def join_parts(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], Part]]) -> dict[str, Stored]:
-    """Every rank's parts as whole tensors. A tensor that is not covered is somebody's fault, and named."""
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Part]]] = {}
+# -- the decoded state -------------------------------------------------------------------------------------------------
+
+# Hyperparameters that no optimizer lets be negative, and those that all have between 0 and 1.
+_NOT_NEGATIVE = ("lr", "initial_lr", "eps", "weight_decay", "momentum")
+_BELOW_ONE = ("betas",)
+
+
+def check_decoded_state(state: Any, where: str) -> None:
+    """Check the types and ranges of the job's state: counters, hyperparameters, loss scale."""
+    check_object(state, where)
+    for key in ("client_state", "counters"):
+        if not isinstance(state[key], dict):
+            raise ValueError(f"{key} must be an object, not {spell(state[key])}")
+    if state["optimizer"] is not None:
+        for number, group in enumerate(state["optimizer"]["groups"]):
+            check_object(group, where)
+            _check_ranges(group, f"optimizer.groups[{number}]")
+    if state["loss_scale"] is not None:
+        _check_loss_scale(state["loss_scale"])
+
+
+def _check_ranges(group: Mapping[str, Any], where: str) -> None:
+    for key in (*_NOT_NEGATIVE, *_BELOW_ONE):
+        values = group.get(key)
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
+                continue
+            number = _number(value.item() if isinstance(value, torch.Tensor) else value, f"{where}.{key}")
+            if number < 0 or (key in _BELOW_ONE and number >= 1):
+                least = "from 0 up" if key not in _BELOW_ONE else "from 0 to below 1"
+                raise ValueError(f"{where}.{key} must be {least}, not {spell(values)}")
+
+
+def _number(value: Any, where: str) -> float:
+    if not is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{where} must be a finite number, not {spell(value)}")
+    return float(value)
+
+
+def _check_loss_scale(scale: Any) -> None:
+    if not isinstance(scale, dict) or "value" not in scale:
+        raise ValueError(f"loss_scale must have a value, not {spell(scale)}")
+    if check_finite(scale["value"], "loss_scale.value") <= 0:
+        raise ValueError(f"loss_scale.value must be above 0, not {scale['value']}")
+    if len(scale) > 1:  # one that is found while training
+        for key, least in (("remaining_hysteresis", 0), ("iteration", 0), ("last_overflow_iteration", -1)):
+            if key not in scale:
+                raise ValueError(f"loss_scale lacks {key}")
+            check_whole(scale[key], f"loss_scale.{key}", least)
+
+
+def check_decoded_loose(found: Any, where: str) -> None:
+    """Check optimizer states that are not shaped as their parameter: by parameter, by name."""
+    check_object(found, where)
+    for name, states in found.items():
+        if not isinstance(name, str) or not isinstance(states, dict):
+            raise ValueError(f"{spell(name)} must be a parameter's name with an object of states")
+        for key, value in states.items():
+            if key == "step":
+                single = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+                if _number(single, f"{name}.step") < 0:
+                    raise ValueError(f"{name}.step must be from 0 up, not {spell(single)}")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's too
+
+
+# -- secrets of a config -----------------------------------------------------------------------------------------------
+
+NOT_STORED = "(not stored)"
+# Spelt with underscores, hyphens, capitals or nothing between words. A tokenizer is no secret.
+_SECRET = re.compile(r"apikey|accesskey|privatekey|token(?!iz)|passw|passphrase|secret|credential")
+# Of a URL, who may use it.
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def without_secrets(tree: Any) -> Any:
+    """A config with `(not stored)` for whatever stands under a key that names a secret. Numbers and switches stay.
+
+    Checkpoints are passed on, and lie about for years.
+    """
+    if isinstance(tree, dict):
+        return {key: _hidden(value) if _names_secret(key) else without_secrets(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(without_secrets(value) for value in tree)
+    return _USER.sub(NOT_STORED, tree) if isinstance(tree, str) else tree
+
+
+def _names_secret(key: Any) -> bool:
+    return isinstance(key, str) and _SECRET.search(re.sub(r"[-_ .]", "", key.lower())) is not None
+
+
+def _hidden(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float) else NOT_STORED
+
+
+# -- tensors of all ranks ----------------------------------------------------------------------------------------------
+
+
+def join_parts(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], StoredPart]]) -> dict[str, StoredTensor]:
+    """Join the parts that all ranks wrote to whole tensors. One that is not covered is a bug, and named."""
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[StoredPart]]] = {}
     for name, dtype, shape, part in parts:
         known = found.setdefault(name, (dtype, shape, []))
         assert known[:2] == (dtype, shape), (name, known[:2], dtype, shape)
@@ -340,5 +445,5 @@ def join_parts(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], Part]]) 
         ends = [0, *(part.stop for part in some)]
         assert [part.start for part in some] == ends[:-1], (name, some)
         assert ends[-1] == math.prod(shape), (name, shape, some)
-        tensors[name] = Stored(dtype, shape, tuple(some))
+        tensors[name] = StoredTensor(dtype, shape, tuple(some))
     return tensors

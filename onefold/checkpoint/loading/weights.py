@@ -1,4 +1,4 @@
-"""Whole weights in and out of a model whose parameters may rest as shards, one unit at a time."""
+"""Unsharded weights in and out of a model, gathered one unit at a time, or read by the ranges that a rank keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from onefold.checkpoint.safetensors import Weights, Writer
+from onefold.checkpoint.format.safetensors_files import SafetensorsReader, SafetensorsWriter
 from onefold.comm import Agreement, Ledger, data_group
 from onefold.offload.param_shard import write
 from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, unsharded_shape
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a state dict of the model holds: tensors by first name, and the other names of those that are tied."""
+class ModelTensors:
+    """The tensors of a model's state dict, each by its first name, and the other names of those that are tied."""
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
 
     @staticmethod
-    def of(model: nn.Module, *, exclude_frozen: bool = False) -> Contents:
+    def of(model: nn.Module, *, exclude_frozen: bool = False) -> ModelTensors:
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -46,19 +46,19 @@ class Contents:
                     tensors[full] = tensor
                 else:
                     aliases[full] = known
-        return Contents(tensors, aliases)
+        return ModelTensors(tensors, aliases)
 
 
-def whole_tensors(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whole, in turn. All ranks walk through this together; a unit is whole only while it is passed."""
-    by_home: dict[ParamHandle | None, list[str]] = {}
+def unsharded_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor unsharded, in turn. All ranks iterate together; a unit is gathered only while it is passed."""
+    by_handle: dict[ParamHandle | None, list[str]] = {}
     for name, tensor in contents.tensors.items():
-        by_home.setdefault(handle_of(tensor), []).append(name)
-    for handle in sorted(by_home, key=lambda handle: -1 if handle is None else handle.number):
+        by_handle.setdefault(handle_of(tensor), []).append(name)
+    for handle in sorted(by_handle, key=lambda handle: -1 if handle is None else handle.number):
         if handle is not None:
             handle.borrow()
         try:
-            for name in by_home[handle]:
+            for name in by_handle[handle]:
                 yield name, contents.tensors[name].detach()
         finally:
             if handle is not None:
@@ -66,11 +66,11 @@ def whole_tensors(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """The whole state dict in host memory on rank 0, None elsewhere. Tied weights stay tied."""
-    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    """Gather the whole state dict to host memory on rank 0; None elsewhere. Tied weights stay tied."""
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     first = data_group().rank == 0
     found = {}
-    for name, tensor in whole_tensors(contents):
+    for name, tensor in unsharded_tensors(contents):
         if first:
             found[name] = tensor.to("cpu", copy=True)
     if not first:
@@ -87,7 +87,7 @@ def save_weights(
     max_shard_size: int | str = "5GB",
     exclude_frozen: bool = False,
 ) -> None:
-    """Whole weights as safetensors (streamed, one unit in memory), or pickled where the file name ends otherwise."""
+    """Save whole weights as safetensors (streamed, one unit in memory), or pickled if the file name ends otherwise."""
     if not file_name.endswith(".safetensors"):
         found = consolidate(model, exclude_frozen=exclude_frozen)
         together = _Together()
@@ -95,14 +95,16 @@ def save_weights(
         together.first(lambda: _pickle(found, Path(folder, file_name)))
         together.agree()
         return
-    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     entries = [(name, tensor.dtype, tuple(unsharded_shape(tensor))) for name, tensor in contents.tensors.items()]
     together = _Together()
     together.first(lambda: os.makedirs(folder, exist_ok=True))
     writer = together.first(
-        lambda: Writer(folder, entries, file_name=file_name, max_shard_size=max_shard_size, aliases=contents.aliases)
+        lambda: SafetensorsWriter(
+            folder, entries, file_name=file_name, max_shard_size=max_shard_size, aliases=contents.aliases
+        )
     )
-    for name, tensor in whole_tensors(contents):
+    for name, tensor in unsharded_tensors(contents):
         if writer is not None:
             together.first(partial(writer.write, name, tensor))
     if writer is not None:
@@ -113,7 +115,7 @@ def save_weights(
 
 
 def _pickle(found: object, path: Path) -> None:
-    """The old file or the new one, never a part of it."""
+    """torch.save by a rename: the old file or the new one, never a part of it."""
     unfinished = path.with_name(f".{path.name}.partial")
     with unfinished.open("wb") as file:
         torch.save(found, file)
@@ -153,8 +155,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
     `path`: a file, an index, or a folder with either. Each rank reads the ranges it keeps and no others. With `strict`
     missing, unexpected and misshapen tensors are an error, listed together, before anything is written.
     """
-    with Weights.open(path) as weights:
-        contents = Contents.of(model)
+    with SafetensorsReader.open(path) as weights:
+        contents = ModelTensors.of(model)
         stored = {name: _stored_as(name, contents, weights) for name in contents.tensors}
         _check(contents, stored, weights, strict=strict)
         handles: dict[ParamHandle, None] = {}
@@ -175,14 +177,14 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
         return weights.bytes_read
 
 
-def _stored_as(name: str, contents: Contents, weights: Weights) -> str | None:
+def _stored_as(name: str, contents: ModelTensors, weights: SafetensorsReader) -> str | None:
     """The file's name for a tensor: its own, or that of a tensor it is tied to."""
     known = {*weights.names, *weights.aliases}
     names = [name, *(alias for alias, first in contents.aliases.items() if first == name)]
     return next((candidate for candidate in names if candidate in known), None)
 
 
-def _check(contents: Contents, stored: dict[str, str | None], weights: Weights, *, strict: bool) -> None:
+def _check(contents: ModelTensors, stored: dict[str, str | None], weights: SafetensorsReader, *, strict: bool) -> None:
     taken = {*stored.values(), *contents.aliases, *weights.aliases}
     problems = [f"missing: {name}" for name, source in stored.items() if source is None and strict]
     problems += [f"unexpected: {name}" for name in weights.names if name not in taken and strict]
@@ -198,15 +200,15 @@ def _check(contents: Contents, stored: dict[str, str | None], weights: Weights, 
         )
 
 
-def _read_whole(weights: Weights, name: str, tensor: torch.Tensor) -> None:
+def _read_whole(weights: SafetensorsReader, name: str, tensor: torch.Tensor) -> None:
     line = torch.empty(tensor.numel(), dtype=tensor.dtype)
     weights.read(name, 0, tensor.numel(), line)
     with torch.no_grad():
         tensor.copy_(line.view(tensor.shape))
 
 
-def _read_shard(weights: Weights, name: str, param: FlatParam, index: int) -> None:
-    """The part of one parameter that this rank keeps, rounded as it computes."""
+def _read_shard(weights: SafetensorsReader, name: str, param: FlatParam, index: int) -> None:
+    """Read the range of one parameter that this rank keeps, rounded to the dtype it computes in."""
     member = param.layout.members[index]
     start, stop = (0, param.layout.total) if param.stays_unsharded else param.own_range
     low, high = max(start, member.start), min(stop, member.stop)

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint in, onefold's out: one tensor at a time, by one process."""
+"""DeepSpeed's checkpoints. Here: the conversion of one to onefold's format, one tensor at a time, by one process."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint import folder, tagged
-from onefold.checkpoint.deepspeed import DeepSpeedCheckpoint, read_checkpoint
-from onefold.checkpoint.manifest import CheckpointError, Manifest, join_parts
-from onefold.checkpoint.orders import write_script
-from onefold.checkpoint.shards import Record, ShardWriter, Slot
+from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, read_checkpoint
+from onefold.checkpoint.format import folder, plain_data
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.manifest import Manifest, join_parts
+from onefold.checkpoint.format.shard_files import ShardRecord, ShardWriter, Slot
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a DeepSpeed checkpoint. `left_out`: keys of the client state that are not plain data."""
+    """The result of an import. `left_out`: keys of the client state that are not plain data."""
 
     folder: Path
     source: DeepSpeedCheckpoint
@@ -43,7 +43,7 @@ def import_deepspeed(
     if folder.is_deepspeeds(save_dir / name):
         raise CheckpointError(f"{save_dir / name} holds DeepSpeed's files: take another folder for OUT")
     client_state, left_out = _plain(found.state["client_state"])
-    state, tensors = tagged.encode({"config": None, **found.state, "client_state": client_state}, "state")
+    state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
     entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
     with folder.new_data_folder(save_dir / name) as data:
@@ -62,7 +62,6 @@ def import_deepspeed(
                 aliases=dict(found.aliases),
                 writer=f"imported from DeepSpeed, {found.world_size} ranks",
             )
-            write_script(save_dir)
             folder.publish(save_dir, manifest, save_latest=True)
         except BaseException:
             shutil.rmtree(data, ignore_errors=True)
@@ -71,7 +70,9 @@ def import_deepspeed(
     return Imported(save_dir / name, found, record.file.nbytes, left_out)
 
 
-def _write(found: DeepSpeedCheckpoint, data: Path, entries: list[Slot], more: list[Slot], progress: Progress) -> Record:
+def _write(
+    found: DeepSpeedCheckpoint, data: Path, entries: list[Slot], more: list[Slot], progress: Progress
+) -> ShardRecord:
     total, done = sum(slot.memory.nbytes for slot in entries), 0
     with ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
         for slot in more:
@@ -84,12 +85,12 @@ def _write(found: DeepSpeedCheckpoint, data: Path, entries: list[Slot], more: li
 
 
 def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What can be kept of a stranger's client state, and the keys of what cannot."""
+    """The entries of a client state that a checkpoint can hold, and the keys of the others."""
     kept, left_out = {}, []
     for key, value in client_state.items():
         try:
-            tagged.encode(value, key)
+            plain_data.encode(value, key)
             kept[key] = value
-        except tagged.ClientStateError:
+        except plain_data.ClientStateError:
             left_out.append(key)
     return kept, left_out

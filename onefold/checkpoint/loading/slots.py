@@ -1,4 +1,4 @@
-"""What this rank keeps of a model and its optimizer, as stretches of named tensors: what it saves, and looks for again.
+"""The ranges of named tensors that this rank keeps of a model and its optimizer: its slots.
 
 Weights are `model/NAME`, in the precision they rest in (the fp32 master of what is trained); optimizer states are
 `optimizer/NAME/STATE`. Names, shapes and values know nothing of ranks, units or stages, so that any plan reads any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.shards import Slot
-from onefold.checkpoint.weights import Contents
+from onefold.checkpoint.format.shard_files import Slot
+from onefold.checkpoint.loading.weights import ModelTensors
 from onefold.offload.param_shard import Flat
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Layout, Member
@@ -22,7 +22,7 @@ from onefold.runtime import FlatParam, Unit, handle_of
 
 
 def own_slots(units: Sequence[Unit], step: ShardedStep | None, *, exclude_frozen: bool) -> Iterator[Slot]:
-    """What this rank writes: its own range of every flat parameter, whatever else it holds."""
+    """What this rank saves: its own shard of every flat parameter, whatever else it holds."""
     for param in (param for unit in units for param in unit.params):
         if param.trainable or not exclude_frozen:
             yield from weight_slots(param, step, *param.own_range)
@@ -30,7 +30,7 @@ def own_slots(units: Sequence[Unit], step: ShardedStep | None, *, exclude_frozen
 
 
 def needed_range(param: FlatParam, step: ShardedStep | None) -> tuple[int, int]:
-    """What this rank reads of a flat parameter: what it steps. Of one that stays unsharded others send the rest."""
+    """What this rank loads of a flat parameter: the range it steps. Of an unsharded one others send the rest."""
     return (param.store.start, param.store.stop) if param.trainable and step is not None else param.own_range
 
 
@@ -43,7 +43,7 @@ def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: i
         memory, first = store.param.values, param.own_range[0]
     else:
         memory, first = param.full, 0
-    for member, low, high in stretches(param.layout, start, stop):
+    for member, low, high in member_ranges(param.layout, start, stop):
         yield _slot(f"model/{member.name}", member, low, high, memory, first)
 
 
@@ -52,12 +52,13 @@ def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: in
         return
     for state in step.held_states(param.store):
         first = param.store.start + state.start
-        for member, low, high in stretches(param.layout, max(start, first), min(stop, first + state.memory.numel())):
+        last = first + state.memory.numel()
+        for member, low, high in member_ranges(param.layout, max(start, first), min(stop, last)):
             yield _slot(f"optimizer/{member.name}/{state.name}", member, low, high, state.memory, first)
 
 
-def stretches(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
-    """The parameters in [start, stop) of a line, and where. One without elements is the first rank's."""
+def member_ranges(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
+    """The parameters in [start, stop), each with its range there. One without elements is the first rank's."""
     for member in layout.members:
         low, high = max(start, member.start), min(stop, member.stop)
         if low < high or (member.start == member.stop and start == 0):
@@ -69,8 +70,8 @@ def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: i
 
 
 def outside_units(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Buffers, and parameters that are left alone, by name; and the other names of everything that is tied."""
-    contents = Contents.of(model, exclude_frozen=exclude_frozen)
+    """Buffers, and parameters that are in no unit, by name; and the other names of everything that is tied."""
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     return {name: tensor for name, tensor in contents.tensors.items() if handle_of(tensor) is None}, contents.aliases
 
 
@@ -85,12 +86,12 @@ def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
 
 
 def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, dict[str, Any]]:
-    """States that do not lie along a parameter (step counts, factored moments), by parameter and name."""
+    """Optimizer states that are not shaped as their parameter (step counts, factored moments), by both names."""
     found: dict[str, dict[str, Any]] = {}
     for param in (param for unit in units for param in unit.trained) if step is not None else ():
         assert step is not None
         first = param.store.start
         for start, stop, values in step.loose_states(param.store):
-            for member, _, _ in stretches(param.layout, first + start, first + stop):
+            for member, _, _ in member_ranges(param.layout, first + start, first + stop):
                 found.setdefault(member.name, {}).update(values)
     return found

@@ -22,11 +22,33 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from onefold.checkpoint.files import open_regular, read_small, told
-from onefold.checkpoint.header import read_into
-from onefold.checkpoint.manifest import NAME, CheckpointError, Manifest, checksum
+from onefold.checkpoint.format.files import (
+    CheckpointError,
+    open_regular,
+    read_into,
+    read_small,
+    reason,
+    replace_file,
+    sync,
+)
+from onefold.checkpoint.format.manifest import NAME, Manifest, checksum
 
 LATEST = "latest"
+# DeepSpeed's users look for this beside their checkpoints.
+SCRIPT_NAME = "zero_to_fp32.py"
+SCRIPT = b'''#!/usr/bin/env python
+"""The weights of the checkpoints in this folder, whole and in fp32.
+
+    python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER [--tag TAG] [--max_shard_size 5GB] [--safe_serialization]
+
+Needs onefold (`pip install onefold`), no GPU and no process group. `onefold export` does the same and more.
+"""
+
+from onefold.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
 _MAX_LATEST_BYTES = 4096
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
@@ -37,7 +59,7 @@ _ABANDONED_SECONDS = 24 * 3600
 
 
 def check_tag(tag: object) -> str:
-    """A tag is the name of one folder."""
+    """Require a tag that is the plain name of one folder."""
     name = str(tag)
     plain = name == name.strip() and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not plain or len(name.encode()) > 200:
@@ -88,33 +110,11 @@ def new_data_folder(tag_folder: Path) -> Iterator[Path]:
         yield tag_folder / name
 
 
-def sync(path: Path) -> None:
-    """Flush a file or a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """The old content or the new one, never a mixture, whatever happens."""
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-    sync(path.parent)
-
-
 def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
-    """From here on the tag means this manifest's data, which has been flushed."""
+    """Make the tag mean this manifest's data, which has been flushed, by the rename of the manifest."""
     tag_folder = save_dir / manifest.tag
+    if not (save_dir / SCRIPT_NAME).exists():
+        replace_file(save_dir / SCRIPT_NAME, SCRIPT)
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
     with suppress(PermissionError):  # the folder above may not be ours to open
@@ -122,6 +122,16 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
     replace_file(tag_folder / NAME, manifest.to_text())
     if save_latest:
         replace_file(save_dir / LATEST, manifest.tag.encode())
+
+
+def is_published(data: Path, *, as_latest: bool) -> bool:
+    """Whether the published manifest of the tag names this data folder, and, if asked, `latest` names the tag."""
+    tag_folder = data.parent
+    try:
+        latest = read_latest(tag_folder.parent) if as_latest else tag_folder.name
+        return data.name in Manifest.read(tag_folder).data_folders and latest == tag_folder.name
+    except (ValueError, OSError):
+        return False
 
 
 def clean(tag_folder: Path) -> None:
@@ -156,8 +166,8 @@ def remove(tag_folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
-    """One tag of a folder: its manifest, or what is wrong with it."""
+class FoundCheckpoint:
+    """A checkpoint found in a folder: its manifest, or what is wrong with it."""
 
     tag: str
     folder: Path
@@ -173,7 +183,7 @@ class Found:
 
     @property
     def age(self) -> tuple[str, int, str]:
-        """Sorts older before newer."""
+        """A key that sorts older checkpoints before newer ones."""
         if self.manifest is None:
             try:
                 changed = datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat()
@@ -193,20 +203,20 @@ def is_tag_folder(folder: Path) -> bool:
     return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
-def examine(folder: Path) -> Found:
-    """Whether a tag is complete: its manifest, and all its files in their sizes, with the headers they were given."""
+def examine(folder: Path) -> FoundCheckpoint:
+    """Find out whether a checkpoint is complete: its manifest, and the sizes and headers of all its files."""
     try:
         manifest = Manifest.read(folder)
     except (CheckpointError, OSError) as error:
         hint = f"; it is DeepSpeed's: onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
-        return Found(folder.name, folder, None, (f"{error}{hint}",))
+        return FoundCheckpoint(folder.name, folder, None, (f"{error}{hint}",))
     problems = tuple(_file_problems(folder, manifest))
     gone = removal(folder, manifest) if problems else ""
-    return Found(folder.name, folder, manifest, (gone,) if gone else problems, removed=bool(gone))
+    return FoundCheckpoint(folder.name, folder, manifest, (gone,) if gone else problems, removed=bool(gone))
 
 
 def removal(folder: Path, manifest: Manifest) -> str:
-    """What to say where the data of a manifest that was read before is not the tag's any more; "" where it is."""
+    """The message for a reader whose checkpoint was removed or replaced after its manifest was read; else ""."""
     try:
         now = Manifest.read(folder)
     except CheckpointError:
@@ -240,11 +250,11 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
         except FileNotFoundError:
             yield f"{path}: is missing"
         except OSError as error:
-            yield f"{path}: cannot be read: {told(error)}"
+            yield f"{path}: cannot be read: {reason(error)}"
 
 
-def list_tags(save_dir: Path) -> list[Found]:
-    """Everything in a folder that looks like a checkpoint of ours, newest first."""
+def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
+    """All of onefold's checkpoints in a folder, complete or not, newest first."""
     if not save_dir.is_dir():
         return []
     found = []
@@ -263,11 +273,11 @@ def read_latest(save_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        what = told(error) if isinstance(error, OSError) else error
+        what = reason(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {what}") from None
 
 
-def choose(save_dir: Path, tag: str | None) -> tuple[list[Found], list[str]]:
+def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list[str]]:
     """The checkpoints to try, best first, and what to warn of.
 
     A tag that is asked for is the only one. Otherwise the one that `latest` names, then all others from the newest on.

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, read by themselves: no DeepSpeed, and no pickle is run.
+"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, read without DeepSpeed and without running a pickle.
 
 [Note: What DeepSpeed writes]
 `<folder>/latest` names a folder with one optimizer file per data-parallel rank, and one model file (stages 1 and 2) or
@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.files import read_small
-from onefold.checkpoint.pickles import Record, read_torch_file
+from onefold.checkpoint.deepspeed.torch_files import StandIn, read_torch_file
+from onefold.checkpoint.format.files import read_small
 
 MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -54,8 +54,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Source:
-    """One tensor of the checkpoint, and where its elements are."""
+class PartitionedTensor:
+    """One tensor of the checkpoint, and the partitions of all ranks that hold its elements."""
 
     name: str
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint's tensors in full, one at a time from mapped files, and all else as plain data."""
+    """An open checkpoint: its tensors are assembled one at a time from mapped files, all else is plain data."""
 
     folder: Path
     stage: int
@@ -99,7 +99,7 @@ class DeepSpeedCheckpoint:
     """Name -> its group of the optimizer, or None where it isn't trained."""
     state: dict[str, Any]
     """optimizer, lr_scheduler, loss_scale, counters, client_state."""
-    sources: Sequence[Source]
+    sources: Sequence[PartitionedTensor]
 
     def entries(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
         """Name, dtype and shape of what `tensors` yields, without reading it."""
@@ -113,7 +113,7 @@ class DeepSpeedCheckpoint:
 
 
 def read_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
-    """The checkpoint `tag` of a folder that DeepSpeed saved to, by default its latest."""
+    """Open the checkpoint `tag` of a folder that DeepSpeed saved to, by default its latest."""
     where = _find(Path(folder), tag)
     try:
         return _build(where, _open(where))
@@ -156,7 +156,7 @@ def _find(folder: Path, tag: str | None) -> Path:
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files hold."""
+    """The loaded files of a checkpoint."""
 
     stage: int
     model_files: Sequence[Path]
@@ -185,7 +185,7 @@ class _Files:
 
     @cached_property
     def shapes(self) -> list[dict[str, Shape]]:
-        """Of the parameters in each flat vector."""
+        """The shapes of the parameters in each flat vector."""
         return [_shapes(group) for group in self.model["param_shapes"]]
 
     @cached_property
@@ -196,13 +196,13 @@ class _Files:
 
     @cached_property
     def groups(self) -> list[dict[str, Any]]:
-        """Of torch's optimizer, with the flat vectors in each."""
+        """The parameter groups of torch's optimizer, with the flat vectors in each."""
         if isinstance(self.bases[0], list):  # hyperparameters were not saved
             return [{"params": [index]} for index in range(len(self.shapes))]
         return list(self.bases[0]["param_groups"])
 
     def states(self, rank: int, index: int) -> dict[str, Any]:
-        """Of one flat vector; empty before the first step."""
+        """The optimizer states of one flat vector; empty before the first step."""
         base = self.bases[rank]
         found = base[index] if isinstance(base, list) else base["state"].get(index, {})
         return {name: value for name, value in found.items() if value is not None}
@@ -262,7 +262,7 @@ def _read_dict(file: Path) -> dict[str, Any]:
 
 def _stage(optimizer: dict[str, Any], file: Path) -> int:
     stage = optimizer.get("zero_stage", 1)  # DeepSpeed's BF16_Optimizer is stage 1 without saying so
-    if isinstance(stage, Record):
+    if isinstance(stage, StandIn):
         (value,) = stage.args
         stage = STAGES.get(value, value)
     if stage not in SLICED:
@@ -287,7 +287,7 @@ def _shapes(found: dict[str, Any]) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in found.items()}
 
 
-def _read_trained(files: _Files, index: int) -> tuple[dict[str, Source], list[Source]]:
+def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTensor], list[PartitionedTensor]]:
     """The parameters of one flat vector, and their optimizer states."""
     sliced, shapes = files.sliced, files.shapes[index]
     gaps = None if sliced else files.optimizers[0].get("param_alignment_paddings")  # a setting of newer versions
@@ -306,8 +306,8 @@ def _read_trained(files: _Files, index: int) -> tuple[dict[str, Source], list[So
     names = {name: None for rank in range(files.world_size) for name in files.states(rank, index) if name != "step"}
     states = {name: _read_states(files, index, name, sizes) for name in names}
 
-    def source(where: str, name: str, partitions: Sequence[torch.Tensor]) -> Source:
-        return Source(where, torch.float32, shapes[name], partitions, starts[name], sliced)
+    def source(where: str, name: str, partitions: Sequence[torch.Tensor]) -> PartitionedTensor:
+        return PartitionedTensor(where, torch.float32, shapes[name], partitions, starts[name], sliced)
 
     weights = {name: source(f"model/{name}", name, masters) for name in shapes}
     return weights, [
@@ -327,7 +327,7 @@ def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> 
     return found
 
 
-def _read_untrained(files: _Files) -> tuple[dict[str, Source], dict[str, str]]:
+def _read_untrained(files: _Files) -> tuple[dict[str, PartitionedTensor], dict[str, str]]:
     """Frozen parameters and buffers; and tied names, whether trained or not."""
     frozen = _shapes(files.model.get("frozen_param_shapes") or {})
     trained = {name for shapes in files.shapes for name in shapes}
@@ -351,7 +351,7 @@ def _read_untrained(files: _Files) -> tuple[dict[str, Source], dict[str, str]]:
             raise ValueError(f"{files.model_files[0]}: DeepSpeed saved only a part of {name!r}")
         if whole is not None and whole.dtype is not dtype:
             raise ValueError(f"{files.model_files[0]}: {name!r} was saved as {dtype}: quantized weights are not read")
-        found[name] = Source(f"model/{name}", dtype, shape, parts, 0, sliced)
+        found[name] = PartitionedTensor(f"model/{name}", dtype, shape, parts, 0, sliced)
     return found, aliases
 
 
@@ -384,7 +384,7 @@ def _accumulation_steps(config: dict[str, Any], world_size: int) -> int:
 
 
 def _num_steps(files: _Files, otherwise: int) -> int:
-    """Steps that the optimizer counted; `otherwise` where it does not count (SGD)."""
+    """The steps that the optimizer counted; `otherwise` where it does not count (SGD)."""
     all_states = [files.states(rank, index) for rank in range(files.world_size) for index in range(len(files.shapes))]
     steps = {int(states["step"]) for states in all_states if "step" in states}
     if len(steps) > 1:
@@ -396,8 +396,8 @@ def _num_steps(files: _Files, otherwise: int) -> int:
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
-    """As onefold's own loss scales keep it."""
-    if not isinstance(scaler, Record) or not isinstance(scaler.state, dict):
+    """The state of a loss scaler, as onefold's own loss scales keep it."""
+    if not isinstance(scaler, StandIn) or not isinstance(scaler.state, dict):
         return None
     found = {"value": float(scaler.state["cur_scale"])}
     if scaler.name.endswith(".DynamicLossScaler"):

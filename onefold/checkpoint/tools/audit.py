@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.files import open_regular, told
-from onefold.checkpoint.folder import (
+from onefold.checkpoint.format.files import CheckpointError, RemovedError, open_regular, read_into, reason
+from onefold.checkpoint.format.folder import (
     LATEST,
-    Found,
+    FoundCheckpoint,
     data_folders,
     examine,
     is_deepspeeds,
@@ -24,13 +24,13 @@ from onefold.checkpoint.folder import (
     read_latest,
     removal,
 )
-from onefold.checkpoint.header import DTYPE_NAMES, read_into
-from onefold.checkpoint.manifest import NAME, RANGE_BYTES, CheckpointError, File, Manifest, Part, RemovedError, checksum
+from onefold.checkpoint.format.manifest import NAME, RANGE_BYTES, Manifest, ShardFile, StoredPart, checksum
+from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
 
 # -- what is there ---------------------------------------------------------------------------------------------------
 
 
-def list_all(folder: Path) -> list[Found]:
+def list_all(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint of a folder, DeepSpeed's last; of a tag's own folder, that one."""
     if is_tag_folder(folder):
         return [examine(folder)]
@@ -51,8 +51,8 @@ def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
     return latest, None
 
 
-def summary(found: Found) -> dict[str, Any]:
-    """One line of a list of checkpoints."""
+def summary(found: FoundCheckpoint) -> dict[str, Any]:
+    """The facts of one checkpoint for a list."""
     manifest = found.manifest
     if manifest is not None:
         state = "damaged" if found.problems else "complete"
@@ -73,8 +73,8 @@ def summary(found: Found) -> dict[str, Any]:
     }
 
 
-def unpublished_bytes(found: Found) -> int:
-    """Of data that the manifest does not name: being written, or left over. 0 where a damaged manifest may name it."""
+def unpublished_bytes(found: FoundCheckpoint) -> int:
+    """The bytes of data that no manifest names: being written, or left over. 0 where a damaged manifest may name it."""
     if found.manifest is None and found.is_somebodys:
         return 0
     named = found.manifest.data_folders if found.manifest is not None else set()
@@ -135,7 +135,7 @@ def describe_tensors(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
-    """What the tensors are for: how many of each kind, and of which dtypes and sizes."""
+    """The tensors by kind (weights, buffers, states): how many of each, their sizes and dtypes."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, stored in manifest.tensors.items():
         kind = kinds.setdefault(_kind(name, manifest), {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}})
@@ -148,14 +148,14 @@ def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _kind(name: str, manifest: Manifest) -> str:
-    room, _, rest = name.partition("/")
-    if room == "model":
+    prefix, _, rest = name.partition("/")
+    if prefix == "model":
         if rest not in manifest.parameters:
             return "buffers"
         return "frozen parameters" if manifest.parameters[rest] is None else "trained parameters"
-    if room == "optimizer":
+    if prefix == "optimizer":
         return f"optimizer: {rest.rpartition('/')[2]}"
-    return "buffers of ranks" if room == "buffer" else "other state"
+    return "buffers of ranks" if prefix == "buffer" else "other state"
 
 
 def _group_sizes(manifest: Manifest) -> dict[str, int]:
@@ -167,7 +167,7 @@ def _group_sizes(manifest: Manifest) -> dict[str, int]:
 
 
 def _keys(tree: Any) -> list[str]:
-    """Of a tagged dict."""
+    """The keys of a tagged dict."""
     if not isinstance(tree, dict):
         return []
     return [spell(key) for key, _ in tree["$dict"]] if "$dict" in tree else [*tree]
@@ -212,12 +212,12 @@ class Damage:
         return f"{self.file}: {self.problem}" + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
 
 
-def verify(found: Found, advance: Callable[[int], None]) -> Iterator[Damage]:
+def verify(found: FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
     """Every damage of a checkpoint; all of its bytes are read. `advance` is told of bytes that are dealt with."""
     if found.manifest is None:
         yield Damage(str(found.folder / NAME), "; ".join(found.problems))
         return
-    parts: dict[int, list[tuple[str, int, Part]]] = {}
+    parts: dict[int, list[tuple[str, int, StoredPart]]] = {}
     for name, stored in found.manifest.tensors.items():
         for part in stored.parts:
             parts.setdefault(part.file, []).append((name, stored.dtype.itemsize, part))
@@ -231,13 +231,13 @@ def verify(found: Found, advance: Callable[[int], None]) -> Iterator[Damage]:
 
 
 def _verify_file(
-    path: Path, file: File, parts: Sequence[tuple[str, int, Part]], advance: Callable[[int], None]
+    path: Path, file: ShardFile, parts: Sequence[tuple[str, int, StoredPart]], advance: Callable[[int], None]
 ) -> Iterator[Damage]:
-    """A file's size, its header, then its tensors in the order they lie there."""
+    """Check a file's size, its header, then its tensors in the order of their offsets."""
     try:
         opened = os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {told(error)}"
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {reason(error)}"
         yield Damage(str(path), problem, tuple(dict.fromkeys(name for name, _, _ in parts)))
         advance(file.nbytes)
         return
@@ -260,9 +260,9 @@ def _verify_file(
 
 
 def _verify_part(
-    descriptor: int, path: Path, name: str, part: Part, itemsize: int, advance: Callable[[int], None]
+    descriptor: int, path: Path, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
 ) -> Iterator[Damage]:
-    """Neighbouring ranges with the same problem are told as one."""
+    """Check one part of a tensor. Neighbouring ranges with the same problem are told as one."""
     end = part.offset + (part.stop - part.start) * itemsize
     buffer = memoryview(bytearray(min(RANGE_BYTES, end - part.offset)))
     last: Damage | None = None
@@ -281,7 +281,7 @@ def _verify_part(
 
 
 def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> str:
-    """Fill the buffer; what is wrong with what is there, if anything."""
+    """Fill the buffer from a file, and return what is wrong with what is there, if anything."""
     try:
         got = read_into(descriptor, buffer, offset)
     except OSError as error:

@@ -1,0 +1,203 @@
+"""Files of torch.save, read by torch's own weights-only unpickler: tensors and plain data, and nothing that runs.
+
+A .pt file is a zip archive of a pickle (`data.pkl`) and the bytes of the tensors. A pickle is a program: the usual
+reader imports and calls what it names. torch's weights-only one knows a list of names. To these we add stand-ins for
+what DeepSpeed's files and their users' state name as well; none of them is what it stands for, and all that they do is
+to keep, or to check, what they are given. Any other name is refused. Tensors are views of the file, mapped privately.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pickle
+import re
+import struct
+import threading
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from onefold.checkpoint.format.files import open_regular
+
+# More than in any honest file: nested containers, and containers that are met (repeated ones count again).
+MAX_DEPTH, MAX_CONTAINERS = 100, 10_000_000
+_ATOMS = (str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size)
+_exclusive = threading.Lock()  # torch has one list of allowed names for the process
+
+
+class RefusedPickle(ValueError):
+    """The file is damaged, or asks for something that is not plain data."""
+
+
+class StandIn:
+    """Stands for a class that is never imported, and keeps what a file says of an object: its arguments and state."""
+
+    name = ""
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> StandIn:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Dtype:
+    """Stands for numpy.dtype: numbers or text, in this machine's byte order."""
+
+    def __init__(self, code: Any, *flags: Any) -> None:
+        _require(type(code) is str and re.fullmatch(r"[biufc][0-9]{1,2}|[SU][0-9]{1,6}", code), f"an array of {code!r}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        fine = type(state) is tuple and state[1] in ("<", "|", "=") and state[2:5] == (None, None, None)
+        _require(fine, "an array of another byte order, or of records")
+
+
+class _Array(np.ndarray[Any, Any]):
+    """Stands for the function of numpy's that makes an empty array, which its state then fills."""
+
+    def __new__(cls, *what: Any) -> _Array:
+        return super().__new__(cls, 0, np.uint8)
+
+    def __setstate__(self, state: Any) -> None:  # type: ignore[override]
+        _, shape, dtype, in_columns, data = state
+        fine = type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape)
+        fine = fine and type(dtype) is _Dtype and type(data) is bytes and type(in_columns) is bool
+        _require(fine and math.prod(shape) * dtype.dtype.itemsize == len(data), "an array that is not a plain one")
+        super().__setstate__((1, shape, dtype.dtype, in_columns, data))
+
+
+def _number(dtype: Any, data: Any) -> Any:
+    """Stands for the function of numpy's that makes a scalar; makes a number of Python's."""
+    _require(type(dtype) is _Dtype and type(data) is bytes, "a number that is not a plain one")
+    return np.frombuffer(data, dtype.dtype)[0].item()
+
+
+def _member(kind: Any, name: Any) -> StandIn:
+    """Stands for getattr, by which Python 3.11 before .4 writes a member of an enum."""
+    _require(isinstance(kind, type) and issubclass(kind, StandIn) and type(name) is str, f"an attribute of {kind}")
+    return kind(name)  # type: ignore[no-any-return]
+
+
+_INERT = (
+    "deepspeed.runtime.bf16_optimizer.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "numpy.ndarray",
+    *(f"builtins.{factory}" for factory in ("dict", "float", "int", "list", "str")),
+)
+ALLOWED: list[Any] = [
+    *((type(name.rpartition(".")[2], (StandIn,), {"name": name}), name) for name in _INERT),
+    *((made, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
+      for made, name in ((_Array, "_reconstruct"), (_number, "scalar"))),
+    (_Dtype, "numpy.dtype"), (_member, "builtins.getattr"), (lambda: b"", "builtins.bytes"),
+    (frozenset, "builtins.frozenset"), (argparse.Namespace, "argparse.Namespace"),
+    (lambda factory=None: {}, "collections.defaultdict"), (lambda *what: [], "collections.deque"),
+]  # fmt: skip
+
+
+def read_torch_file(path: str | os.PathLike[str]) -> Any:
+    """Load a file of `torch.save` to the CPU. Anything but tensors and plain data raises `RefusedPickle`.
+
+    A defaultdict and a Namespace come back as dicts, a deque as a list, a number of numpy's as Python's.
+    """
+    file, serialization = Path(path), torch.serialization
+    try:
+        sizes = _check_archive(file)
+        with _exclusive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            others = serialization.get_safe_globals()
+            serialization.clear_safe_globals()
+            try:
+                with serialization.safe_globals(ALLOWED):
+                    found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            finally:
+                serialization.add_safe_globals(others)
+        return _Plain(sizes).copy(found, 0)
+    except OSError:
+        raise
+    except Exception as error:
+        raise RefusedPickle(f"{path}: {_what_is_wrong(error)}; refused, nothing was executed") from error
+
+
+def _require(fine: object, what: str) -> None:
+    if not fine:
+        raise RefusedPickle(f"{what}: not plain data or a tensor")
+
+
+def _what_is_wrong(error: Exception) -> str:
+    if isinstance(error, RefusedPickle):
+        return str(error)
+    # torch wraps the reason into advice on how to trust the file.
+    text = str(error.__context__ or error if isinstance(error, pickle.UnpicklingError) else error)
+    name = re.search(r"GLOBAL (\S+)", text)
+    if name:
+        return f"asks for {name[1]}: not plain data or a tensor"
+    return f"damaged: {type(error).__name__}: {text.partition(chr(10))[0]}"
+
+
+def _check_archive(file: Path) -> set[int]:
+    """Refuse, before torch opens it, what is not a regular file or not a whole archive. Returns the entries' sizes."""
+    with os.fdopen(open_regular(file), "rb") as opened:
+        if opened.read(4) != b"PK\x03\x04":
+            raise RefusedPickle(
+                "not a zip file as torch.save writes it. Formats before torch 1.6 (also written with "
+                "_use_new_zipfile_serialization=False) are not read: save it again where it is trusted"
+            )
+        try:
+            with zipfile.ZipFile(opened) as archive:
+                infos = archive.infolist()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+            raise RefusedPickle(f"not a whole zip file: {error}; truncated?") from error
+    if sum(info.filename.endswith("/data.pkl") for info in infos) != 1:
+        raise RefusedPickle("not as torch.save writes it: no single data.pkl")
+    packed = [info.filename for info in infos if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1]
+    if packed:
+        raise RefusedPickle(f"entry {packed[0]!r} is not stored as it is, as torch.save does")
+    return {info.file_size for info in infos}
+
+
+class _Plain:
+    """Copies the loaded data, tensors aside; refuses cycles, deep nesting, endless repetition and bare classes."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        self._sizes, self._num_containers = sizes, 0
+
+    def copy(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is _Array:
+            return np.array(value)
+        if isinstance(value, torch.Tensor):
+            plain = kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+            _require(plain and not value.is_quantized, f"a tensor of {value.layout}, {value.device}, {value.dtype}")
+            nbytes = value.untyped_storage().nbytes()
+            fits = value.nbytes <= nbytes and nbytes in {0, *self._sizes}
+            _require(fits, f"a tensor of {value.nbytes} bytes in a storage of {nbytes}")
+            return value.detach()
+        self._num_containers += 1
+        if depth >= MAX_DEPTH or self._num_containers > MAX_CONTAINERS:
+            raise RefusedPickle("data nested in itself, or too deep")
+        if kind is argparse.Namespace:
+            kind, value = dict, vars(value)
+        if kind in (dict, OrderedDict, Counter):
+            return kind({self.copy(key, depth + 1): self.copy(inner, depth + 1) for key, inner in value.items()})
+        if kind in (list, tuple, set, frozenset):
+            return kind(self.copy(inner, depth + 1) for inner in value)
+        _require(isinstance(value, StandIn), f"{getattr(value, 'name', kind.__name__)} among the data")
+        value.args, value.state = self.copy(value.args, depth + 1), self.copy(value.state, depth + 1)
+        return value

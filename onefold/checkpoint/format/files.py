@@ -1,0 +1,168 @@
+"""The checkpoint format. Here: helpers for all its files: only regular files are opened, JSON is checked by field.
+
+A folder may come from anywhere. A FIFO in it would be waited for without end, a device be read until memory is gone.
+Opened without blocking and asked what it is, neither is read. What a JSON text says is checked before it is used, and
+refused by the path to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or does not fit; the message says which file, what is wrong, what to do."""
+
+
+class RemovedError(CheckpointError):
+    """A checkpoint was removed or replaced while it was read, by whoever owns it."""
+
+
+# -- regular files -----------------------------------------------------------------------------------------------------
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Open a regular file, also by way of a link, and return its descriptor. Anything else is an OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        what = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {what}, not a regular file", os.fspath(path))
+    return descriptor
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Read a whole regular file of at most so many bytes."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(most + 1) if size <= most else b""
+    if max(size, len(data)) > most:
+        raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, more than the {most} that it may", str(path))
+    return data
+
+
+def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill the buffer from a file; returns how many bytes there were. The kernel gives at most 2 GiB a call."""
+    done = 0
+    while done < len(buffer) and (got := os.preadv(descriptor, [buffer[done:]], offset + done)):
+        done += got
+    return done
+
+
+def reason(error: OSError) -> str:
+    """The reason of an OSError, without the path."""
+    return error.strerror or str(error)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file by a rename: whatever happens, it holds the old content or the new one, and never a mixture."""
+    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+# -- JSON fields -------------------------------------------------------------------------------------------------------
+
+_HEXADECIMAL = re.compile("[0-9a-f]{16}")
+_MOST = 2**63 - 1
+
+
+def parse_json(text: bytes) -> Any:
+    """Parse JSON strictly: no key twice in an object, no NaN."""
+    return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"a key is given twice: {next(name for name in names if names.count(name) > 1)!r}")
+    return found
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def check_text(value: Any, where: str) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{where} must be a string, not {spell(value)}")
+    return value
+
+
+def check_whole(value: Any, where: str, least: int = 0, most: int = _MOST) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{where} must be a whole number from {least} to {most}, not {spell(value)}")
+    return value
+
+
+def check_finite(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{where} must be a finite number, not {spell(value)}")
+    return float(value)
+
+
+def check_list(value: Any, where: str) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"{where} must be a list, not {spell(value)}")
+    return value
+
+
+def check_object(value: Any, where: str, *keys: str) -> dict[str, Any]:
+    """Require an object that has these keys, whatever else it has."""
+    if type(value) is not dict:
+        raise ValueError(f"{where} must be an object, not {spell(value)}")
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    return value
+
+
+def check_hexadecimal(value: Any, where: str) -> int:
+    if type(value) is not str or not _HEXADECIMAL.fullmatch(value):
+        raise ValueError(f"{where} must be 16 hexadecimal digits, not {spell(value)}")
+    return int(value, 16)
+
+
+def spell(value: Any) -> str:
+    """Format a value for an error message: on one line, and short."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        text = f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,343 @@
+"""Client state and the rest of a job's state: plain Python data as JSON and tensors that come back exactly. No pickle.
+
+None, booleans, whole numbers, floats, strings, lists and dicts with string keys are themselves in JSON. Any other value
+is an object with one key, its tag:
+
+    {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}  {"$deque": {"maxlen": 5, "items": [...]}}
+    {"$dict": [[key, value], ...]}     keys that are no strings, or begin with "$"; a plain object never has such a key
+    {"$ordered_dict": [[key, value], ...]}  {"$counter": [[key, count], ...]}
+    {"$state_dict": {"items": [[key, value], ...], "metadata": {...}}}     an OrderedDict from Module.state_dict
+    {"$int": "0x..."}      beyond 2**53, where other JSON readers round
+    {"$float": "nan"}      or "inf" or "-inf"
+    {"$complex": [real, imaginary]}  {"$bytes": "..."}     in base64
+    {"$torch_dtype": "bfloat16"}  {"$torch_device": "cuda:0"}  {"$torch_size": [2, 3]}
+    {"$tensor": "0"}       the tensor stored as "0"; {"$complex128_tensor": "0"}: stored as pairs of float64
+    {"$ndarray": {"dtype": "uint16", "tensor": {"$tensor": "0"}}}
+    {"$numpy_scalar": {"dtype": "float32", "value": 0.5}}
+
+Sets, deques and Counters are what torch's schedules and users' optimizers keep. Not kept: that two places hold the same
+list or dict (each gets its own), and of a tensor its device, its strides, `requires_grad` and being a Parameter: it
+comes back as a plain tensor on the CPU. A writer that sorts keys loses order.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import enum
+import io
+import json
+import math
+import pathlib
+import random
+import re
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from onefold.checkpoint.format.files import spell
+from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
+
+MAX_DEPTH = 100  # levels of JSON; Python's own reader and writer give up below 1000
+MAX_LEAF_DEPTH = 8  # more than the deepest tagged leaf adds
+MAX_TOLD, MAX_LABEL = 10, 60
+MAX_PLAIN_INT = 2**53
+NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+NUMBERS |= {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+_TAGS = {
+    "$tuple", "$set", "$frozenset", "$deque", "$dict", "$ordered_dict", "$counter", "$state_dict", "$int", "$float",
+    "$complex", "$bytes", "$torch_dtype", "$torch_device", "$torch_size", "$numpy_scalar", "$ndarray",
+}  # fmt: skip
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Tags of earlier versions, and what they were written for.
+_REMOVED = {
+    "$slice": "a slice", "$range": "a range", "$defaultdict": "a defaultdict", "$bytearray": "a bytearray",
+    "$namespace": "an argparse.Namespace", "$simple_namespace": "a types.SimpleNamespace",
+    "$path": "a path", "$pure_posix_path": "a path", "$pure_windows_path": "a path", "$str": "surrogates in a string",
+    "$datetime": "a datetime", "$date": "a date", "$time": "a time", "$timedelta": "a timedelta",
+}  # fmt: skip
+
+
+class ClientStateError(ValueError):
+    """Values that a checkpoint cannot hold, each with the path to it."""
+
+
+def encode(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Encode plain data as a JSON tree and the tensors that it names. `where` is what errors call the value."""
+    encoder = _Encoder(where)
+    tree = encoder.encode(value, 0)
+    if encoder.problems:
+        more = len(encoder.problems) - MAX_TOLD
+        rest = [f"and {more} more"] if more > 0 else []
+        raise ClientStateError("\n".join(encoder.problems[:MAX_TOLD] + rest))
+    return tree, encoder.tensors
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
+    """Decode a JSON tree. It may come from anywhere: it makes plain data only, or a ValueError."""
+    kind = type(tree)
+    if tree is None or kind in (bool, int, float, str):
+        return tree
+    if depth > MAX_DEPTH + MAX_LEAF_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    if kind is list:
+        return [decode(item, tensors, depth + 1) for item in tree]
+    if kind is not dict or any(type(key) is not str for key in tree):
+        raise ValueError(f"not JSON: a {kind.__name__}")
+    tag = next((key for key in tree if key.startswith("$")), None)
+    if tag is None:
+        return {key: decode(value, tensors, depth + 1) for key, value in tree.items()}
+    if len(tree) > 1:
+        raise ValueError(f"{tag}: a tagged value has one key, not {len(tree)}")
+    if tag in ("$tensor", "$complex128_tensor"):
+        return _tensor(tag, tree[tag], tensors)
+    if tag in _REMOVED:
+        what = f"written by an older version with {_REMOVED[tag]}, which this one does not read"
+        raise ValueError(f"{tag}: {what}: load it there, and save plain data in its place")
+    if tag not in _TAGS:
+        raise ValueError(f"{tag}: an unknown tag. Was this written by a newer version?")
+    content = decode(tree[tag], tensors, depth + 1)
+    try:
+        return _build(tag, content)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{tag}: malformed: {error}") from error
+
+
+def _tensor(tag: str, name: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if type(name) is not str or name not in tensors:
+        raise ValueError(f"{tag}: there is no tensor {name!r}")
+    tensor = tensors[name]
+    if tag == "$tensor":
+        return tensor
+    if tensor.dtype is not torch.float64 or tensor.shape[-1:] != (2,):
+        raise ValueError(f"{tag}: tensor {name!r} does not hold pairs of float64")
+    return torch.view_as_complex(tensor)
+
+
+def _build(tag: str, content: Any) -> Any:
+    """Build the value of a tag. Content that does not have the tag's form falls through, or makes Python raise."""
+    match tag, content:
+        case "$tuple", list():
+            return tuple(content)
+        case (("$set" | "$frozenset"), list()):
+            members = (set if tag == "$set" else frozenset)(content)
+            if len(members) == len(content):
+                return members
+        case (("$dict" | "$ordered_dict" | "$counter"), list()):
+            return {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}[tag](_unique(content))
+        case "$state_dict", {"items": list() as items, "metadata": metadata}:
+            state: Any = OrderedDict(_unique(items))
+            state._metadata = metadata
+            return state
+        case "$deque", {"items": list() as items, "maxlen": maxlen}:
+            return deque(items, maxlen)
+        case "$int", str() if re.fullmatch("-?0x[0-9a-f]+", content):
+            return int(content, 16)
+        case "$float", ("nan" | "inf" | "-inf"):
+            return float(content)
+        case "$complex", [float() as real, float() as imaginary]:
+            return complex(real, imaginary)
+        case "$bytes", str():
+            return base64.b64decode(content, validate=True)
+        case "$torch_dtype", str() if isinstance(vars(torch).get(content), torch.dtype):
+            return vars(torch)[content]
+        case "$torch_device", str():
+            return torch.device(content)
+        case "$torch_size", list() if all(type(size) is int for size in content):
+            return torch.Size(content)
+        case "$ndarray", {"dtype": str() as dtype, "tensor": torch.Tensor() as tensor}:
+            if dtype in NUMBERS and f"torch.{dtype}" == str(tensor.dtype):
+                return tensor.numpy()
+        case "$numpy_scalar", {"dtype": str() as dtype, "value": value} if dtype in NUMBERS:
+            with np.errstate(all="ignore"):
+                scalar = np.dtype(dtype).type(value)
+            if repr(scalar.item()) == repr(value):
+                return scalar
+    raise ValueError(f"it holds {spell(content)}")
+
+
+def _unique(content: list[Any]) -> dict[Any, Any]:
+    pairs = dict(pair for pair in content if type(pair) is list)
+    if len(pairs) != len(content):
+        raise ValueError("a key is given twice, or without a value")
+    return pairs
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+_PAIRED: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
+_CONTAINERS = (list, tuple, set, frozenset, deque, *_PAIRED)
+
+
+class _Encoder:
+    """Encodes a tree of values, and goes on after one that it must refuse, so that all are told at once."""
+
+    def __init__(self, where: str) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.problems: list[str] = []
+        self._trail: list[str | tuple[Any]] = [where]  # the way here; (key,) is a subscript, spelt only in an error
+        self._open: dict[int, int] = {}  # the containers around this value, by id: how long the way to each is
+        self._names: dict[int, str] = {}  # of tensors and arrays, by id: one that occurs twice is stored once
+
+    def encode(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or (kind is str and not _SURROGATE.search(value)):
+            return value
+        if kind is int:
+            return value if abs(value) <= MAX_PLAIN_INT else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is complex:
+            return {"$complex": self.encode([value.real, value.imag], depth + 1)}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind in (torch.dtype, torch.device, torch.Size):
+            plain = [*value] if kind is torch.Size else str(value).removeprefix("torch.")
+            return {f"$torch_{kind.__name__.lower()}": plain}
+        if isinstance(value, np.generic) and value.dtype.name in NUMBERS:
+            return {"$numpy_scalar": {"dtype": value.dtype.name, "value": self.encode(value.item(), depth + 2)}}
+        if isinstance(value, torch.Tensor | np.ndarray) and _why_not_stored(value) is None:
+            return self._store(value)
+        if kind not in _CONTAINERS:
+            what = f"{_describe(value)} cannot be saved; checkpoints hold plain data and tensors only"
+            return self._refuse(f"{what}. {_hint(value)}")
+        if id(value) in self._open:
+            around = _spell_path(self._trail[: self._open[id(value)]])
+            return self._refuse(f"this is {around} again; data that contains itself cannot be saved")
+        if depth >= MAX_DEPTH:
+            return self._refuse(f"nested more than {MAX_DEPTH} levels of JSON deep, which cannot be saved")
+        self._open[id(value)] = len(self._trail)
+        tree = self._encode_container(value, depth)
+        del self._open[id(value)]
+        return tree
+
+    def _encode_container(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in (list, tuple, deque):
+            inner = depth + 1 + (kind is not list) + (kind is deque)
+            items = [self._step((index,), item, inner) for index, item in enumerate(value)]
+            if kind is deque:
+                return {"$deque": {"maxlen": value.maxlen, "items": items}}
+            return items if kind is list else {"$tuple": items}
+        if kind in (set, frozenset):
+            # Sets of strings have another order in every process; files should not.
+            members = sorted((self._step(" (a member)", item, depth + 2) for item in value), key=json.dumps)
+            return {f"${kind.__name__}": members}
+        if kind is dict and all(type(key) is str and key[:1] != "$" and not _SURROGATE.search(key) for key in value):
+            return {key: self._step((key,), item, depth + 1) for key, item in value.items()}
+        is_state_dict = kind is OrderedDict and hasattr(value, "_metadata")
+        inner = depth + 3 + is_state_dict
+        pairs = [[self._step(".keys()", key, inner), self._step((key,), item, inner)] for key, item in value.items()]
+        if not is_state_dict:
+            return {_PAIRED[kind]: pairs}
+        return {"$state_dict": {"items": pairs, "metadata": self._step("._metadata", value._metadata, depth + 2)}}
+
+    def _step(self, step: str | tuple[Any], value: Any, depth: int) -> Any:
+        self._trail.append(step)
+        tree = self.encode(value, depth)
+        self._trail.pop()
+        return tree
+
+    def _refuse(self, problem: str) -> None:
+        self.problems.append(f"{_spell_path(self._trail)}: {problem}")
+
+    def _store(self, value: Any) -> Any:
+        is_array = isinstance(value, np.ndarray)
+        # Not ascontiguousarray: it turns a single number into a list of one.
+        tensor = torch.from_numpy(value.copy()) if is_array else value
+        is_wide = tensor.dtype is torch.complex128  # safetensors has no name for it
+        if id(value) not in self._names:
+            name = self._names[id(value)] = str(len(self.tensors))
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+            self.tensors[name] = torch.view_as_real(plain) if is_wide else plain
+        tree = {"$complex128_tensor" if is_wide else "$tensor": self._names[id(value)]}
+        return {"$ndarray": {"dtype": value.dtype.name, "tensor": tree}} if is_array else tree
+
+
+# -- what to save in the place of what cannot be saved -----------------------------------------------------------------
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_CODE_HINT = "It is code; save a name that your script looks up"
+_HINTS: tuple[tuple[Callable[[Any], bool] | type | tuple[type, ...], str], ...] = (
+    (enum.Enum, "Save its .value instead"),
+    (np.generic, "Save its item() instead"),
+    (defaultdict, "Its factory is code; save dict() of it instead"),
+    (lambda value: isinstance(value, tuple) and hasattr(value, "_asdict"), "Save its _asdict() instead"),
+    (dataclasses.is_dataclass, "Save dataclasses.asdict() of it instead"),
+    (lambda value: hasattr(type(value), "state_dict"), "Save its state_dict() instead"),
+    ((torch.Generator, np.random.RandomState), "Save its get_state() instead"),
+    (np.random.Generator, "Save its bit_generator.state instead"),
+    (random.Random, "Save its getstate() instead"),
+    (io.IOBase, "Save its path instead"),
+    (pathlib.PurePath, "Save str() of it instead"),
+    ((datetime.date, datetime.time), "Save its isoformat() instead"),
+    (datetime.timedelta, "Save its total_seconds() instead"),
+    (slice, "Save its start, stop and step instead"),
+    (range, "Save list() of it instead"),
+    (bytearray, "Save bytes() of it instead"),
+    (lambda value: type(value) is str, 'It has surrogates; save its encode("utf-8", "surrogatepass") instead'),
+    (Iterator, "Save a list of what it yields instead"),
+    (Mapping, "Save dict() of it instead"),
+    *((plain, f"Save {plain.__name__}() of it instead")
+      for plain in (str, int, float, complex, bytes, list, tuple, set, frozenset)),
+    (callable, _CODE_HINT),
+    (lambda value: hasattr(value, "__dict__"), "Save the plain values it holds instead, such as vars() of it"),
+)  # fmt: skip
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, _CODE):
+        noun = "class" if isinstance(value, type) else "module" if type(value) is types.ModuleType else "function"
+        return f"the {noun} {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return str(_why_not_stored(value))
+    fits = (
+        hint for test, hint in _HINTS if (isinstance(value, test) if isinstance(test, type | tuple) else test(value))
+    )
+    return _CODE_HINT if isinstance(value, _CODE) else next(fits, "Save the plain values it holds instead")
+
+
+def _why_not_stored(value: Any) -> str | None:
+    """The hint for a tensor or an array that safetensors cannot hold."""
+    if isinstance(value, np.ndarray):
+        if type(value) is not np.ndarray:
+            return "Save numpy.array() of it instead"
+        if value.dtype.name not in NUMBERS:
+            return f"It holds no numbers but {value.dtype}; save its tolist() instead"
+        return None if value.dtype.isnative else 'Save its astype(array.dtype.newbyteorder("=")) instead'
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        method = next((name for name in ("full_tensor", "dequantize") if name in vars(type(value))), None)
+        return f"Save its {method}() instead" if method else "Save it as a plain torch.Tensor instead"
+    if value.is_meta:
+        return "It lies on the meta device and holds no numbers"
+    if value.layout is not torch.strided or value.is_nested:
+        return "Save its to_dense() instead"
+    is_stored = value.dtype in DTYPE_NAMES or value.dtype is torch.complex128
+    return None if is_stored else f"There is no {value.dtype} in safetensors; save it in another dtype"
+
+
+def _spell_path(trail: list[str | tuple[Any]]) -> str:
+    """The path to a value; (key,) is a subscript."""
+    return "".join(step if isinstance(step, str) else f"[{_label(step[0])}]" for step in trail)
+
+
+def _label(key: Any) -> str:
+    if type(key) is str:
+        text = json.dumps(key, ensure_ascii=_SURROGATE.search(key) is not None)
+    elif type(key) is tuple:
+        text = f"({', '.join(map(_label, key))})"
+    elif type(key) is int and abs(key) >= 2**64:
+        text = hex(key)  # Python does not write long numbers in decimal
+    else:
+        text = repr(key) if type(key) in (int, float, bool, type(None)) else f"a {type(key).__name__}"
+    return text if len(text) <= MAX_LABEL else f"{text[:MAX_LABEL]}..."

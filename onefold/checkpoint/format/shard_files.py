@@ -1,0 +1,406 @@
+"""Shard files: each rank writes one and hashes it on the way; any range of any tensor is checked as it is read."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from onefold.checkpoint.format import plain_data
+from onefold.checkpoint.format.files import CheckpointError, RemovedError, check_object, open_regular, read_into, reason
+from onefold.checkpoint.format.folder import FoundCheckpoint, choose, examine, removal
+from onefold.checkpoint.format.manifest import (
+    NAME,
+    RANGE_BYTES,
+    Manifest,
+    ShardFile,
+    StoredPart,
+    StoredTensor,
+    check_decoded_loose,
+    check_decoded_state,
+    checksum,
+)
+from onefold.checkpoint.format.safetensors_files import (
+    DTYPE_NAMES,
+    DTYPES,
+    TensorEntry,
+    bytes_of,
+    read_header,
+    write_header,
+)
+from onefold.offload.nvme import DiskTensor
+from onefold.offload.param_shard import Flat
+
+# A folder in which a job removes old checkpoints is looked at so many times before a reader gives up.
+TRIES = 10
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of a named tensor on this rank: elements [start, stop) of it, and the flat memory or file they are in."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    memory: Flat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == math.prod(self.shape)
+
+    @staticmethod
+    def whole(name: str, tensor: torch.Tensor) -> Slot:
+        return Slot(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a rank tells rank 0 of its shard file: the file, its parts (of file number 0), the rank's own state."""
+
+    file: ShardFile
+    parts: tuple[tuple[str, torch.dtype, tuple[int, ...], StoredPart], ...]
+    own: Any
+
+    def as_json(self) -> dict[str, Any]:
+        parts = [[name, DTYPE_NAMES[dtype], shape, part.as_json()] for name, dtype, shape, part in self.parts]
+        return {"file": self.file.as_json(), "parts": parts, "own": self.own}
+
+    @staticmethod
+    def from_json(tree: Any) -> ShardRecord:
+        parts = tuple(
+            (name, DTYPES[dtype], tuple(shape), StoredPart.from_json(part, name))
+            for name, dtype, shape, part in tree["parts"]
+        )
+        return ShardRecord(ShardFile.from_json(tree["file"], "file"), parts, tree["own"])
+
+    def numbered(self, file: int) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StoredPart]]:
+        for name, dtype, shape, part in self.parts:
+            yield name, dtype, shape, replace(part, file=file)
+
+
+class ShardWriter:
+    """Writes a new shard file for known slots, in any order, and hashes it on the way.
+
+    Whole tensors keep their name and shape, others are named by their range. `slots` may be without memory (meta
+    tensors) as long as those that are written have it.
+    """
+
+    def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
+        self._path = path
+        for slot in slots:
+            if slot.dtype not in DTYPE_NAMES:
+                raise ValueError(f"{slot.name}: a checkpoint cannot hold {slot.dtype}")
+        self._slots = {_entry_name(slot): slot for slot in slots}
+        assert len(self._slots) == len(slots), "a range is written twice"
+        shapes = {
+            name: (slot.dtype, slot.shape if slot.is_whole else (slot.stop - slot.start,))
+            for name, slot in self._slots.items()
+        }
+        self._entries = write_header(path, shapes, {"format": "onefold"})
+        self._header = path.read_bytes()
+        self._sums: dict[str, tuple[int, ...]] = {}
+        self._file = path.open("r+b", buffering=0)
+
+    def write(self, slot: Slot) -> None:
+        name = _entry_name(slot)
+        offset, sums = self._entries[name].offset, []
+        for tile in _tiles(slot.memory):
+            sums.append(checksum(tile))
+            write_all(self._file.fileno(), tile, offset)
+            offset += len(tile)
+        self._sums[name] = tuple(sums)
+
+    def close(self, own: Any) -> ShardRecord:
+        """Flush the file and return its record. `own` is the rank's state."""
+        with self._file:
+            os.fsync(self._file.fileno())
+            nbytes = os.fstat(self._file.fileno()).st_size
+        parts = tuple(
+            (slot.name, slot.dtype, slot.shape, StoredPart(0, slot.start, slot.stop, entry.offset, self._sums[name]))
+            for name, slot in self._slots.items()
+            for entry in [self._entries[name]]
+        )
+        shown = f"{self._path.parent.name}/{self._path.name}"
+        return ShardRecord(ShardFile(shown, nbytes, len(self._header), checksum(self._header)), parts, own)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+
+def write_shard(
+    path: Path, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None] = lambda: None
+) -> ShardRecord:
+    """Write the slots to a new file and flush it. What rests on a disk comes first; then `free_disk` is called."""
+    with ShardWriter(path, slots) as writer:
+        for slot in slots:
+            if isinstance(slot.memory, DiskTensor):
+                writer.write(slot)
+        free_disk()
+        for slot in slots:
+            if not isinstance(slot.memory, DiskTensor):
+                writer.write(slot)
+        return writer.close(own)
+
+
+def _entry_name(slot: Slot) -> str:
+    return slot.name if slot.is_whole else f"{slot.name}[{slot.start}:{slot.stop}]"
+
+
+def _tiles(memory: Flat) -> Iterator[memoryview]:
+    """The bytes of a flat tensor, a checksum's range at a time. From a GPU the next one comes while one is written."""
+    if isinstance(memory, DiskTensor):
+        for part in memory.split(RANGE_BYTES // memory.itemsize):
+            yield part.load().view(torch.uint8).numpy().data
+        return
+    pieces = memory.detach().split(RANGE_BYTES // memory.itemsize) if memory.numel() else ()
+    if not memory.is_cuda:
+        yield from (piece.contiguous().view(torch.uint8).numpy().data for piece in pieces)
+        return
+    buffers = [torch.empty(RANGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    with torch.cuda.device(memory.device):
+        for number in range(len(pieces) + 1):
+            before = under_way
+            if number < len(pieces):
+                piece, event = pieces[number], torch.cuda.Event()
+                place = buffers[number % 2][: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
+                event.record()
+                under_way = place, event
+            if before is not None:
+                before[1].synchronize()
+                yield before[0].view(torch.uint8).numpy().data
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class CheckpointReader:
+    """A published checkpoint, open for reading: any range of any tensor, each byte checked before it is believed.
+
+    `bytes_read` counts. No process group, no pickle.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.bytes_read = 0
+        self._descriptors: dict[int, int] = {}
+        # Files whose headers say what the manifest says.
+        self._checked: set[int] = set()
+        self._parts: dict[int, list[tuple[str, StoredTensor, StoredPart]]] | None = None
+
+    @staticmethod
+    def open(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
+        """Open the folder of a tag, or in a folder of tags `tag`, or what `latest` names, or the newest complete."""
+        folder = Path(path)
+        for _ in range(TRIES):
+            found = examine(folder)
+            if tag is not None or found.manifest is None:
+                candidates, _ = choose(folder, tag)
+                whole = (entry for entry in candidates if not entry.problems)
+                found = next(whole, candidates[0] if candidates else found)
+            if not found.removed:
+                break
+        return CheckpointReader.of(found)
+
+    @staticmethod
+    def of(found: FoundCheckpoint, hint: str = "") -> CheckpointReader:
+        """Open a checkpoint that was found, if it is complete."""
+        if found.manifest is None or found.problems:
+            kind = RemovedError if found.removed else CheckpointError
+            raise kind("; ".join(found.problems) + hint)
+        return CheckpointReader(found.folder, found.manifest)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """The names of tensors under a prefix such as `model/`, without it."""
+        return (name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
+
+    def stored(self, name: str) -> StoredTensor:
+        found = self.manifest.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self.folder}: holds no tensor {name!r}")
+        return found
+
+    def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Read elements [start, stop) into a flat tensor on any device; another dtype is cast."""
+        stored = self.stored(name)
+        assert 0 <= start <= stop <= stored.numel, (name, start, stop)
+        assert out.shape == (stop - start,), (name, out.shape)
+        out = out.detach()
+        direct = out.dtype is stored.dtype and out.device.type == "cpu" and out.is_contiguous()
+        size = RANGE_BYTES // stored.dtype.itemsize
+        for part in stored.parts:
+            # Whole ranges are read, since a checksum covers a whole range.
+            for number in range(max(0, start - part.start) // size, -(-(min(stop, part.stop) - part.start) // size)):
+                first, last = part.start + number * size, min(part.start + (number + 1) * size, part.stop)
+                low, high = max(start, first), min(stop, last)
+                if low >= high:
+                    continue
+                target = out[low - start : high - start]
+                fits = direct and (low, high) == (first, last)
+                data = target if fits else torch.empty(last - first, dtype=stored.dtype)
+                self._read_range(name, part, number, number * RANGE_BYTES, bytes_of(data))
+                if not fits:
+                    target.copy_(data[low - first : high - first])
+
+    def _read_range(self, name: str, part: StoredPart, number: int, low: int, data: memoryview) -> None:
+        file = self.folder / self.manifest.files[part.file].name
+        descriptor = self._descriptor(part.file)
+        try:
+            got = read_into(descriptor, data, part.offset + low)
+        except OSError as error:  # also of a network's file that was removed
+            raise self._unreadable(file, error) from error
+        self.bytes_read += got
+        where = f"{file}: {name!r}, bytes {part.offset + low} to {part.offset + low + len(data)}"
+        if got < len(data):
+            raise CheckpointError(f"{where}: the file ends before them: truncated")
+        if checksum(data) != part.checksums[number]:
+            raise CheckpointError(f"{where}: damaged, the checksum does not fit")
+
+    def check_headers(self) -> None:
+        """Check every file's own header against the manifest: names, dtypes, shapes, offsets. None stays open."""
+        for number in range(len(self.manifest.files)):
+            if number not in self._checked:
+                self._descriptor(number)
+                os.close(self._descriptors.pop(number))
+
+    def _descriptor(self, file: int) -> int:
+        if file not in self._descriptors:
+            path = self.folder / self.manifest.files[file].name
+            try:
+                descriptor = open_regular(path)
+            except OSError as error:
+                raise self._unreadable(path, error) from error
+            try:
+                self._check_header(file, descriptor, path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self._descriptors[file] = descriptor
+        return self._descriptors[file]
+
+    def _unreadable(self, path: Path, error: OSError) -> CheckpointError:
+        gone = removal(self.folder, self.manifest)
+        return RemovedError(gone) if gone else CheckpointError(f"{path}: cannot be read: {reason(error)}")
+
+    def _check_header(self, file: int, descriptor: int, path: Path) -> None:
+        if file in self._checked:
+            return
+        try:
+            entries = read_header(descriptor, path)[0]
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if self._parts is None:
+            self._parts = {}
+            for name, stored in self.manifest.tensors.items():
+                for part in stored.parts:
+                    self._parts.setdefault(part.file, []).append((name, stored, part))
+        named = {}
+        for name, stored, part in self._parts.get(file, []):
+            is_whole = part.stop - part.start == stored.numel
+            entry_name = name if is_whole else f"{name}[{part.start}:{part.stop}]"
+            shape = stored.shape if is_whole else (part.stop - part.start,)
+            named[entry_name] = TensorEntry(stored.dtype, shape, path, part.offset)
+        for name in {**entries, **named}:
+            there, here = entries.get(name), named.get(name)
+            if there != here:
+                raise CheckpointError(f"{path}: {name!r} is {_spell(there)} there, but {_spell(here)} in the manifest")
+        self._checked.add(file)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read one whole tensor to host memory."""
+        stored = self.stored(name)
+        flat = torch.empty(stored.numel, dtype=dtype or stored.dtype)
+        self.read(name, 0, stored.numel, flat)
+        return flat.view(stored.shape)
+
+    def verify(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Read elements [start, stop) through and check them, holding one range at a time."""
+        stored = self.stored(name)
+        size = RANGE_BYTES // stored.dtype.itemsize
+        buffer = memoryview(bytearray(min(RANGE_BYTES, stored.nbytes)))
+        for part in stored.parts:
+            for number, first in enumerate(range(part.start, part.stop, size)):
+                last = min(first + size, part.stop)
+                if first < (stored.numel if stop is None else stop) and start < last:
+                    data = buffer[: (last - first) * stored.dtype.itemsize]
+                    self._read_range(name, part, number, number * RANGE_BYTES, data)
+
+    # -- what is not tensors ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the job: optimizer, scheduler, loss scale, counters, client state, config."""
+        return self._decode(self.manifest.state, "state", "state/", check_decoded_state)
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """The state of one rank: random numbers, data position."""
+        return self._decode(self.manifest.ranks[rank], f"ranks[{rank}]", f"rank/{rank}/", check_object)
+
+    def loose(self, rank: int) -> dict[str, Any]:
+        """The optimizer states of one rank that are not shaped as their parameter."""
+        tree = self.manifest.ranks[rank].get("loose", {})
+        return self._decode(tree, f"ranks[{rank}].loose", f"rank/{rank}/", check_decoded_loose)
+
+    def _decode(self, tree: Any, where: str, prefix: str, check: Callable[[Any, str], object]) -> dict[str, Any]:
+        try:
+            found = plain_data.decode(tree, _Tensors(self, prefix))
+            check(found, where)
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{self.folder / NAME}: {where}: {error}") from error
+        assert isinstance(found, dict)
+        return found
+
+    def close(self) -> None:
+        while self._descriptors:
+            with suppress(OSError):
+                os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Tensors(dict[str, torch.Tensor]):
+    """Tensors of a tagged tree, read when they are asked for."""
+
+    def __init__(self, checkpoint: CheckpointReader, prefix: str) -> None:
+        super().__init__()
+        self._checkpoint, self._prefix = checkpoint, prefix
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        return self._checkpoint.tensor(self._prefix + key)
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self._prefix}{key}" in self._checkpoint.manifest.tensors
+
+
+def _spell(entry: TensorEntry | None) -> str:
+    return "missing" if entry is None else f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)} at byte {entry.offset}"
