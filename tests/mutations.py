@@ -656,7 +656,7 @@ MUTATIONS = [
     ),
     Mutation(
         "hooks-traced",
-        "onefold/runtime/compiler.py",
+        "onefold/runtime/torch_internals.py",
         "    function._torchdynamo_disable = True",
         "    function._onefold = True",
         "test_compile.py -k every_way",

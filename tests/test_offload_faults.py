@@ -27,9 +27,9 @@ from test_offload_cases import everything_of, files_in, one_step, our_threads, s
 import onefold
 from onefold.offload import host_memory as host
 from onefold.offload.bus import Arrival
-from onefold.offload.grad_offload import _take_over
 from onefold.offload.host_memory import HostShortage
 from onefold.offload.nvme import SwapError
+from onefold.offload.offload_memory import _take_over
 from onefold.offload.param_shard import Buffers
 from onefold.pool import Pool
 

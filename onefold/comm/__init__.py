@@ -11,14 +11,13 @@ from onefold.comm.board import Board, Silent
 from onefold.comm.collective import Collective, ErrorFeedback, Gathering, Pending, Reduction, Source, broadcast_from
 from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
-from onefold.comm.guard import Guard
 from onefold.comm.ledger import Ledger, Row
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
 from onefold.comm.native import Native
 from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
-from onefold.comm.watch import Disagreement, of_backend, watch_world
+from onefold.comm.watch import Disagreement, Guard, of_backend, watch_world
 
 __all__ = [
     "Agreement",

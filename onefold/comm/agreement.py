@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from onefold.comm.guard import Guard
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.comm.watch import Guard
 
 ROW = 16
 # How long to sleep between two looks at a meeting: doubled up to the longest, so that a short wait ends promptly.
@@ -23,7 +23,7 @@ class Agreement:
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
         self.group = group
-        self.guard = Guard(group)
+        self.guard = Guard(group.host_group)
         self._ledger = ledger
 
     def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:

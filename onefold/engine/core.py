@@ -22,17 +22,16 @@ from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.optim.choose import Chosen
-from onefold.optim.nonfinite import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.optim.step import ShardedStep, StepDecision
+from onefold.optim.step import NonFiniteError, ShardedStep, StepDecision
 from onefold.plan import Crossing, ModelBytes, Plan, Tier, count_crossing
 from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_bytes
 from onefold.report.memory_usage import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
-from onefold.runtime.trees import cast_floats
+from onefold.runtime.torch_internals import cast_floats
 from onefold.window import AccumulationWindow
 
 # One live engine a model: a second `initialize` on it retires the first.

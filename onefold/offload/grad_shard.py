@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 
@@ -22,15 +21,16 @@ def square_sum(shard: torch.Tensor) -> torch.Tensor:
     return blocks.double().square().sum()
 
 
-class GradShard(Protocol):
+class GradShard:
     """This rank's slice of a gradient, summed over the ranks and micro-steps of an accumulation window."""
 
     tier: Tier
-    value: torch.Tensor | None
+    value: torch.Tensor | None = None
     """None: nothing has been reduced since the last step."""
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
         """What the reduction of a whole gradient writes to, and whether it adds to what is there."""
+        raise NotImplementedError
 
     def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
         """The reduction is done: the slot that held the whole gradient goes back to the pool, now or later."""
@@ -40,6 +40,9 @@ class GradShard(Protocol):
 
     def square_sum(self) -> torch.Tensor:
         """The sum of squares, an fp64 scalar."""
+        assert self.value is not None
+        self.wait()
+        return square_sum(self.value)
 
     def forget_square_sum(self) -> None:
         """The gradient is written from outside."""
@@ -49,18 +52,19 @@ class GradShard(Protocol):
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         """Forget what has been reduced."""
+        self.value = None
 
     def tensors(self) -> list[torch.Tensor]:
         """What is held, in the tier of this shard."""
+        raise NotImplementedError
 
 
-class DeviceGrad:
+class DeviceGrad(GradShard):
     """On the device. `in_place`: the sum stays in this rank's slice of the slot, and costs no memory of its own."""
 
     tier = Tier.DEVICE
 
     def __init__(self, size: int, dtype: torch.dtype, rank: int, device: torch.device, *, in_place: bool) -> None:
-        self.value: torch.Tensor | None = None
         self.slot: torch.Tensor | None = None
         self._size, self._rank, self._device = size, rank, device
         self._own: torch.Tensor | None = None
@@ -85,16 +89,6 @@ class DeviceGrad:
         if slot is not self.slot:
             pool.give_back(slot, key)
 
-    def wait(self) -> None:
-        pass
-
-    def square_sum(self) -> torch.Tensor:
-        assert self.value is not None
-        return square_sum(self.value)
-
-    def forget_square_sum(self) -> None:
-        pass
-
     def widen(self, dtype: torch.dtype, pool: Pool, key: Hashable, *, in_place: bool) -> None:
         self._allocate(dtype, in_place)
         if self.value is not None and self.value.dtype != dtype:
@@ -114,7 +108,7 @@ class DeviceGrad:
         return [tensor for tensor in (self._own, self.slot) if tensor is not None]
 
 
-class HostGrad:
+class HostGrad(GradShard):
     """In host memory, where the host steps. `delays`: the host may still read one while the next comes down."""
 
     tier = Tier.HOST
@@ -129,7 +123,6 @@ class HostGrad:
         alone: bool,
         delays: bool,
     ) -> None:
-        self.value: torch.Tensor | None = None
         self._size, self._memory, self._alone = size, memory, alone
         self._own = memory.host(size, dtype)
         self._other = memory.host(size, dtype) if delays else None
@@ -169,11 +162,7 @@ class HostGrad:
             self._arriving.wait()
 
     def square_sum(self) -> torch.Tensor:
-        if self._square is not None:
-            return self._square
-        assert self.value is not None
-        self.wait()
-        return square_sum(self.value)
+        return self._square if self._square is not None else super().square_sum()
 
     def forget_square_sum(self) -> None:
         self._square = None

@@ -13,7 +13,6 @@ import queue
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -53,11 +52,14 @@ class OutputContext:
     """Ranges that belong to no parameter, counted from the start of what is stepped."""
 
 
-class StepOutput(Protocol):
-    """Where the host's step leaves the parameters that it updates, some elements at a time."""
+class StepOutput:
+    """Where the host's step leaves the parameters that it updates, some elements at a time. This one leaves nothing:
+    the master is what is gathered, or what computes is told later.
+    """
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """What these elements are cast into; None: nothing, the master is sent as it is."""
+        return None
 
     def send(self, master: torch.Tensor, start: int, stop: int) -> None:
         """These elements of the master are updated, and cast."""
@@ -67,28 +69,29 @@ class StepOutput(Protocol):
 
     def finish(self) -> Arrival:
         """All are updated. The master is read until the arrival."""
+        return HERE
 
 
-class ParamShard(Protocol):
+class ParamShard:
     """This rank's shard of a flat parameter, in the dtype and tier in which it rests."""
 
     tier: Tier
-
-    @property
-    def values(self) -> Flat:
-        """The shard as it rests."""
+    values: Flat
 
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
         """What fills this rank's slice of a gather. `is_overwritten`: the gather then decodes other values into it."""
+        raise NotImplementedError
 
     def prefetch(self) -> bool:
         """A gather comes soon: read ahead what is on disk. False where there is no buffer for all of it."""
+        return True
 
     def forget_prefetched(self) -> None:
         """The shard is about to be written: nobody reads it any more, and what was read ahead is old."""
 
     def write(self, values: torch.Tensor) -> None:
         """Write back: the shard takes these values."""
+        raise NotImplementedError
 
     def refresh(self) -> None:
         """The shard itself has its newest value, whether or not anybody has gathered it."""
@@ -98,15 +101,18 @@ class ParamShard(Protocol):
 
     def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
         """Where the host's step leaves updated values. The gradient's memory may be used for them."""
+        raise NotImplementedError
 
     def in_own_memory(self) -> ParamShard:
         """The same values, when the engine and its offload memory go."""
+        return self
 
 
-class DeviceShard:
+class DeviceShard(ParamShard):
     """On the device that computes."""
 
     tier = Tier.DEVICE
+    values: torch.Tensor
 
     def __init__(self, values: torch.Tensor, bus: Bus | None = None) -> None:
         self.values = values
@@ -115,33 +121,19 @@ class DeviceShard:
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor:
         return self.values
 
-    def prefetch(self) -> bool:
-        return True
-
-    def forget_prefetched(self) -> None:
-        pass
-
     def write(self, values: torch.Tensor) -> None:
         self.values.copy_(values)
-
-    def refresh(self) -> None:
-        pass
-
-    def order(self) -> None:
-        pass
 
     def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
         assert self._bus is not None
         return DeviceOutput(self.values, self._bus, step.last_use)
 
-    def in_own_memory(self) -> ParamShard:
-        return self
 
-
-class HostShard:
+class HostShard(ParamShard):
     """In host memory: copied up by every gather."""
 
     tier = Tier.HOST
+    values: torch.Tensor
 
     def __init__(self, values: torch.Tensor, bus: Bus) -> None:
         self.values = values
@@ -167,9 +159,6 @@ class HostShard:
         self._copying, self._master = self._bus.down(target, self.values), None
         if is_overwritten:
             self._copying.order()
-
-    def prefetch(self) -> bool:
-        return True
 
     def forget_prefetched(self) -> None:
         self._copying.wait()
@@ -206,10 +195,11 @@ class _HostSource:
         self._shard.copy_to(target, is_overwritten=self._is_overwritten)
 
 
-class DiskShard:
+class DiskShard(ParamShard):
     """In a file: read ahead into the page-locked buffers that are free, the rest as they come free again."""
 
     tier = Tier.NVME
+    values: DiskTensor
 
     def __init__(self, values: DiskTensor, buffers: Buffers, bus: Bus) -> None:
         self.values = values
@@ -268,12 +258,6 @@ class DiskShard:
         self.forget_prefetched()
         self.values.store(values.to("cpu", self.values.dtype))
 
-    def refresh(self) -> None:
-        pass
-
-    def order(self) -> None:
-        pass
-
     def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
         return _ToDisk(self.values, gradient, step.padding)
 
@@ -318,7 +302,7 @@ class Buffers:
 # -- what the host's step does with updated parameters ----------------------------------------------------------
 
 
-class DeviceOutput:
+class DeviceOutput(StepOutput):
     """Sent up to the device as the fp32 master, which the device casts. Where the device is the host, cast in place."""
 
     def __init__(self, target: torch.Tensor, bus: Bus, last_use: torch.cuda.Event | None) -> None:
@@ -341,23 +325,7 @@ class DeviceOutput:
         return self._arrival
 
 
-class NoOutput:
-    """The master is what is gathered, or what computes is told later."""
-
-    def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        return None
-
-    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def finish(self) -> Arrival:
-        return HERE
-
-
-class _CastLater(NoOutput):
+class _CastLater(StepOutput):
     """Nothing now: the next gather casts the master on the device, whose cores have nothing better to do."""
 
     def __init__(self, shard: HostShard, master: torch.Tensor) -> None:
@@ -368,7 +336,7 @@ class _CastLater(NoOutput):
         return HERE
 
 
-class _InMemory(NoOutput):
+class _InMemory(StepOutput):
     """Cast by the host into its shard."""
 
     def __init__(self, target: torch.Tensor) -> None:
@@ -378,7 +346,7 @@ class _InMemory(NoOutput):
         return self._target[start:stop]
 
 
-class _ToDisk:
+class _ToDisk(StepOutput):
     """Cast over the gradient it was made of, which is read by then, and stored from there."""
 
     def __init__(self, target: DiskTensor, gradient: torch.Tensor, padding: Sequence[tuple[int, int]]) -> None:

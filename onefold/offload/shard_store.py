@@ -21,14 +21,12 @@ from concurrent.futures import Future
 import torch
 
 from onefold.offload.bus import HERE, Arrival
-from onefold.offload.fingerprint import fingerprint
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import (
     DeviceOutput,
     DeviceShard,
     Flat,
-    NoOutput,
     OutputContext,
     ParamShard,
     StepOutput,
@@ -38,6 +36,26 @@ from onefold.offload.param_shard import (
 from onefold.plan import FlatParamSpec, Plan, Tier
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
+
+# Words that are multiplied at once: the products need memory.
+_CHUNK = 1 << 20
+
+
+def fingerprint(values: torch.Tensor) -> torch.Tensor:
+    """A number that changes when any value changes or changes places. Nothing is waited for."""
+    words = as_integers(values)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        places = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=values.device)
+        total += (chunk * places.mul_(0x9E3779B97F4A7C15 - (1 << 64)).bitwise_or_(1)).sum()
+    return total
+
+
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """As whole numbers, the widest that fit: comparing them is fastest, and tells NaN and -0 apart."""
+    wide = values.nbytes % 8 == 0 and values.data_ptr() % 8 == 0 and values.storage_offset() * values.itemsize % 8 == 0
+    return values.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
 class ShardStore:
@@ -136,7 +154,7 @@ class ShardStore:
     def output(self, gradient: torch.Tensor, last_use: torch.cuda.Event | None) -> StepOutput:
         """Where the host's step leaves the updated parameters."""
         if self.param_copy is None:
-            return NoOutput()
+            return StepOutput()
         padding = [(low - self.start, high - self.start) for low, high in self.spec.layout.gaps]
         if self.param is not None:
             return self.param.output(self.master, gradient, OutputContext(last_use, padding))

@@ -21,7 +21,7 @@ import torch
 from onefold.offload.bus import Arrival
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import NoOutput
+from onefold.offload.param_shard import StepOutput
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.rules import Rule
 from onefold.optim.state_stream import StateStream
@@ -114,7 +114,7 @@ class HostStep:
         if not self._delays:  # with a delay another gradient may be on its way by now
             _gradient_of(store).wait()
         store.sent.wait()  # a unit that nothing has used since may still be on its way up
-        output = NoOutput() if self._delays else store.output(gradient, last_use)
+        output = StepOutput() if self._delays else store.output(gradient, last_use)
         for window in self._windows(store):
             edges = [*range(window.start, window.stop, CHUNK), window.stop]
             for start, stop in pairwise(edges):

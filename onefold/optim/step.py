@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from onefold.comm.agreement import as_float, as_integer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import Flat
 from onefold.offload.shard_store import ShardStore
@@ -20,7 +21,6 @@ from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.nonfinite import NonFiniteError, tell_nonfinite
 from onefold.optim.norm import StepScalars, exchange_scalars, meet_for_call
 from onefold.optim.outside import (
     Spelled,
@@ -35,6 +35,12 @@ from onefold.optim.steppers import HeldState, StateWindow, Step, Stepper, TiledS
 from onefold.optim.written import WriteCheck
 from onefold.plan import Plan, Tier
 from onefold.runtime import FlatParam, Schedule, Unit
+
+_NAMED = 3
+
+
+class NonFiniteError(FloatingPointError):
+    """A step's gradients are not finite. No weight was changed on any rank; the gradients are dropped."""
 
 
 class ShardedStep:
@@ -320,7 +326,7 @@ class StepDecision:
         if self.applied:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())
         elif not self.scales_loss:
-            self.problem = tell_nonfinite(self._schedule, self.losses)
+            self.problem = _tell_nonfinite(self._schedule, self.losses)
             if self._scaling.nonfinite == "raise":
                 raise NonFiniteError(
                     f"{self.problem}. No weight was changed, and the gradients are dropped: training may go on with "
@@ -352,6 +358,39 @@ class StepDecision:
         if norm is None or not math.isfinite(norm):
             return 1.0
         return min(1.0, self._scaling.clipping / (norm + 1e-6))
+
+
+def _tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
+    """Which units' gradients are not finite, and whose loss; the same words on all ranks, which call this together.
+
+    A reduced gradient no longer shows which rank made it so. The rank's own losses do.
+    """
+    units = schedule.trained
+    bad = [
+        any(not math.isfinite(param.grad.shard.square_sum().item()) for param in unit.trained if _is_reduced(param))
+        for unit in units
+    ]
+    values = [loss.item() for loss in losses]
+    worst = next((value for value in values if not math.isfinite(value)), 0.0)
+    mine = torch.tensor([*bad, bool(values), as_integer(worst)], dtype=torch.int64)
+    rows = schedule.order.agreement.exchange("which gradients are not finite", mine).tolist()
+    names = [unit.name for index, unit in enumerate(units) if any(row[index] for row in rows)]
+    guilty = {rank: as_float(row[-1]) for rank, row in enumerate(rows) if not math.isfinite(as_float(row[-1]))}
+    if guilty:
+        ranks = ", ".join(f"{value} on rank {rank}" for rank, value in guilty.items())
+        whose = f"the loss was {ranks}"
+    elif all(row[-2] for row in rows):
+        whose = "the loss was finite on every rank, so it happened in backward"
+    else:
+        whose = "no loss is known that was not finite, as backward was called on a loss directly"
+    return f"the gradient of {_name_units(names, len(units))} is not finite; {whose}"
+
+
+def _name_units(names: Sequence[str], num_units: int) -> str:
+    if len(names) == num_units > 1:
+        return f"every unit, {names[0]} first,"
+    rest = len(names) - _NAMED
+    return f"unit {', '.join(names[:_NAMED])}{f' and {rest} more' if rest > 0 else ''}"
 
 
 def _is_reduced(param: FlatParam) -> bool:

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from onefold.log import logger
-from onefold.offload.fingerprint import as_integers
+from onefold.offload.shard_store import as_integers
 
 
 class WriteCheck:

@@ -23,8 +23,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from onefold.runtime.compiler import outside_compiler
-from onefold.runtime.trees import tensors_in
+from onefold.runtime.torch_internals import outside_compiler, tensors_in
 
 HOLDER = "_onefold_handle"
 _PLAIN = "_onefold_plain_class"

@@ -29,12 +29,17 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from onefold.runtime.compiler import outside_compiler
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import is_resting, raw_grad, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.trees import inside_backward, inside_transform, may_hold_tensors, tensors_in
+from onefold.runtime.torch_internals import (
+    inside_backward,
+    inside_transform,
+    may_hold_tensors,
+    outside_compiler,
+    tensors_in,
+)
 from onefold.runtime.unit import Unit
 
 

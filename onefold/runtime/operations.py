@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from onefold.runtime.held import at_rest, name_of
-from onefold.runtime.trees import inside_backward, inside_transform, tensors_in
+from onefold.runtime.torch_internals import inside_backward, inside_transform, tensors_in
 from onefold.runtime.unit import Unit
 
 

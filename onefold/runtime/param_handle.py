@@ -19,7 +19,7 @@ from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import HOLDER, hold, let_go, raw_grad, set_data, set_raw_grad
 from onefold.runtime.operations import operate
 from onefold.runtime.order import Request
-from onefold.runtime.trees import inside_backward
+from onefold.runtime.torch_internals import inside_backward
 from onefold.runtime.unit import ParameterState, Unit
 
 _next_number = 0

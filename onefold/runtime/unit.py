@@ -22,7 +22,7 @@ from onefold.plan import Moment
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import at_rest
-from onefold.runtime.trees import unrecorded
+from onefold.runtime.torch_internals import unrecorded
 
 if TYPE_CHECKING:
     from onefold.runtime.schedule import Schedule

@@ -1,16 +1,17 @@
-"""Walks over what models take and return: the tensors inside it."""
+"""What the runtime asks of torch: tensors inside what models take and return, where autograd is, and the compiler."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 # How deep objects of unknown classes are looked into: an output, the layers in it, their tensors.
 _DEPTH = 4
@@ -89,3 +90,19 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(cast_floats(item, dtype) for item in value)
     return value
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a compiled model call this function as it is, with everything it calls.
+
+    `torch.compiler.disable` does the same, but imports the compiler: 1.5 s a rank at start-up. The mark keeps the
+    function from being inlined into a graph, the strategy keeps its frames from being compiled.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    return function
