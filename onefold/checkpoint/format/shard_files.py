@@ -59,6 +59,10 @@ class Slot:
         return self.memory.dtype
 
     @property
+    def is_on_disk(self) -> bool:
+        return isinstance(self.memory, DiskTensor)
+
+    @property
     def is_whole(self) -> bool:
         return self.stop - self.start == math.prod(self.shape)
 
@@ -150,11 +154,11 @@ def write_shard(
     """Write the slots to a new file and flush it. What rests on a disk comes first; then `free_disk` is called."""
     with ShardWriter(path, slots) as writer:
         for slot in slots:
-            if isinstance(slot.memory, DiskTensor):
+            if slot.is_on_disk:
                 writer.write(slot)
         free_disk()
         for slot in slots:
-            if not isinstance(slot.memory, DiskTensor):
+            if not slot.is_on_disk:
                 writer.write(slot)
         return writer.close(own)
 

@@ -18,7 +18,6 @@ from onefold.checkpoint.format.files import replace_file
 from onefold.checkpoint.format.shard_files import Slot, write_shard
 from onefold.checkpoint.saving.request import Phase, Savable, SaveError, SaveRequest
 from onefold.comm import Board
-from onefold.offload.nvme import DiskTensor
 
 # A shared file system may show another node's new folder late.
 _VISIBLE_SECONDS = 10.0
@@ -70,8 +69,8 @@ class RankWriter:
 
         States, which only steps change, are copied by `complete`; what is on a disk is not copied, but written first.
         """
-        on_disk = [slot for slot in slots if isinstance(slot.memory, DiskTensor)]
-        in_memory = [slot for slot in slots if not isinstance(slot.memory, DiskTensor)]
+        on_disk = [slot for slot in slots if slot.is_on_disk]
+        in_memory = [slot for slot in slots if not slot.is_on_disk]
         copies = self._staging.places(in_memory)
         pairs = list(zip(in_memory, copies, strict=True))
         self._states = [pair for pair in pairs if pair[0].name.startswith("optimizer/")]
@@ -81,7 +80,7 @@ class RankWriter:
     def complete(self) -> None:
         """In a background save, copy the optimizer states; then write the shard file and what it holds."""
         copy_slots(self._states)
-        if not any(isinstance(slot.memory, DiskTensor) for slot in self._slots):
+        if not any(slot.is_on_disk for slot in self._slots):
             self._let_states_change()
         folder = self.request.folder
         _await_folder(folder)
