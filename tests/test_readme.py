@@ -11,6 +11,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+(TREE,) = re.findall(r"```\nonefold/\n(.*?)```", DESIGN, re.DOTALL)
 
 
 def test_the_example_runs_and_learns(tmp_path):
@@ -23,19 +25,40 @@ def test_the_example_runs_and_learns(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_files_it_names_exist():
-    (tree,) = re.findall(r"## The house\n\n```\n(.*?)```", TEXT, re.DOTALL)
-    for line in tree.splitlines():
-        path = line.split()[0]
+def test_it_is_short():
+    assert len(TEXT.splitlines()) <= 120
+
+
+def test_the_files_of_the_map_exist():
+    for line in TREE.splitlines():
         folder = ROOT / "onefold" if line.startswith(" ") else ROOT
-        assert (folder / path).exists(), line
+        paths = [word for word in line.split("   ")[0].split() if "/" in word or word.endswith(".py")]
+        assert not line.strip() or paths, line
+        for path in paths:
+            assert (folder / path).exists(), line
 
 
-def test_every_file_of_the_core_is_named():
+def test_every_file_is_on_the_map():
+    named = set(TREE.split())
     for path in (ROOT / "onefold").rglob("*.py"):
-        parts = path.relative_to(ROOT / "onefold").parts
-        if path.name != "__init__.py" or len(parts) == 1:
-            assert parts[-1] in TEXT or f"{parts[0]}/ " in TEXT, path
+        place = path.relative_to(ROOT / "onefold")
+        folders = {f"{parent}/" for parent in place.parents}
+        assert str(place) in named or folders & named or path.name == "__init__.py", place
+
+
+def test_the_functions_of_a_units_life_exist():
+    """Every `Class.method` and `file: function` of the table in docs/design.md."""
+    (table,) = re.findall(r"## A unit's life\n(.*?)\n## ", DESIGN, re.DOTALL)
+    package = "\n".join(path.read_text() for path in (ROOT / "onefold").rglob("*.py"))
+    where = "\n".join(line.split("|")[-2] for line in table.splitlines() if line.startswith("|"))
+    names = re.findall(r"`(?:([a-z_/]+\.py)(?:: )?)?([A-Za-z_.]*)`", where)
+    assert len(names) > 30
+    for file, name in names:
+        text = (ROOT / "onefold" / file).read_text() if file else package
+        owner, _, function = name.rpartition(".")
+        assert not owner or f"class {owner}" in text, name
+        known = (f"def {function}(", f"class {function}", f"{function} =", f"self.{function}")
+        assert not function or any(form in text for form in known), name
 
 
 def test_the_documents_it_links_to_exist():

@@ -30,7 +30,7 @@ class HasParamGroups(Protocol):
     param_groups: list[dict[str, Any]]
 
 
-class Schedule:
+class LRSchedule:
     """The bookkeeping that all five share. A subclass says what the rates are, in `_rates_at`."""
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
@@ -74,7 +74,7 @@ class Schedule:
         self._apply()
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """Raises the rate steadily, to find the largest that still trains: min_lr * (1 + step_rate * intervals)."""
 
     def __init__(
@@ -99,7 +99,7 @@ class LRRangeTest(Schedule):
         return [min_lr * (1 + self.step_rate * intervals) for min_lr in self.min_lrs]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """One triangle from min to max and back while momentum (the first beta) moves the other way; then both decay."""
 
     def __init__(
@@ -211,7 +211,7 @@ class _Warmup:
         return started / self.num_steps
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """From min to max over the warm-up, then max for good. Without `warmup_max_lr` each group rises to its own rate."""
 
     def __init__(
@@ -263,7 +263,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - iteration) / decay_steps)
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """Ratios of each group's own rate: a rise from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`.
 
     As in DeepSpeed, the first step runs with rate 0, and the cosine is one iteration ahead: it ends at
@@ -336,7 +336,7 @@ def _total_steps(total_num_steps: Any, warmup_num_steps: Any) -> int:
     return total
 
 
-_SCHEDULES: dict[str, type[Schedule]] = {
+_SCHEDULES: dict[str, type[LRSchedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES: list[str] = list(_SCHEDULES)
@@ -403,10 +403,10 @@ def build_scheduler(
     type: str,
     params: Mapping[str, Any],
     optimizer: Any,
-) -> Schedule | torch.optim.lr_scheduler.LRScheduler:
+) -> LRSchedule | torch.optim.lr_scheduler.LRScheduler:
     """Makes the scheduler of a config's `scheduler` section."""
     kind, read = read_schedule(type, params)
-    built: Schedule | torch.optim.lr_scheduler.LRScheduler = build(
+    built: LRSchedule | torch.optim.lr_scheduler.LRScheduler = build(
         kind, lambda values: kind(optimizer, **values), read, _PATH
     )
     return built
