@@ -195,7 +195,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 def test_a_restart_shows_why_and_goes_on(tmp_path: Path) -> None:
     path = script(tmp_path, "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('once')\n")
     code, _, stderr = launch("--nproc", "2", "--max-restarts", "1", path)
-    assert code == 0
+    assert code == 0, stderr
     assert stderr.count("ValueError: once") == 1
     assert "restart 1 of 1" in stderr
 

@@ -234,7 +234,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
 
 
-def run_rank(arguments: list[str]) -> None:
+def run_script(arguments: list[str]) -> None:
     """Run a script, or after `--module` a module, with the rest as its arguments."""
     sys.excepthook = record_exception
     if arguments[0] == "--module":
@@ -248,4 +248,4 @@ def run_rank(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_rank(sys.argv[1:])
+    run_script(sys.argv[1:])

@@ -165,7 +165,7 @@ def measure_adam(num_bytes: int) -> float:
 
 
 class _OneGroup:
-    """A line of one optimizer group, which nobody writes to."""
+    """Elements of one optimizer group, none of them frozen: what the tiler asks of an optimizer shard."""
 
     comparable = None
 

@@ -1,4 +1,4 @@
-"""Text as bytes: what the built-in job learns from.
+"""The dataset of the built-in job: text files as bytes.
 
 Files are mapped, not read: the ranks of a host share one copy in the page cache, whatever the size of the text. The
 place of every sequence follows from (seed, step, rank), so ranks read different text and a run repeats exactly.
@@ -31,7 +31,7 @@ class DataError(ValueError):
 
 
 class Corpus:
-    """Many files as one line of bytes: most of it to train on, its tail held out."""
+    """Many files as one sequence of bytes: most of it to train on, its tail held out."""
 
     def __init__(self, pieces: Sequence[Bytes], name: str, sequence_length: int) -> None:
         self.name = name

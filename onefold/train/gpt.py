@@ -71,7 +71,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: normalise, mix, add; normalise, think, add."""
+    """One transformer layer: attention and MLP, each after a layer norm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

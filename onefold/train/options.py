@@ -1,4 +1,4 @@
-"""What can be asked of the built-in job, and how any config is made to fit it. No torch here: `--help` is instant."""
+"""The options of `onefold train`, and the config that it trains with. No torch here: `--help` is instant."""
 
 from __future__ import annotations
 
