@@ -84,20 +84,6 @@ def test_no_stage_number_above_the_plan(path):
             assert not (numbers and any("stage" in name for name in names)), f"{path}:{node.lineno}"
 
 
-# Rooms whose modules and classes share no name with any other.
-NAMED_APART = {"config", "cli", "report", "train", "log", "env_report"}
-
-
-def test_modules_and_classes_have_names_of_their_own():
-    places: dict[str, list[Path]] = {}
-    for path in FILES:
-        classes = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-        for name in (*classes, *([path.name] if path.name != "__init__.py" else [])):
-            places.setdefault(name, []).append(path)
-    shared = {name: paths for name, paths in places.items() if len(paths) > 1 and room(paths[0]) != "compat"}
-    assert {name: paths for name, paths in shared.items() if NAMED_APART & set(map(room, paths))} == {}
-
-
 def top_level_classes(path: Path) -> list[ast.ClassDef]:
     return [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
 
