@@ -6,7 +6,7 @@ import atexit
 import secrets
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ class Saving:
         )
         if state.step is not None:
             state.step.let_change = self._saver.let_change
-        self._leave = partial(_leave, weakref.ref(self))
+        self._leave: Callable[[], None] | None = partial(_leave, weakref.ref(self))
         atexit.register(self._leave)
 
     @property
@@ -72,7 +72,9 @@ class Saving:
 
     def stop(self) -> None:
         """The engine goes."""
-        atexit.unregister(self._leave)
+        if self._leave is not None:
+            atexit.unregister(self._leave)
+        self._leave = None
         self._saver.stop()
 
     def remember_step(self) -> None:
