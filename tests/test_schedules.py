@@ -483,7 +483,7 @@ def at_its_end() -> tuple[int, int, int | None]:
         with pytest.raises(ValueError, match="Tried to step 3 times") if step == 2 else nullcontext():
             engine.step()
         assert not torch.equal(before["weight"], weights_of(engine.module)["weight"])
-    return engine.global_steps, engine.micro_steps, engine.steps_done()
+    return engine.global_steps, engine.micro_steps, engine._saving.steps_done()
 
 
 def test_a_step_is_counted_though_its_scheduler_raises(on_ranks):
