@@ -230,6 +230,13 @@ MUTATIONS = [
         "test_checkpoint_ranges.py -k flushed",
     ),
     Mutation(
+        "step-waits-for-a-save-that-is-over",
+        "onefold/checkpoint/saving/saver.py",
+        '(note["number"], note["phase"]) >= (request.number, phase)',
+        'note["number"] == request.number and note["phase"] >= phase',
+        "test_checkpoint_faults.py -k does_not_wait",
+    ),
+    Mutation(
         "no-fsync-of-folders",
         "onefold/checkpoint/format/folder.py",
         "tag_folder, save_dir]:\n        sync(folder)",

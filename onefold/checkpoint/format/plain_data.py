@@ -49,10 +49,6 @@ MAX_TOLD, MAX_LABEL = 10, 60
 MAX_PLAIN_INT = 2**53
 NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 NUMBERS |= {"bool", "float16", "float32", "float64", "complex64", "complex128"}
-_TAGS = {
-    "$tuple", "$set", "$frozenset", "$deque", "$dict", "$ordered_dict", "$counter", "$state_dict", "$int", "$float",
-    "$complex", "$bytes", "$torch_dtype", "$torch_device", "$torch_size", "$numpy_scalar", "$ndarray",
-}  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Tags of earlier versions, and what they were written for.
 _REMOVED = {
@@ -99,8 +95,6 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> An
     if tag in _REMOVED:
         what = f"written by an older version with {_REMOVED[tag]}, which this one does not read"
         raise ValueError(f"{tag}: {what}: load it there, and save plain data in its place")
-    if tag not in _TAGS:
-        raise ValueError(f"{tag}: an unknown tag. Was this written by a newer version?")
     content = decode(tree[tag], tensors, depth + 1)
     try:
         return _build(tag, content)
@@ -158,7 +152,7 @@ def _build(tag: str, content: Any) -> Any:
                 scalar = np.dtype(dtype).type(value)
             if repr(scalar.item()) == repr(value):
                 return scalar
-    raise ValueError(f"it holds {spell(content)}")
+    raise ValueError(f"it holds {spell(content)}. Was this written by a newer version?")
 
 
 def _unique(content: list[Any]) -> dict[Any, Any]:
