@@ -93,7 +93,7 @@ def is_plain(value: Any) -> bool:
     """Whether a checkpoint holds it and every rank has the same: numbers, text, and containers of them."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    if isinstance(value, Mapping):
+    if isinstance(value, dict) and not isinstance(value, defaultdict):  # whose factory is code
         return all(is_plain(key) and is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple | set | frozenset | deque):
         return all(is_plain(inner) for inner in value)
