@@ -25,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-cases", action="store_true", help="of each test in tests/check.txt only the first case")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_cases_to_the_slow_tier(items)
     fifth, first_cases = config.getoption("--fifth"), config.getoption("--first-cases")
     if fifth is not None:
         _keep(config, items, [item for item in items if _number(item) % 5 == fifth % 5])
@@ -33,6 +35,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = set(CHECK.read_text().split())
         first = {_function(item): item for item in reversed(items) if _function(item) in wanted}
         _keep(config, items, [item for item in items if first.get(_function(item)) is item])
+
+
+def _leave_cases_to_the_slow_tier(items: list[pytest.Item]) -> None:
+    """Of a test on ranks with many cases the first tier has the first, the one in the middle and the last."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        on_ranks = {"on_ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
+        if on_ranks and item.get_closest_marker("slow") is None:
+            cases.setdefault(_function(item), []).append(item)
+    for some in cases.values():
+        kept = {0, len(some) // 2, len(some) - 1}
+        for place, item in enumerate(some):
+            if place not in kept:
+                item.add_marker("slow")
 
 
 CHECK = Path(__file__).with_name("check.txt")

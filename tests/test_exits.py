@@ -12,7 +12,7 @@ import pytest
 from exits import PATHS
 
 SCRIPT = Path(__file__).with_name("exits.py")
-FEW = ["normal", "save in the background", "early break", "exception", "Ctrl-C", "before initialize"]
+FEW = ["save in the background", "exception", "Ctrl-C"]
 
 
 def ends(folder: Path, stage: int, count: int, *paths: str) -> dict[str, dict[str, int]]:

@@ -18,6 +18,7 @@ SHAPE = ModelShape(num_layers=2, width=256, num_heads=4, vocabulary=512, max_seq
 WORKLOAD = Workload(preset="tiny", dtype="bf16", batch=1, sequence=16, num_steps=3, num_warmup_steps=2, device="cpu")
 
 
+@pytest.mark.slow
 def test_the_kernel_counts_what_the_ledger_says():
     try:
         plain, coded = run(["stage-3", "all-three"], WORKLOAD, Rate(UNSHAPED), timeout=120, shape=SHAPE)

@@ -190,6 +190,7 @@ def test_without_matplotlib_the_job_trains_and_says_how_to_get_the_curve(
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "summary.json"}
 
 
+@pytest.mark.slow
 def test_interrupt_ends_after_the_step_with_a_report(tmp_path: Path) -> None:
     process = start("--steps", "100000", "--sample-length", "4", "--out", str(tmp_path / "run"))
     assert process.stdout is not None

@@ -26,8 +26,8 @@ import torch
 
 from onefold.checkpoint.format.files import open_regular
 
-# More than in any honest file: nested containers, and containers that are met (repeated ones count again).
-MAX_DEPTH, MAX_CONTAINERS = 100, 10_000_000
+# More than in any honest file: nested containers, and containers met for each byte of the pickle (repeated ones count).
+MAX_DEPTH, MAX_REPETITION = 100, 100
 _ATOMS = (str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size)
 _exclusive = threading.Lock()  # torch has one list of allowed names for the process
 
@@ -116,7 +116,7 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
     """
     file, serialization = Path(path), torch.serialization
     try:
-        sizes = _check_archive(file)
+        sizes, pickle_size = _check_archive(file)
         with _exclusive, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             others = serialization.get_safe_globals()
@@ -126,7 +126,7 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
                     found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             finally:
                 serialization.add_safe_globals(others)
-        return _Plain(sizes).copy(found, 0)
+        return _Plain(sizes, MAX_REPETITION * pickle_size).copy(found, 0)
     except OSError:
         raise
     except Exception as error:
@@ -149,8 +149,10 @@ def _what_is_wrong(error: Exception) -> str:
     return f"damaged: {type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
-def _check_archive(file: Path) -> set[int]:
-    """Refuse, before torch opens it, what is not a regular file or not a whole archive. Returns the entries' sizes."""
+def _check_archive(file: Path) -> tuple[set[int], int]:
+    """Refuse, before torch opens it, what is not a regular file or not a whole archive: the sizes of its entries, and
+    that of the pickle.
+    """
     with os.fdopen(open_regular(file), "rb") as opened:
         if opened.read(4) != b"PK\x03\x04":
             raise RefusedPickle(
@@ -162,19 +164,20 @@ def _check_archive(file: Path) -> set[int]:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             raise RefusedPickle(f"not a whole zip file: {error}; truncated?") from error
-    if sum(info.filename.endswith("/data.pkl") for info in infos) != 1:
+    pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
+    if len(pickles) != 1:
         raise RefusedPickle("not as torch.save writes it: no single data.pkl")
     packed = [info.filename for info in infos if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1]
     if packed:
         raise RefusedPickle(f"entry {packed[0]!r} is not stored as it is, as torch.save does")
-    return {info.file_size for info in infos}
+    return {info.file_size for info in infos}, pickles[0].file_size
 
 
 class _Plain:
     """Copies the loaded data, tensors aside; refuses cycles, deep nesting, endless repetition and bare classes."""
 
-    def __init__(self, sizes: set[int]) -> None:
-        self._sizes, self._num_containers = sizes, 0
+    def __init__(self, sizes: set[int], max_containers: int) -> None:
+        self._sizes, self._max_containers, self._num_containers = sizes, max_containers, 0
 
     def copy(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -190,7 +193,7 @@ class _Plain:
             _require(fits, f"a tensor of {value.nbytes} bytes in a storage of {nbytes}")
             return value.detach()
         self._num_containers += 1
-        if depth >= MAX_DEPTH or self._num_containers > MAX_CONTAINERS:
+        if depth >= MAX_DEPTH or self._num_containers > self._max_containers:
             raise RefusedPickle("data nested in itself, or too deep")
         if kind is argparse.Namespace:
             kind, value = dict, vars(value)
