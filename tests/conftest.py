@@ -38,16 +38,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_cases_to_the_slow_tier(items: list[pytest.Item]) -> None:
-    """Of a test on ranks with many cases the first tier has the first, the one in the middle and the last."""
+    """Of a test on ranks with more than two cases the first tier has the one in the middle and the last."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         on_ranks = {"on_ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
         if on_ranks and item.get_closest_marker("slow") is None:
             cases.setdefault(_function(item), []).append(item)
     for some in cases.values():
-        kept = {0, len(some) // 2, len(some) - 1}
         for place, item in enumerate(some):
-            if place not in kept:
+            if len(some) > 2 and place not in (len(some) // 2, len(some) - 1):
                 item.add_marker("slow")
 
 
