@@ -35,6 +35,6 @@ def test_programs_end_with_their_own_exit_codes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_two_hundred_programs_end_with_their_own_exit_codes(tmp_path, stage):
-    found = ends(tmp_path, stage, 6)
-    assert found == {path: {json.dumps(codes): 6} for path, codes in PATHS.items()}
+def test_programs_end_in_every_way_again_and_again(tmp_path, stage):
+    found = ends(tmp_path, stage, 3)
+    assert found == {path: {json.dumps(codes): 3} for path, codes in PATHS.items()}
