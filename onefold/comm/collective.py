@@ -26,7 +26,7 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class Reduction:
-    """One run's reduce-scatter: the sum over ranks of this rank's slice of `source` goes to `target`.
+    """The reduce-scatter of one flat gradient: the sum over ranks of this rank's slice of `source` goes to `target`.
 
     `target` may be this rank's slice of `source` itself. With `add`, the sum is added to what `target` holds.
     """
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Gathering:
-    """One run's gather: every rank's slice comes to its place in `line`.
+    """The gather of one flat parameter: every rank's slice comes to its place in `line`.
 
     `own` is this rank's slice where it does not lie in the line yet, in whatever dtype and tier it rests.
     """
@@ -102,7 +102,7 @@ class Pending:
 
 
 class Collective(Protocol):
-    """What a unit may ask of the network. One call may carry several runs."""
+    """What a unit may ask of the network. One call may carry several flat parameters."""
 
     group: Group
 

@@ -309,7 +309,7 @@ class Loading:
         return found | {alias: found[name] for alias, name in checkpoint.manifest.aliases.items() if name in found}
 
     def _load_with(self, whole: dict[str, torch.Tensor], load: Callable[..., None]) -> None:
-        """The user's own function moves a whole state dict into the whole model."""
+        """The user's own function moves an unsharded state dict into the unsharded model."""
         model = self._state.model
         with unsharded(model.parameters()) as handles:
             load(src=whole, dst=model)

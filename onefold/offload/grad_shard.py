@@ -29,11 +29,11 @@ class GradShard:
     """None: nothing has been reduced since the last step."""
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
-        """What the reduction of a whole gradient writes to, and whether it adds to what is there."""
+        """What the reduction of a flat gradient writes to, and whether it adds to what is there."""
         raise NotImplementedError
 
     def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
-        """The reduction is done: the slot that held the whole gradient goes back to the pool, now or later."""
+        """The reduction is done: the slot that held the flat gradient goes back to the pool, now or later."""
 
     def wait(self) -> None:
         """Until `value` is complete, as the host sees it."""

@@ -1,6 +1,6 @@
 """Update rules of the optimizers that are stepped unit by unit, tile by tile.
 
-Each rule is elementwise: it may be applied to any stretch of a flat shard. A rule names its state tensors, and applies
+Each rule is elementwise: it may be applied to any range of a flat shard. A rule names its state tensors, and applies
 itself to one tile whose parameter, gradient and states have one dtype.
 """
 
@@ -17,7 +17,7 @@ Hyper = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tile:
-    """A stretch of one optimizer group: what a rule updates, with what."""
+    """A range of one optimizer group: what a rule updates, with what."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor

@@ -20,7 +20,7 @@ from onefold.offload.shard_store import as_integers
 
 
 class WriteCheck:
-    """Compares masters with what computes, a stretch at a time. One thread uses it at a time."""
+    """Compares masters with what computes, a range at a time. One thread uses it at a time."""
 
     def __init__(self) -> None:
         self._scratch: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""How the parameters of a run lie in one flat line, cut into one equal shard per rank. No tensors."""
+"""How parameters lie in one flat parameter, cut into one equal shard per rank. No tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a run: its name, shape and place in the line."""
+    """One parameter of a flat one: its name, shape and place there."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the line that belongs to one optimizer group."""
+    """A range of a flat parameter that belongs to one optimizer group."""
 
     group: int
     start: int
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The line of a run: members in order of optimizer group, then padding up to equal, aligned shards."""
+    """A flat parameter: members in order of optimizer group, then padding up to equal, aligned shards."""
 
     members: tuple[Member, ...]
     num_shards: int
@@ -90,7 +90,7 @@ class Layout:
         return tuple(segment for segment in ranges.values() if segment.start < segment.stop)
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
-        """The group ranges inside [start, stop), in the line's own coordinates."""
+        """The group ranges inside [start, stop), counted from the start of the flat parameter."""
         for segment in self.group_ranges:
             low, high = max(segment.start, start), min(segment.stop, stop)
             if low < high:
@@ -98,5 +98,5 @@ class Layout:
 
     @cached_property
     def shape_key(self) -> tuple[int, ...]:
-        """Equal for lines whose padding lies in the same places: their gradient buffers are interchangeable."""
+        """Equal for flat parameters with padding in the same places: their gradient buffers are interchangeable."""
         return (self.total, *(edge for member in self.members for edge in (member.start, member.stop)))

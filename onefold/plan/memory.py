@@ -140,7 +140,7 @@ def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> b
 @dataclass(frozen=True)
 class Crossing:
     """Bytes that one rank moves between tiers in one step: to the host and back, from disk and to it. `up` and `read`
-    take each unit to be gathered once a forward and once a backward; those that the program keeps whole save a gather.
+    take each unit to be gathered once a forward and once a backward; what the program keeps unsharded saves a gather.
     """
 
     down: int

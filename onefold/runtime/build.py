@@ -194,7 +194,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that lie in the same memory: each would get memory of its own, and they would part."""
+    """Refuse parameters that lie in the same memory: each would get memory of its own, and they would diverge."""
     ranges = []
     for name, parameter in parameters.items():
         if (

@@ -1,14 +1,14 @@
 """How a Parameter behaves while its values are held by an engine, or by `zero.Init`.
 
 [Note: classes of held parameters]
-A Parameter object is one for life. While its values lie in a flat line of ours its class is a cached subclass of its
+A Parameter object is one for life. While its values lie in a flat parameter its class is a cached subclass of its
 own class, as torch does with `UninitializedParameter`: `isinstance`, optimizers, hooks and the compiler see a
 Parameter.
 
 * Unsharded. Torch functions run as on any Parameter. Three attributes are watched. `data = tensor` writes the values
-  into the line; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out of the
-  step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what stands
-  for it, and setting it to None drops it.
+  into the flat parameter; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out
+  of the step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what
+  stands for it, and setting it to None drops it.
 * Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An
   operation on values is seen by `__torch_function__`: inside a pass it unshards (`operations.py`), elsewhere it raises.
 """
@@ -212,7 +212,7 @@ _HELD_MEMBERS: dict[str, Any] = {
 }
 
 
-# -- operations on parameters at rest ---------------------------------------------------------------------------
+# -- operations on sharded parameters ---------------------------------------------------------------------------
 
 
 @outside_compiler
@@ -239,7 +239,7 @@ _RESTING_MEMBERS: dict[str, Any] = {"__torch_function__": classmethod(_torch_fun
 
 
 class RestingValues(torch.Tensor):
-    """What `detach`, `data` and casts give of a parameter at rest: its dtype and device. Operating on it raises."""
+    """What `detach`, `data` and casts give of a sharded parameter: its dtype and device. Operating on it raises."""
 
     _onefold_names: list[str]
 

@@ -1,6 +1,6 @@
-"""Torch functions on parameters at rest, inside a pass: penalties over `parameters()`, `functional_call`, weight norms.
+"""Torch functions on sharded parameters, inside a pass: penalties over `parameters()`, `functional_call`, weight norms.
 
-[Note: one operation on a parameter at rest]
+[Note: one operation on a sharded parameter]
 The units of the parameters are unsharded, the function runs, and they are resharded. Where autograd recorded it, the
 units are unsharded again before the first of its nodes runs backward, and resharded when the last of them has. A result
 that is a view of the parameter needs its memory: then the unit stays unsharded until the pass ends, and that memory is

@@ -164,7 +164,7 @@ class ParamHandle:
     def operate(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
     ) -> Any:
-        """One torch function on parameters at rest, inside a pass."""
+        """One torch function on sharded parameters, inside a pass."""
         units = [handle.unit for handle in handles_of(resting)]
         return operate([unit for unit in units if unit is not None], func, args, kwargs, resting)
 
