@@ -366,8 +366,8 @@ MUTATIONS = [
     Mutation(
         "ratio-of-what-is-offloaded",
         "onefold/plan/tiers.py",
-        "if used > (1 - room.ratio) * total:",
-        "if used > room.ratio * total:",
+        "if used > (1 - budget.ratio) * total:",
+        "if used > budget.ratio * total:",
         "test_offload_cases.py -k ratio",
     ),
     Mutation(
@@ -524,7 +524,7 @@ MUTATIONS = [
     Mutation(
         "operation-view-freed",
         "onefold/runtime/operations.py",
-        "                unit.uses.held = True\n                unit.hand_out()",
+        "                unit.keep_for_pass()\n                unit.hand_out()",
         "                pass",
         "test_held_parameters.py -k views",
     ),

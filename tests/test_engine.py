@@ -1087,3 +1087,14 @@ def auto_cast() -> None:
 
 def test_fp16_auto_cast_takes_fp32_inputs(on_ranks):
     on_ranks(2, auto_cast)
+
+
+def counters_that_programs_set() -> tuple[int, int, object]:
+    engine = start(net(), config(2))
+    engine.global_steps, engine.lr_scheduler = 5, None
+    train(engine, 1)
+    return engine.global_steps, engine.state.global_steps, engine.lr_scheduler
+
+
+def test_programs_may_set_counters_and_the_scheduler(on_ranks):
+    assert on_ranks(1, counters_that_programs_set) == [(6, 6, None)]

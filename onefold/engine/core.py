@@ -38,6 +38,15 @@ from onefold.window import AccumulationWindow
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
+def _of_state(name: str) -> Any:
+    """An attribute of an engine that is its train state's: programs read and set it."""
+
+    def put(engine: Engine, value: Any) -> None:
+        setattr(engine.state, name, value)
+
+    return property(lambda engine: getattr(engine.state, name), put)
+
+
 class Engine(nn.Module):
     """A model with its optimizer, laid out by a plan. Made by `onefold.initialize`.
 
@@ -487,9 +496,11 @@ class Engine(nn.Module):
 
     config = property(lambda self: self.state.config, doc="The config as the user gave it.")
     micro_steps = property(lambda self: self.state.window.micro_steps)
-    global_steps = property(lambda self: self.state.global_steps)
-    global_samples = property(lambda self: self.state.global_samples)
-    skipped_steps = property(lambda self: self.state.skipped_steps)
+    global_steps = _of_state("global_steps")
+    global_samples = _of_state("global_samples")
+    skipped_steps = _of_state("skipped_steps")
+    lr_scheduler = _of_state("lr_scheduler")
+    training_dataloader = _of_state("training_dataloader")
     local_rank = property(lambda self: local_rank())
     global_rank = property(lambda self: dist.get_rank())
     world_size = property(lambda self: self.state.group.size)
@@ -499,22 +510,6 @@ class Engine(nn.Module):
     def batch(self) -> Batch:
         """Samples of a step and of a micro-step, and micro-steps of a step."""
         return self.state.window.batch
-
-    @property
-    def lr_scheduler(self) -> Any:
-        return self.state.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
-        self.state.lr_scheduler = scheduler
-
-    @property
-    def training_dataloader(self) -> Any:
-        return self.state.training_dataloader
-
-    @training_dataloader.setter
-    def training_dataloader(self, loader: Any) -> None:
-        self.state.training_dataloader = loader
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ class Loading:
         state, step = found.state, self._state.step
         if asked.optimizer:
             assert step is not None
-            step.num_steps = state["optimizer"]["num_steps"]
+            step.resume(state["optimizer"]["num_steps"])
             if not step.take_groups(found.groups):
                 self._warn(
                     f"{found.checkpoint.folder}: its optimizer keeps other states than {step.name} here: the "

@@ -82,7 +82,7 @@ class Saving:
         if self._state.group.size > 1:
             self._after_step = self._state.global_steps, self._own_state()
         if self._state.step is not None:
-            self._state.step.changing = False
+            self._state.step.finish()
 
     # -- saving -------------------------------------------------------------------------------------------------
 

@@ -60,8 +60,8 @@ class OffloadMemory:
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
-        self._states = _Shelf(swap_states, needs.states_on_disk)
-        self._parameters = _Shelf(swap_parameters, needs.parameters_on_disk)
+        self._states = _Reserved(swap_states, needs.states_on_disk)
+        self._parameters = _Reserved(swap_parameters, needs.parameters_on_disk)
         for swap in self._swaps:
             swap.open()
         self._parameter_buffers: Buffers | None = None
@@ -125,7 +125,7 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class _Shelf:
+class _Reserved:
     """Tensors on disk that were reserved before the files were made."""
 
     def __init__(self, swap: SwapFiles | None, needs: Sequence[tuple[int, torch.dtype]]) -> None:

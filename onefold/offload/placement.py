@@ -13,7 +13,7 @@ from onefold.offload.bus import Bus
 from onefold.offload.host_memory import available_bytes, check_room
 from onefold.offload.nvme import SwapFiles
 from onefold.offload.offload_memory import DiskOptions, Needs, OffloadMemory
-from onefold.plan import FlatParamSpec, Plan, Room, Tier, assign_tiers, count_bytes
+from onefold.plan import FlatParamSpec, Plan, Tier, TierBudget, assign_tiers, count_bytes
 from onefold.plan.memory import master_dtype, stays_unsharded
 
 
@@ -24,14 +24,14 @@ def place(
     if plan.states.tier is Tier.DEVICE and plan.parameters.tier is Tier.DEVICE:
         return list(specs)
     free_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    room = Room.of(plan, free_device=free_device, free_host=available_bytes())
-    rows = agreement.meet("the room in each tier", [room.device or 0, room.host or 0])
-    room = replace(
-        room,
-        device=min(row[0] for row in rows) if room.device is not None else None,
+    budget = TierBudget.of(plan, free_device=free_device, free_host=available_bytes())
+    rows = agreement.meet("the room in each tier", [budget.device or 0, budget.host or 0])
+    budget = replace(
+        budget,
+        device=min(row[0] for row in rows) if budget.device is not None else None,
         host=min(row[1] for row in rows) // num_ranks_on_node(agreement.group),
     )
-    return assign_tiers(specs, plan, room)
+    return assign_tiers(specs, plan, budget)
 
 
 def make_memory(

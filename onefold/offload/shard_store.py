@@ -15,8 +15,9 @@ thread of its own: `finish_step` waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -73,9 +74,9 @@ class ShardStore:
         self.frozen: set[int] = set()
         # What this rank steps.
         self.start, self.stop = spec.layout.shard_range(rank) if plan.shards_states else (0, spec.layout.total)
+        self._plan, self._memory, self._rank = plan, memory, rank
         # The last copy up that reads the master.
-        self.sent: Arrival = HERE
-        self._plan, self._memory = plan, memory
+        self._sent: Arrival = HERE
         self._master: Flat | None = None
         # Of a flat parameter that stays unsharded: what computes, beside a master of its own.
         self.computes: torch.Tensor | None = None
@@ -150,6 +151,30 @@ class ShardStore:
             return torch.zeros_like(self.master)
         assert self._memory is not None
         return self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)
+
+    def make_states(self, names: Iterable[str]) -> None:
+        """The states that a rule keeps beside the master."""
+        self.states = {name: self.new_state() for name in names}
+
+    def make_grad(self, dtype: torch.dtype, *, in_place: bool) -> GradShard:
+        """Where reduced gradients go, in the tier where they are stepped with."""
+        size, delays = self.spec.layout.shard_size, self._plan.delays_host
+        if not self.steps_on_host:
+            self.grad = DeviceGrad(size, dtype, self._rank, self.device, in_place=in_place)
+        else:
+            assert self._memory is not None
+            alone = self.spec.layout.num_shards == 1
+            self.grad = HostGrad(size, dtype, self.spec.dtype, self._memory, alone=alone, delays=delays)
+        return self.grad
+
+    def wait_for_master(self) -> None:
+        """Until no copy up reads the master any more: a unit that nothing has used since may still be on its way."""
+        self._sent.wait()
+
+    def finish_output(self, output: StepOutput) -> Arrival:
+        """The host has updated the master, which is read until the arrival."""
+        self._sent = output.finish()
+        return self._sent
 
     def output(self, gradient: torch.Tensor, last_use: torch.cuda.Event | None) -> StepOutput:
         """Where the host's step leaves the updated parameters."""
@@ -291,28 +316,15 @@ class ShardStore:
             [copy] if isinstance(copy, torch.Tensor) and (self.param is None or self.param.tier is Tier.DEVICE) else []
         )
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Another dtype, while nobody trains it. What is unsharded casts itself."""
+        self.spec = replace(self.spec, dtype=dtype)
+        if self.param is not None:
+            self.param = DeviceShard(read(self.param.values).to(dtype))
+
     def forget_training(self) -> None:
         """The engine goes: hold nothing but the parameter shard, in memory of its own."""
         self.grad = self._master = self.computes = self._fingerprint = None
         self.states = {}
         if self.param is not None:
             self.param = self.param.in_own_memory()
-
-
-def make_grad(
-    spec: FlatParamSpec,
-    plan: Plan,
-    rank: int,
-    device: torch.device,
-    memory: OffloadMemory | None,
-    dtype: torch.dtype,
-    *,
-    in_place: bool,
-) -> GradShard:
-    """Where reduced gradients go, in the tier where they are stepped with."""
-    size = spec.layout.shard_size
-    if not spec.residency.offloads_states:
-        return DeviceGrad(size, dtype, rank, device, in_place=in_place)
-    assert memory is not None
-    alone = spec.layout.num_shards == 1
-    return HostGrad(size, dtype, spec.dtype, memory, alone=alone, delays=plan.delays_host)

@@ -113,7 +113,7 @@ class HostStep:
     ) -> Arrival:
         if not self._delays:  # with a delay another gradient may be on its way by now
             _gradient_of(store).wait()
-        store.sent.wait()  # a unit that nothing has used since may still be on its way up
+        store.wait_for_master()
         output = StepOutput() if self._delays else store.output(gradient, last_use)
         for window in self._windows(store):
             edges = [*range(window.start, window.stop, CHUNK), window.stop]
@@ -122,14 +122,13 @@ class HostStep:
                 output.send(window.master[start - window.start : stop - window.start], start, stop)
             if self._stream is not None:
                 output.leave()
-        store.sent = output.finish()
-        return store.sent
+        return store.finish_output(output)
 
     def rewrite(self, stores: Sequence[ShardStore]) -> Callable[[ShardStore], Iterator[StateWindow]]:
         """The windows of each shard, to be changed in this order by something else than a step."""
         self.wait()
         for store in stores:
-            store.sent.wait()
+            store.wait_for_master()
         if self._stream is not None:
             self._stream.plan(stores)
         return self._windows

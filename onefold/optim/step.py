@@ -228,6 +228,14 @@ class ShardedStep:
         for param in (param for unit in units for param in unit.trained):
             param.store.pull()
 
+    def resume(self, num_steps: int) -> None:
+        """Go on as an optimizer that has taken so many steps."""
+        self.num_steps = num_steps
+
+    def finish(self) -> None:
+        """The engine has counted the step: what is held is a step's state again."""
+        self.changing = False
+
     # -- states -------------------------------------------------------------------------------------------------
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:

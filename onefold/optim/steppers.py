@@ -166,7 +166,7 @@ class TiledStepper:
         self._rule = rule
         self._stores = stores
         for store in stores:
-            store.states = {name: store.new_state() for name in rule.state_names(groups)}
+            store.make_states(rule.state_names(groups))
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         window = StateWindow.whole(store)

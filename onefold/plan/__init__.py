@@ -6,7 +6,7 @@ from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import Crossing, FlatParamSpec, ModelBytes, Residency, count_bytes, count_crossing
 from onefold.plan.program import Limits, Moment, Program, coalesce, compile_program
 from onefold.plan.table import Cut, Feedback, Part, Placement, Plan, Precision, Tier, Wire, make_plan, plan_every_stage
-from onefold.plan.tiers import Room, assign_tiers
+from onefold.plan.tiers import TierBudget, assign_tiers
 
 __all__ = [
     "Crossing",
@@ -24,8 +24,8 @@ __all__ = [
     "Precision",
     "Program",
     "Residency",
-    "Room",
     "Tier",
+    "TierBudget",
     "UnitCut",
     "Wire",
     "assign_tiers",

@@ -14,7 +14,7 @@ from onefold.plan.table import Plan, Tier
 
 
 @dataclass(frozen=True)
-class Room:
+class TierBudget:
     """How much of each tier model state may take, in bytes, and how much a config asks to be kept from lower ones."""
 
     ratio: float | None = 1.0
@@ -26,11 +26,11 @@ class Room:
     parameters_on_host: int = 0
 
     @staticmethod
-    def of(plan: Plan, *, free_device: int | None, free_host: int) -> Room:
+    def of(plan: Plan, *, free_device: int | None, free_host: int) -> TierBudget:
         """`free_device`: None where the device is the host itself, whose memory is then no reason to leave it."""
         offload = plan.offload
         device = free_device * 3 // 4 if free_device is not None else None
-        return Room(
+        return TierBudget(
             ratio=offload.optimizer.ratio,
             device=offload.device_bytes if offload.device_bytes is not None else device,
             host=offload.host_bytes if offload.host_bytes is not None else free_host * 9 // 10,
@@ -39,41 +39,41 @@ class Room:
         )
 
 
-def assign_tiers(specs: Sequence[FlatParamSpec], plan: Plan, room: Room) -> list[FlatParamSpec]:
+def assign_tiers(specs: Sequence[FlatParamSpec], plan: Plan, budget: TierBudget) -> list[FlatParamSpec]:
     """The same flat parameters, each with its residency."""
     wanted = plan.states.tier
     settled = list(specs)
     trained = [place for place, spec in enumerate(specs) if spec.trainable]
     if wanted is not Tier.DEVICE:
-        on_host = trained if wanted is Tier.HOST or room.ratio is None else []
+        on_host = trained if wanted is Tier.HOST or budget.ratio is None else []
         for place in trained:
             settled[place] = replace(specs[place], residency=Residency(Tier.HOST if place in on_host else Tier.NVME))
         settled = [_with_parameters(spec, plan) for spec in settled]
-        for place in _kept_on_device(settled, trained, plan, room):
+        for place in _kept_on_device(settled, trained, plan, budget):
             settled[place] = replace(specs[place], residency=Residency())
     left = [place for place in trained if settled[place].residency.offloads_states]
-    if wanted is Tier.NVME and room.ratio is None:
-        _spill(settled, left, plan, room)
+    if wanted is Tier.NVME and budget.ratio is None:
+        _spill(settled, left, plan, budget)
     elif wanted is Tier.NVME:
-        spare = room.states_on_host
+        spare = budget.states_on_host
         for place in left:
             spare -= specs[place].layout.shard_size
             if spare >= 0:
                 settled[place] = replace(settled[place], residency=Residency(Tier.HOST))
-    return _settle_parameters(settled, plan, room)
+    return _settle_parameters(settled, plan, budget)
 
 
-def _kept_on_device(settled: list[FlatParamSpec], trained: list[int], plan: Plan, room: Room) -> list[int]:
+def _kept_on_device(settled: list[FlatParamSpec], trained: list[int], plan: Plan, budget: TierBudget) -> list[int]:
     """The first ones, as far as the ratio or the budget goes."""
     kept: list[int] = []
-    if room.ratio is None:
-        if room.device is None:
+    if budget.ratio is None:
+        if budget.device is None:
             return trained
         trial = list(settled)
         for place in trained:
             trial[place] = replace(trial[place], residency=Residency())
             bytes_ = count_bytes(trial, plan)
-            if bytes_.total + 2 * bytes_.largest_slot > room.device:
+            if bytes_.total + 2 * bytes_.largest_slot > budget.device:
                 break
             kept.append(place)
         return kept
@@ -81,23 +81,23 @@ def _kept_on_device(settled: list[FlatParamSpec], trained: list[int], plan: Plan
     used = 0
     for place in trained:
         used += settled[place].layout.numel
-        if used > (1 - room.ratio) * total:
+        if used > (1 - budget.ratio) * total:
             break
         kept.append(place)
     return kept
 
 
-def _spill(settled: list[FlatParamSpec], left: list[int], plan: Plan, room: Room) -> None:
+def _spill(settled: list[FlatParamSpec], left: list[int], plan: Plan, budget: TierBudget) -> None:
     """What the host has no room for goes to disk, the last first."""
     for place in reversed(left):
-        if room.host is None or count_bytes(settled, plan, Tier.HOST).total <= room.host:
+        if budget.host is None or count_bytes(settled, plan, Tier.HOST).total <= budget.host:
             return
         settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
 
 
-def _settle_parameters(settled: list[FlatParamSpec], plan: Plan, room: Room) -> list[FlatParamSpec]:
+def _settle_parameters(settled: list[FlatParamSpec], plan: Plan, budget: TierBudget) -> list[FlatParamSpec]:
     """Where parameters rest, the first on the host as far as it was asked to keep them."""
-    found, spare = [], room.parameters_on_host
+    found, spare = [], budget.parameters_on_host
     for spec in settled:
         placed = _with_parameters(spec, plan)
         if placed.residency.parameters is Tier.NVME:

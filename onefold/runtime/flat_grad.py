@@ -6,10 +6,8 @@ import torch
 from torch import nn
 
 from onefold.comm import ErrorFeedback, Reduction
-from onefold.offload.grad_shard import GradShard
-from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.shard_store import make_grad
-from onefold.plan import FlatParamSpec, Plan, Tier, Wire
+from onefold.offload.shard_store import ShardStore
+from onefold.plan import Plan, Tier, Wire
 from onefold.plan.memory import reduces_in_place
 from onefold.pool import Pool
 from onefold.runtime.held import HeldGradient, raw_grad, set_raw_grad
@@ -27,14 +25,9 @@ class FlatGrad:
     """
 
     def __init__(
-        self,
-        spec: FlatParamSpec,
-        parameters: list[nn.Parameter],
-        plan: Plan,
-        rank: int,
-        device: torch.device,
-        memory: OffloadMemory | None,
+        self, store: ShardStore, parameters: list[nn.Parameter], plan: Plan, own_range: tuple[int, int]
     ) -> None:
+        spec = store.spec
         self.layout = spec.layout
         self.slot: torch.Tensor | None = None
         # What quantized wires have lost of the gradient, where it is fed back.
@@ -46,13 +39,11 @@ class FlatGrad:
         self.drops_at_end: set[int] = set()
         # Dropped after they were summed over the ranks, in this window: each rank clears its slice.
         self.drops_of_sums: set[int] = set()
-        self._spec, self._parameters, self._plan, self._device = spec, parameters, plan, device
-        self._own_range = spec.layout.shard_range(rank)
+        self._spec, self._parameters, self._plan, self._device = spec, parameters, plan, store.device
+        self._own_range = own_range
         self._accumulates = plan.accumulates
         self._filled = bytearray(len(parameters))
-        self.shard: GradShard = make_grad(
-            spec, plan, rank, device, memory, self._reduced_dtype, in_place=self._in_place
-        )
+        self.shard = store.make_grad(self._reduced_dtype, in_place=self._in_place)
 
     @property
     def _num_micro_steps(self) -> int:

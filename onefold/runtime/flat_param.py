@@ -5,14 +5,12 @@ they are used and resting as shards in between.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from onefold.comm import Gathering
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import DeviceShard, read
 from onefold.offload.shard_store import ShardStore, fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.memory import stays_unsharded
@@ -77,8 +75,7 @@ class FlatParam:
         # What `full` holds came in a form that rounds it.
         self._is_rounded = False
         self.take_parameters()
-        self._grad = FlatGrad(spec, self.parameters, plan, rank, device, memory) if spec.trainable else None
-        self.store.grad = self._grad.shard if self._grad is not None else None
+        self._grad = FlatGrad(self.store, self.parameters, plan, self.own_range) if spec.trainable else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -259,10 +256,9 @@ class FlatParam:
     def cast(self, dtype: torch.dtype) -> None:
         """Compute in another dtype from now on. Only while nobody trains it."""
         was_sharded = self.full.untyped_storage().size() == 0
-        self.spec = self.store.spec = replace(self.spec, dtype=dtype)
+        self.store.cast(dtype)
+        self.spec = self.store.spec
         if was_sharded:
-            assert self.store.param is not None
-            self.store.param = DeviceShard(read(self.store.param.values).to(dtype))
             self.full = torch.empty(0, dtype=dtype, device=self.device)
             for parameter in self.parameters:
                 set_data(parameter, self.full)

@@ -195,12 +195,11 @@ class Hooks:
         unit.pre_forward(recompute=again)
         unit.uses.stack.append((0, []))
         if inside_transform():
-            unit.uses.held = True  # whoever runs its backward, it runs on nodes of wrapped tensors
+            unit.keep_for_pass()  # whoever runs its backward, it runs on nodes of wrapped tensors
             return
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
-            unit.uses.calls += 1
-            call = next(self._schedule.calls)
+            call = unit.begin_call()
             inputs, seen = self._watch_end(index, call, arguments)
             unit.uses.stack[-1] = (call if seen else -call, inputs)
 
@@ -236,14 +235,14 @@ class Hooks:
             if again:
                 unit.uses.backwards.add(call)  # inside the backward that will run through it at once
             elif not produced and (unit.trained or call > 0) and output is not None:
-                unit.uses.held = True  # nothing tells when its backward begins, so it must stay
+                unit.keep_for_pass()  # nothing tells when its backward begins, so it must stay
         unit.post_forward(recompute=again)
 
     def _before_backward(self, index: int, call: int) -> None:
         unit = self._schedule.units[index]
         unit.pre_backward(call)
         if torch.is_grad_enabled():
-            unit.uses.held = True
+            unit.keep_for_pass()
 
     def _after_backward(self, index: int, call: int) -> None:
         self._schedule.units[index].post_backward([call])

@@ -45,10 +45,10 @@ def operate(
         nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
         for unit in used:
             if unit.is_seen_by(tensors_in(result)):
-                unit.uses.held = True
+                unit.keep_for_pass()
                 unit.hand_out()
             elif inside_transform():
-                unit.uses.held = True
+                unit.keep_for_pass()
             elif nodes:
                 _Recorded.watch(unit, result, nodes, again=again)
     return result
@@ -73,13 +73,12 @@ class _Recorded:
 
     def __init__(self, unit: Unit, num_nodes: int) -> None:
         self._unit = weakref.ref(unit)
-        self._call = next(unit.schedule.calls)
+        self._call = unit.begin_call()
         self._num_nodes = self._left = num_nodes
 
     @staticmethod
     def watch(unit: Unit, result: Any, nodes: list[Any], *, again: bool) -> None:
         recorded = _Recorded(unit, len(nodes))
-        unit.uses.calls += 1
         first = [tensor.grad_fn for tensor in tensors_in(result)]
         for node in nodes:
             if any(node is output for output in first):
@@ -94,7 +93,7 @@ class _Recorded:
             self._left = self._num_nodes
             unit.pre_backward(self._call)
             if torch.is_grad_enabled():
-                unit.uses.held = True
+                unit.keep_for_pass()
 
     def end(self, *_: Any) -> None:
         unit = self._unit()

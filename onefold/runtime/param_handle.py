@@ -248,7 +248,7 @@ class ParamHandle:
         unit = self.unit
         if unit is not None:
             self.lent -= 1
-            unit.uses.held = True
+            unit.keep_for_pass()
             unit.take_back()
         else:
             detach(parameter for param in self.params for parameter in param.parameters)

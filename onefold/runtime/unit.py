@@ -189,7 +189,7 @@ class Unit:
         within = within or backward or schedule.in_pass
         if self.sharded and within and not self.uses.any:
             self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
-            self.uses.held = True
+            self.keep_for_pass()
 
     def lend(self) -> None:
         """Unsharded until `take_back`, whatever happens in between."""
@@ -208,8 +208,17 @@ class Unit:
     def take_back(self) -> None:
         self.uses.lent -= 1
         if self.schedule.order.open and torch.is_grad_enabled():
-            self.uses.held = True  # what was computed from it may have a backward that nobody sees begin
+            self.keep_for_pass()  # what was computed from it may have a backward that nobody sees begin
         self.reshard_unused(lent=True)
+
+    def keep_for_pass(self) -> None:
+        """Somebody outside uses it, and nothing tells for how long: it stays unsharded until the pass ends."""
+        self.uses.held = True
+
+    def begin_call(self) -> int:
+        """The number of a use that will have a backward."""
+        self.uses.calls += 1
+        return next(self.schedule.calls)
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors is a view of these parameters."""
