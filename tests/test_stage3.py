@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -107,18 +108,19 @@ def fit(
     return weights
 
 
-def differing(mine: Weights, theirs: Weights) -> list[str]:
+def differing(mine: Weights, theirs: Weights, rounding: float = 0.0) -> list[str]:
     assert mine.keys() == theirs.keys()
-    return [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    alike = partial(torch.allclose, rtol=rounding, atol=rounding) if rounding else torch.equal
+    return [name for name in mine if not alike(mine[name], theirs[name])]
 
 
-def beside_stage_2(case: str) -> list[str]:
+def beside_stage_2(case: str, rounding: float = 0.0) -> list[str]:
     """Names of the parameters that differ from stage 2, for each set of limits."""
     build, loss_of, more = CASES[case]
     expected = fit(build, loss_of, 2, **more)
     problems = []
     for label in ("none", "kept"):  # which also gathers ahead
-        found = differing(fit(build, loss_of, 3, LIMITS[label], **more), expected)
+        found = differing(fit(build, loss_of, 3, LIMITS[label], **more), expected, rounding)
         problems += [f"{label}: {name}" for name in found]
     return problems
 
@@ -1325,8 +1327,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], LossOf, dict[str, Any]]] = {
     "two heads on one rank, later": (TwoHeadsUnforeseen, square, {**OWN_HEAD, "num_steps": 4}),
 }
 
-# Where ranks differ, three of them show more than two. Not those that part from their program in the middle of a pass:
-# some gradients then come late, and three numbers in another order round differently.
+# Where ranks differ, three of them show more than two.
 WITH_THREE = {
     "accumulated",
     "drops layers",
@@ -1339,8 +1340,10 @@ WITH_THREE = {
     "a changing order",
     "weights read after forward",
     "reentrant checkpoints around groups",
-    "tower that no rank used at first",
 }
+# Here ranks diverge from their program in the middle of a pass: some gradients then come late, and three numbers in
+# another order round differently. Which come late depends on how far the other ranks were.
+TO_ROUNDING_WITH_THREE = ["tower that no rank used at first", "layer that no rank used at first"]
 
 
 def cases() -> Iterator[Any]:
@@ -1352,6 +1355,12 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "world"), list(cases()))
 def test_case_is_bit_equal_to_stage_2(on_ranks, case, world):
     for problems in on_ranks(world, beside_stage_2, case):
+        assert problems == []
+
+
+@pytest.mark.parametrize("case", [more(case) for case in TO_ROUNDING_WITH_THREE])
+def test_ranks_that_diverge_in_the_middle_of_a_pass_equal_stage_2_to_rounding(on_ranks, case):
+    for problems in on_ranks(3, beside_stage_2, case, rounding=1e-6):
         assert problems == []
 
 
