@@ -47,6 +47,41 @@ def initialize(
     `optimizer` is a torch optimizer, a callable that takes the parameters, or None for the config's own; without
     either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes the optimizer.
     """
+    return initialize_as(
+        Engine,
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        distributed_port,
+        mpu,
+        dist_init_required,
+        collate_fn,
+        config,
+        mesh_param,
+        config_params,
+    )
+
+
+def initialize_as(
+    kind: type[Engine],
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[Any, Any, DataLoader[Any] | None, Any]:
+    """The same with an engine of another class."""
     if model is None:
         raise ValueError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
@@ -85,7 +120,7 @@ def initialize(
     if world > 1:
         agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
     group = data_group(plan.node_size, plan.num_replicas)
-    engine = Engine(
+    engine = kind(
         model,
         plan,
         batch,

@@ -53,6 +53,8 @@ class Engine(nn.Module):
     `with engine:` closes it at the end; so does `engine.close()`, and `del engine` too.
     """
 
+    optimizer_class = ShardedOptimizer
+
     def __init__(
         self,
         model: nn.Module,
@@ -100,7 +102,7 @@ class Engine(nn.Module):
         self.optimizer: ShardedOptimizer | None = None
         if self.state.step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
-            self.optimizer = ShardedOptimizer(self.state.step, self.state.decision.loss_scale, drop)
+            self.optimizer = self.optimizer_class(self.state.step, self.state.decision.loss_scale, drop)
         self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.

@@ -1,0 +1,11 @@
+"""Checkpoints of onefold load on any number of ranks; these are the names that others import."""
+
+from onefold.compat.lazy import names, same
+
+__getattr__, __dir__ = names(
+    __name__,
+    same(
+        "onefold.compat.deepspeed.checkpoint.utils",
+        "clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank",
+    ),
+)  # fmt: skip

@@ -1,0 +1,67 @@
+"""`init_inference` where it is plain evaluation: the model as it is, in the dtype and on the device asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import local_device
+from onefold.compat.not_offered import NotOffered
+
+# What asks for more than evaluation, and the values that do not ask.
+_MORE = {
+    "replace_with_kernel_inject": (False, None),
+    "kernel_inject": (False, None),
+    "mp_size": (1, None),
+    "quant": ({}, None),
+    "moe": (False, {}, None),
+    "checkpoint": (None,),
+    "enable_cuda_graph": (False, None),
+    "injection_policy": ({}, None),
+    "zero": ({}, None),
+}
+
+
+class InferenceEngine(nn.Module):
+    """A model that evaluates. Unknown attributes are the module's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
+    """The model for evaluation, cast to `dtype` and moved to this rank's device."""
+    settings = {**(config if isinstance(config, dict) else {}), **kwargs}
+    parallel = settings.get("tensor_parallel") or settings.get("tp") or {}
+    size = parallel.get("tp_size", 1) if isinstance(parallel, dict) else parallel
+    more = [name for name, plain in _MORE.items() if name in settings and settings[name] not in plain]
+    if more or size != 1:
+        raise NotImplementedError(
+            f"init_inference: {', '.join(more) or 'tensor_parallel'}: onefold evaluates the model as it is, without "
+            "kernels, quantization or tensor parallelism; leave it out"
+        )
+    dtype = settings.get("dtype")
+    if isinstance(dtype, str):
+        dtype = getattr(torch, {"fp16": "half", "fp32": "float", "bf16": "bfloat16"}.get(dtype, dtype.split(".")[-1]))
+    return InferenceEngine(model.to(device=local_device(), dtype=dtype))
+
+
+class default_inference_config(NotOffered):
+    what = "inference kernels, and hence their config"

@@ -1,0 +1,5 @@
+"""Activation checkpointing."""
+
+from onefold.compat.lazy import names
+
+__getattr__, __dir__ = names(__name__, {})

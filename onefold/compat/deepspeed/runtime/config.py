@@ -1,0 +1,78 @@
+"""`DeepSpeedConfig`: a config that others build and read, over onefold's own reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.compat.deepspeed.runtime.zero.config import get_zero_config
+from onefold.config import ConfigError as DeepSpeedConfigError
+from onefold.config import load_config, solve_batch
+
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
+LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
+DEEPSPEED_OPTIMIZERS = [
+    ADAGRAD_OPTIMIZER,
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    LAMB_OPTIMIZER,
+    LION_OPTIMIZER,
+    MUON_OPTIMIZER,
+]
+
+__all__ = ["DEEPSPEED_OPTIMIZERS", "DeepSpeedConfig", "DeepSpeedConfigError"]
+
+# Keys that this object has under their own name.
+_PLAIN = (
+    "communication_data_type", "dataloader_drop_last", "disable_allgather", "dump_state", "gradient_allreduce_op",
+    "gradient_clipping", "gradient_predivide_factor", "log_level", "managed_gradient_accumulation", "memory_breakdown",
+    "prescale_gradients", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
+
+
+class DeepSpeedConfig:
+    """A config, read and checked: every key with its value or default, and the batch sizes solved."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise DeepSpeedConfigError("mpu and mesh_device describe model parallelism, which onefold does not do")
+        self._settings = settings = load_config(config)
+        self._param_dict: dict[str, Any] = settings.raw
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        batch = solve_batch(settings, self.world_size)
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        for name in _PLAIN:
+            setattr(self, name, getattr(settings, name))
+        self.zero_config = get_zero_config(settings.raw)
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = settings.zero_optimization.stage > 0
+        self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
+        self.optimizer_name = settings.optimizer.type if settings.optimizer else None
+        if self.optimizer_name and self.optimizer_name.lower() in DEEPSPEED_OPTIMIZERS:
+            self.optimizer_name = self.optimizer_name.lower()
+        self.optimizer_params = dict(settings.optimizer.params) if settings.optimizer else None
+        self.scheduler_name = settings.scheduler.type if settings.scheduler else None
+        self.scheduler_params = dict(settings.scheduler.params) if settings.scheduler else None
+        self.activation_checkpointing_config = settings.activation_checkpointing
+        self.checkpoint_config, self.aio_config, self.comms_config = (
+            settings.checkpoint,
+            settings.aio,
+            settings.comms_logger,
+        )
+        self.grad_accum_dtype = settings.data_types.grad_accum_dtype
+        self.torch_autocast_enabled = settings.torch_autocast.enabled
+
+    def print_user_config(self) -> None:
+        import json
+
+        print(json.dumps(self._param_dict, indent=4, default=str))
+
+    def print(self, name: str) -> None:
+        print(f"{name}:")
+        for key, value in sorted(vars(self).items()):
+            print(f"  {key} {'.' * (29 - len(key))} {value}")

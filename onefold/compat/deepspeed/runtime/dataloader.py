@@ -1,0 +1,8 @@
+"""Loaders of micro-batches."""
+
+from __future__ import annotations
+
+from onefold.loader import data_loader as DeepSpeedDataLoader
+from onefold.utils import RepeatingLoader
+
+__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

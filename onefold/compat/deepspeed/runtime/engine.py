@@ -1,0 +1,179 @@
+"""`DeepSpeedEngine`: onefold's engine, with all the getters of DeepSpeed's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold import start
+from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
+from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
+from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from onefold.engine import Engine
+from onefold.plan import Placement
+
+DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
+
+__all__ = ["DeepSpeedEngine", "initialize"]
+
+
+class DeepSpeedEngine(Engine):
+    """What `deepspeed.initialize` returns first."""
+
+    optimizer_class = ZeROOptimizer
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.plan = self.plan
+            if self.plan.shards_parameters:
+                self.optimizer.parameter_offload = DeepSpeedZeRoOffload(model)
+
+    @cached_property
+    def _config(self) -> DeepSpeedConfig:
+        return DeepSpeedConfig(self.config)
+
+    def get_type(self) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("type") for group in groups]
+
+    def empty_partition_cache(self) -> None:
+        """Reshard what is unsharded between two uses."""
+        self.state.schedule.wait_for_step()
+        for unit in self.state.schedule.units:
+            unit.reshard_unused()
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Several backwards before one reduction: gradients add up, so they may be reduced one by one too."""
+        return self.no_sync()
+
+    def get_sequence_parallel_group(self) -> None:
+        return None
+
+    def is_first_weights_partition_group(self) -> bool:
+        return self.state.group.rank < self.plan.num_shards
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return self._config._settings.zero_optimization.offload_optimizer.device != "none"
+
+    zero_cpu_offload = zero_has_nvme_offload = zero_use_cpu_optimizer
+
+    def zero_offload_optimizer(self) -> Any:
+        return self._config.zero_config.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        return self._config.zero_config.offload_param
+
+    def zero_optimization(self) -> bool:
+        return self._config.zero_enabled
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.plan.gradients.placement is Placement.SHARDED
+
+    def postscale_gradients(self) -> bool:
+        return not self._config._settings.prescale_gradients
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.fp16_enabled() and self._config._settings.fp16.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> int:
+        return int(2**self._config._settings.fp16.initial_scale_power)
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def autotp_size(self) -> int:
+        return 0
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Gradients are reduced as they come; there is nothing left to do."""
+
+    def get_wall_clock_timers(self) -> dict[str, Any]:
+        return {}
+
+    def collect_python_gc(self) -> None:
+        import gc
+
+        gc.collect()
+
+
+def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
+    read = attrgetter(path)
+    return lambda self: read(self._config._settings)
+
+
+# Getters that answer with a key of the config.
+_KEYS = {
+    "aio_config": "aio",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "bfloat16_enabled": "bf16.enabled",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "dump_state": "dump_state",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "log_level": "log_level",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "memory_breakdown": "memory_breakdown",
+    "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+}
+for _name, _path in _KEYS.items():
+    setattr(DeepSpeedEngine, _name, _getter(_path))
+for _name in ("optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"):
+    setattr(DeepSpeedEngine, _name, lambda self, _name=_name: getattr(self._config, _name))
+DeepSpeedEngine.zero_overlap_comm = lambda self: self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`onefold.initialize` with DeepSpeed's own arguments; its engine answers to all of DeepSpeed's names."""
+    return start.initialize_as(DeepSpeedEngine, *args, **kwargs)
+
+
+def split_half_float_double_sparse(tensors: list[torch.Tensor]) -> list[tuple[Any, list[torch.Tensor]]]:
+    """Tensors by dtype."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.items())

@@ -1,0 +1,5 @@
+"""Loss scaling."""
+
+from onefold.compat.lazy import names
+
+__getattr__, __dir__ = names(__name__, {})

@@ -1,0 +1,26 @@
+"""`DeepSpeedZeroOffload*Config`: the sections of our schema as pydantic models."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from onefold.compat.from_schema import model_of
+from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
+from onefold.engine.offload_states import OffloadStateTypeEnum
+
+
+class OffloadDeviceEnum(StrEnum):
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+DeepSpeedZeroOffloadParamConfig = model_of("DeepSpeedZeroOffloadParamConfig", OffloadParam, device=OffloadDeviceEnum)
+DeepSpeedZeroOffloadOptimizerConfig = model_of(
+    "DeepSpeedZeroOffloadOptimizerConfig", OffloadOptimizer, device=OffloadDeviceEnum
+)
+
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig", "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]  # fmt: skip

@@ -1,0 +1,13 @@
+"""Ranges in a profiler's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A range of the function's name around each call."""
+    return torch.profiler.record_function(func.__qualname__)(func)

@@ -1,0 +1,50 @@
+"""pydantic models of sections of our config schema, under the field names that DeepSpeed's config objects have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_origin
+
+from pydantic import BaseModel, Field, create_model
+
+from onefold.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from onefold.config.keys import SectionKey, entries
+
+_OLD_PREFIX = "stage3_"
+
+
+def model_of(name: str, section: type, **kinds: Any) -> Any:
+    """A model with one field for each key of a section; `kinds` replaces the types of some."""
+    fields: dict[str, Any] = {}
+    for entry in entries(section).values():
+        # DeepSpeed's attribute has no `stage3_`; the key in a file has.
+        field_name = entry.name.removeprefix(_OLD_PREFIX)
+        alias = entry.name if field_name != entry.name else None
+        kind = kinds.get(entry.name, _kind(entry))
+        fields[field_name] = (
+            kind,
+            Field(_default(entry, kind), alias=alias, description=entry.key.doc, **_bounds(entry)),
+        )
+    return create_model(name, __base__=DeepSpeedConfigModel, **fields)
+
+
+def _kind(entry: SectionKey) -> Any:
+    if entry.key.or_one:
+        return Any  # one path, or several
+    if entry.section is not None:
+        return Any if entry.optional else dict[str, Any] | None
+    kind = entry.hint if get_origin(entry.hint) is not tuple else list[str]
+    return kind | None if entry.optional and get_origin(kind) is not Literal else kind
+
+
+def _default(entry: SectionKey, kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind()
+    if entry.section is not None or entry.key.or_one:
+        return None
+    return list(entry.default) if isinstance(entry.default, tuple) else entry.default
+
+
+def _bounds(entry: SectionKey) -> dict[str, Any]:
+    given = {"ge": entry.key.minimum, "gt": entry.key.above, "le": entry.key.maximum, "lt": entry.key.below}
+    return {name: bound for name, bound in given.items() if math.isfinite(bound) and entry.hint in (int, float)}
