@@ -64,12 +64,9 @@ def initialize(
             logger.info("config: %s", notice)
     checkpointing.read_config(settings)
 
-    parameters = list(model_parameters) if model_parameters is not None else []
-    chosen = choose(
-        optimizer,
-        settings.optimizer,
-        parameters or [parameter for parameter in model.parameters() if parameter.requires_grad],
-    )
+    given = list(model_parameters) if model_parameters is not None else []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    chosen = choose(optimizer, settings.optimizer, given or trained)
     if settings.scheduler is not None and lr_scheduler is None:
         read_schedule(settings.scheduler.type, settings.scheduler.params)  # a mistake shows before shards are made
     if is_first:
@@ -84,17 +81,8 @@ def initialize(
     number = watch_world().rounds + 1
     if world > 1:
         agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
-    group = data_group(plan.node_size, plan.num_replicas)
-    engine = Engine(
-        model,
-        plan,
-        batch,
-        chosen,
-        group,
-        local_device(),
-        config=settings.raw,
-        other_plans=plan_every_stage(settings, world),
-    )
+    group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
+    engine = Engine(model, plan, batch, chosen, group, local_device(), config=settings.raw, other_plans=others)
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

@@ -38,10 +38,8 @@ def export(options: argparse.Namespace) -> int:
             exclude_frozen=options.exclude_frozen,
             progress=tell,
         )
-    what = (
-        f"{exported.num_tensors} tensors of {exported.checkpoint}, {format_bytes(exported.nbytes)} of {options.dtype}:"
-    )
-    print(what, *exported.files, sep="\n  ")
+    size = f"{format_bytes(exported.nbytes)} of {options.dtype}"
+    print(f"{exported.num_tensors} tensors of {exported.checkpoint}, {size}:", *exported.files, sep="\n  ")
     return 0
 
 
@@ -86,10 +84,8 @@ def list_checkpoints(options: argparse.Namespace) -> int:
         for line in row["problems"]:
             print(f"{row['tag']}: {line}")
         if row["unpublished_bytes"]:
-            size = format_bytes(row["unpublished_bytes"])
-            print(
-                f"{row['tag']}: {size} of a save that is under way, or was killed (onefold ckpt rm {path} --leftovers)"
-            )
+            unpublished = f"{row['tag']}: {format_bytes(row['unpublished_bytes'])} of a save that is under way, or"
+            print(f"{unpublished} was killed (onefold ckpt rm {path} --leftovers)")
     if problem:
         print(problem)
     return 0
@@ -123,7 +119,7 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
     for name, text in _lines(facts):
         print(f"{name:<16}{text}")
     print()
-    print_table(("kind", ">tensors", ">elements", ">size", "dtypes"), (_kind_cells(kind) for kind in facts["kinds"]))
+    print_table(("kind", ">tensors", ">elements", ">size", "dtypes"), map(_kind_cells, facts["kinds"]))
     print()
     print_table(("file", ">size"), ((file["name"], format_bytes(file["bytes"])) for file in facts["files"]))
     if options.tensors:
@@ -266,12 +262,11 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
-    entry = found.get(tag)
-    if entry is None:
+    if tag not in found:
         why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
         there = f"; there are: {', '.join(found)}" if found else ""
         raise UsageError(f"{save_dir / tag} {why}: not touched{there}")
-    if entry.manifest is None and not data_folders(entry.folder):
+    if found[tag].manifest is None and not data_folders(found[tag].folder):
         raise UsageError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
 
 

@@ -36,7 +36,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
 
-def python_command(name: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
+def python_command(name: str, *arguments: str, is_module: bool) -> list[str]:
     """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher."""
     module = ["--module"] if is_module else []
     return [sys.executable, "-u", "-m", "onefold.cli.ranks", *module, name, *arguments]
@@ -171,14 +171,11 @@ def _report_failure(failures: Mapping[int, ProcessFailure]) -> int:
         _say(f"onefold: {failure.message['message']}")
         return EXIT_USAGE
     _say(_traceback(failure).rstrip())
-    if failure.exitcode < 0:
-        reason, exit_code = failure.signal_name(), 128 - failure.exitcode
-        if failure.exitcode == -signal.SIGKILL:
-            reason += " (perhaps the host ran out of memory)"
-    else:
-        reason, exit_code = f"exit code {failure.exitcode}", failure.exitcode
+    reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    if failure.exitcode == -signal.SIGKILL:
+        reason += " (perhaps the host ran out of memory)"
     _say(f"onefold: rank {rank} (host {socket.gethostname()}, pid {failure.pid}) failed: {reason}")
-    return exit_code
+    return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
 
 
 def _report_signal(number: signal.Signals) -> int:
@@ -212,7 +209,6 @@ def _quiet_the_agent() -> None:
 
 # -- one rank --------------------------------------------------------------------------------------------------------
 
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OWN_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
@@ -223,7 +219,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
     while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(kind, error, trace))
-    error_file = os.environ.get(ERROR_FILE_VARIABLE)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         sys.stderr.write(text)
         return

@@ -108,10 +108,8 @@ class Profiling:
         return [ledger.since(before) for ledger, before in self._ledgers.items()]
 
     def by_phase(self) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for span in self.spans:
-            totals[span.phase] = totals.get(span.phase, 0.0) + span.seconds
-        return totals
+        phases = dict.fromkeys(span.phase for span in self.spans)
+        return {phase: sum(span.seconds for span in self.spans if span.phase == phase) for phase in phases}
 
     def table(self) -> str:
         phases = self.by_phase()
@@ -120,9 +118,8 @@ class Profiling:
         lines += [f"{name:<16}{spent:>10.3f}{spent / (self.seconds or 1):>8.1%}" for name, spent in rows]
         lines += [ledger.table() for ledger in self.traffic()]
         peak = max((span.memory for span in self.spans), default=0)
-        lines.append(
-            f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {peak_resident_bytes() / GIB:.2f} GiB"
-        )
+        host = peak_resident_bytes()
+        lines.append(f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {host / GIB:.2f} GiB")
         return "\n".join(lines)
 
     def write_trace(self, path: str | os.PathLike[str]) -> Path:
