@@ -125,7 +125,7 @@ class Init:
             Init._active = self
             self._hooks = [
                 register_module_module_registration_hook(self._child_taken),
-                register_module_parameter_registration_hook(self._parameter_taken),
+                register_module_parameter_registration_hook(lambda owner, *_: self._owners.append(weakref.ref(owner))),
             ]
             self._touch.__enter__()
         return self
@@ -149,9 +149,6 @@ class Init:
         if child is not None:
             self._shard(child)
 
-    def _parameter_taken(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        self._owners.append(weakref.ref(module))
-
     def _shard(self, module: nn.Module) -> None:
         for inner in module.modules():
             self._shard_own(inner)
@@ -168,21 +165,12 @@ class Init:
         with torch._C.DisableTorchFunction():
             shapes = {n: f"{tuple(p.shape)} {p.dtype}" for members in found.values() for n, p in members}
             agree_in_meeting(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
-            params = [
-                FlatParam(
-                    FlatParamSpec(
-                        Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size),
-                        dtype,
-                        trainable=False,
-                        persistent=False,
-                    ),
-                    [parameter for _, parameter in members],
-                    plan=_PLAN,
-                    rank=self._group.rank,
-                    device=self._device,
-                )
-                for dtype, members in found.items()
-            ]
+            params = []
+            for dtype, members in found.items():
+                layout = Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size)
+                spec = FlatParamSpec(layout, dtype, trainable=False, persistent=False)
+                own = [parameter for _, parameter in members]
+                params.append(FlatParam(spec, own, plan=_PLAN, rank=self._group.rank, device=self._device))
             handle = ParamHandle(params, self._collective, self._ledger)
             handle.take_values_of(0)
             handle.lent = 1
@@ -355,9 +343,7 @@ def gather_distributed_parameters(model: nn.Module) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor | None) -> None:
-    """`module.forward` uses a parameter of another module. Reads by attribute are found without this; a parameter kept
-    in a list or a closure is not.
-    """
+    """`module.forward` uses a parameter of another module that it keeps in a list or a closure, not as an attribute."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_external_parameter takes a module, not {type(module).__name__}")
     external = _external(module)

@@ -64,9 +64,6 @@ def _existing(path: str) -> Path:
     return found
 
 
-# -- ckpt ls ----------------------------------------------------------------------------------------------------------
-
-
 @fails_on(CheckpointError, OSError)
 def list_checkpoints(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
@@ -100,9 +97,6 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
 def _when(saved: str | None) -> str:
     """In the time of this place."""
     return "" if saved is None else f"{datetime.fromisoformat(saved).astimezone():%Y-%m-%d %H:%M}"
-
-
-# -- ckpt inspect -----------------------------------------------------------------------------------------------------
 
 
 @fails_on(CheckpointError, OSError)
@@ -159,9 +153,6 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("lr_scheduler", "loss_scale"):
         yield key.replace("_", " "), spell(facts[key]) if facts[key] is not None else "none"
     yield "client state", ", ".join(facts["client_state_keys"]) or "empty"
-
-
-# -- ckpt verify ------------------------------------------------------------------------------------------------------
 
 
 @fails_on(CheckpointError, OSError)
@@ -222,9 +213,6 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
             unpublished = len(chosen) > 1 and not found.is_somebodys
             results.append((found, [] if unpublished else list(audit.verify(found, advance))))
     return results
-
-
-# -- ckpt rm ----------------------------------------------------------------------------------------------------------
 
 
 @fails_on(CheckpointError, OSError)

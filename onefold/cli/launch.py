@@ -35,9 +35,6 @@ def launch(options: argparse.Namespace) -> int:
     return run_ranks(command if options.no_python else python_command(*command, is_module=options.module), job)
 
 
-# -- this node's place in the job ------------------------------------------------------------------------------------
-
-
 def job_of_this_node(options: argparse.Namespace) -> Job:
     """From the flags, and the hostfile where there is one."""
     for flag in ("num_gpus", "num_nodes"):
@@ -110,9 +107,6 @@ def _num_devices() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-# -- hostfiles and choices -------------------------------------------------------------------------------------------
 
 
 def read_hostfile(path: str | Path) -> Nodes:

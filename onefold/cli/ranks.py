@@ -68,19 +68,19 @@ class Job:
         # With static rendezvous restarted ranks would find the addresses of the dead ones in the old store; with c10d
         # they meet anew, and the node ranks follow from that.
         backend = "c10d" if alone or self.max_restarts > 0 else "static"
-        configs: dict[str, Any] = {"store_type": "file"} if alone else {}
-        configs |= {"rank": self.node_rank} if backend == "static" else {}
+        configs: dict[str, Any] = {"rank": self.node_rank} if backend == "static" else {}
+        # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know the
+        # address beforehand.
+        endpoint = f"{self.master_addr or 'localhost'}:{self.master_port or 29500}"
+        if alone:
+            endpoint, configs = os.path.join(log_dir, "rendezvous"), {"store_type": "file"}
         return LaunchConfig(
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
             nproc_per_node=self.num_ranks,
             run_id=f"onefold_{os.getpid()}" if alone else "onefold",
             rdzv_backend=backend,
-            # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know
-            # the address beforehand.
-            rdzv_endpoint=os.path.join(log_dir, "rendezvous")
-            if alone
-            else f"{self.master_addr or 'localhost'}:{self.master_port or 29500}",
+            rdzv_endpoint=endpoint,
             rdzv_configs=configs,
             # A node often cannot resolve its own name, and alone it need not.
             local_addr="localhost" if self.num_nodes == 1 else None,

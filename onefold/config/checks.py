@@ -49,13 +49,11 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         given.old_spellings.append(
             "zero_optimization.cpu_offload_use_pin_memory: nothing reads it without zero_optimization.cpu_offload"
         )
+    optimizer = replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True))
+    param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
     return replace(
         config,
-        zero_optimization=replace(
-            zero,
-            offload_optimizer=replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True)),
-            offload_param=replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3)),
-        ),
+        zero_optimization=replace(zero, offload_optimizer=optimizer, offload_param=param),
         steps_per_print=config.steps_per_print or None,
         optimizer=config.optimizer if _says_something(config.optimizer) else None,
         scheduler=config.scheduler if _says_something(config.scheduler) else None,
@@ -139,10 +137,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         if offload.device == "nvme" and not offload.nvme_path:
             path = f"zero_optimization.{name}"
             yield f"{path}.device = nvme needs a folder on the drive; add {path}.nvme_path"
-    for name, section, example in (
-        ("optimizer", config.optimizer, "AdamW"),
-        ("scheduler", config.scheduler, "WarmupLR"),
-    ):
+    examples = ("optimizer", config.optimizer, "AdamW"), ("scheduler", config.scheduler, "WarmupLR")
+    for name, section, example in examples:
         if section is not None and not section.type:
             yield f'{name}.type is missing; name the class, for example "{example}"'
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
@@ -356,19 +352,14 @@ def check_topology(config: Config, world_size: int) -> None:
         sizes["zero_optimization.mics_shard_size"] = max(zero.mics_shard_size, 0)
     for path, size in sizes.items():
         if size and world_size % size:
-            fitting = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(
-                f"{path} = {size} does not divide the {world_size} ranks of this job; these do: {fitting}"
-            )
+            fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job; these do: {fit}")
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:
         raise ConfigError("zero_optimization.mics_shard_size = 1 shards nothing: that is stage 0")
-    others = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    for name, asked in others.items():
+    hpz, quantized = zero.zero_hpz_partition_size > 1, zero.zero_quantized_gradients
+    for name, asked in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
         if asked:
             raise ConfigError(
                 f"zero_optimization.mics_shard_size keeps gathers inside its groups and adds gradients in two hops of "

@@ -153,7 +153,7 @@ class _Loader(yaml.SafeLoader):
 
 for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_scalar)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_scalar(node))
 
 
 def _without_duplicates(value: Any, path: str, name: str) -> Any:
@@ -207,11 +207,9 @@ _LAUNCHER: dict[str, Any] = {
     "tpu_use_sudo": False,
 }  # fmt: skip
 _DEEPSPEED_LAUNCHER: dict[str, Any] = {
-    "deepspeed_multinode_launcher": "standard",
-    "deepspeed_hostfile": None,
-    "deepspeed_exclusion_filter": None,
+    "deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None, "deepspeed_exclusion_filter": None,
     "deepspeed_inclusion_filter": None,
-}
+}  # fmt: skip
 _OTHER_TRAINERS = ("fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "aws_config")
 # Accelerate's name to the path in DeepSpeed's schema.
 _RENAMED = {

@@ -100,13 +100,8 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKey
             raise _unknown_key(kind, path, item.name, item.path)
         by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path))
     given.mentioned.update(join(path, name) for name in by_name)
-    return kind(
-        **{
-            name: _read_key(known[name], named, join(path, name), given)
-            for name, named in by_name.items()
-            if known[name].section is not None or _present(known[name], named)
-        }
-    )
+    read = [name for name in by_name if known[name].section is not None or _present(known[name], by_name[name])]
+    return kind(**{name: _read_key(known[name], by_name[name], join(path, name), given) for name in read})
 
 
 def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: GivenKeys) -> Any:
@@ -216,17 +211,8 @@ _MEANT = {
     "lr_range_test_step_rate": ("step_rate",),
 }
 # Nobody uses these for anything else.
-_CERTAIN = {
-    "learning_rate",
-    "learn_rate",
-    "wd",
-    "epsilon",
-    "adam_epsilon",
-    "beta1",
-    "beta2",
-    "adam_beta1",
-    "adam_beta2",
-}
+_CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"}
+_CERTAIN |= {"adam_beta1", "adam_beta2"}
 
 
 def meant_key(name: str, known: Iterable[str], *, certain: bool = False) -> str | None:

@@ -19,9 +19,6 @@ _WRITER = "every rank writes its own file, flushed and checked"
 _TIMER = "nothing waits for a device only to time it; wall_clock_breakdown does when asked"
 
 
-# -- number formats --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fp16:
     """Compute in fp16 with fp32 masters and a loss scale."""
@@ -75,9 +72,6 @@ class DataTypes:
         "Cast floating-point buffers to it; left out: buffers of torch.nn layers (batch norms, spectral norms) "
         "follow the parameters, others are kept as they are.",
     )
-
-
-# -- the other sections ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -260,7 +254,7 @@ class CheckpointSection:
     )
     keep_last: int | None = key(None, "Keep so many of the newest checkpoints of a folder; all by default.", minimum=1)
     keep_every: int | None = key(None, "Keep also checkpoints of every so many steps.", switch="keep_last", minimum=1)
-    tag_validation: Literal["Warn", "Ignore", "Fail"] = key("Warn", "When ranks give different tags; rank 0's counts.")
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = key("Warn", "What to do when tags differ; rank 0's is taken.")
     load_universal: bool = noticed(False, "Load on any number of ranks.", "any checkpoint loads on any number of ranks")
     use_node_local_storage: bool = refused(
         False,

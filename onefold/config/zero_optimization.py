@@ -120,14 +120,19 @@ class ZeroOptimization:
         minimum=1,
     )
     allgather_bucket_size: int = key(
-        500_000_000, "Elements in flight, and up to which small gathers are joined.", from_stage=1, minimum=1
+        500_000_000,
+        "Elements that may be in flight, and up to which small gathers are joined.",
+        from_stage=1,
+        minimum=1,
     )
     contiguous_gradients: bool = noticed(True, "Contiguous gradients.", "gradients always lie in flat buffers")
     reduce_scatter: bool = noticed(True, "Reduce-scatter instead of all-reduce.", _ONE_REDUCTION)
     use_multi_rank_bucket_allreduce: bool = noticed(True, "How stages 1 and 2 group reductions.", _ONE_REDUCTION)
     allgather_partitions: bool = noticed(True, "All-gather, not broadcasts.", "updated shards are always gathered")
     load_from_fp32_weights: bool = noticed(True, "Load masters, not weights.", "masters are always restored exactly")
-    elastic_checkpoint: bool = noticed(False, "For any world size.", "checkpoints never depend on the number of ranks")
+    elastic_checkpoint: bool = noticed(
+        False, "Checkpoints for another number of ranks.", "checkpoints never depend on the number of ranks"
+    )
     ignore_unused_parameters: bool = noticed(
         True, "Whether unused parameters are an error.", "a parameter without a gradient always counts as zero"
     )

@@ -124,21 +124,14 @@ class Profiling:
 
     def write_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write this rank's spans; the rank goes into the name where there are several."""
-        target = Path(path)
-        if _rank() > 0:
-            target = target.with_name(f"{target.stem}.rank{_rank()}{target.suffix}")
-        events: list[dict[str, Any]] = [
-            {
-                "name": span.phase,
-                "ph": "X",
-                "ts": (span.start - self._start) * 1e6,
-                "dur": span.seconds * 1e6,
-                "pid": _rank(),
-                "tid": 0,
-                "args": {"memory_bytes": span.memory},
-            }
-            for span in self.spans
-        ]
+        target, rank = Path(path), _rank()
+        if rank > 0:
+            target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
+        events: list[dict[str, Any]] = []
+        for span in self.spans:
+            times = {"ts": (span.start - self._start) * 1e6, "dur": span.seconds * 1e6}
+            where = {"pid": rank, "tid": 0, "args": {"memory_bytes": span.memory}}
+            events.append({"name": span.phase, "ph": "X", **times, **where})
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps({"traceEvents": events}))
         return target

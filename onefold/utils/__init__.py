@@ -100,10 +100,9 @@ class _Range:
         member, flat = self.place.member, value.detach().flatten()
         if not local and tuple(value.shape) != member.shape:
             raise ValueError(f"{member.name} has shape {member.shape}, the value {tuple(value.shape)}")
-        if local and flat.numel() != inside.stop - inside.start:
-            raise ValueError(
-                f"{member.name}: this rank holds {inside.stop - inside.start} elements, not {flat.numel()}"
-            )
+        held = inside.stop - inside.start
+        if local and flat.numel() != held:
+            raise ValueError(f"{member.name}: this rank holds {held} elements, not {flat.numel()}")
         write(self.tensor[inside], flat if local else flat[outside])
 
 
@@ -122,9 +121,6 @@ def _trained(parameter: nn.Parameter) -> _Place:
     if place is None:
         raise ValueError("the parameter is not trained by an engine: it has no master, gradient or state to set")
     return place
-
-
-# -- parameters -------------------------------------------------------------------------------------------------
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -166,9 +162,6 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     place.param.store.push().wait()
 
 
-# -- gradients --------------------------------------------------------------------------------------------------
-
-
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole averaged gradient between backward and step; None where there is none, or not reduced yet."""
     return _get_gradient(param, local=False)
@@ -203,9 +196,6 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
         raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
     range_.write(value.float() / place.engine.gradient_factor, local=local)
     place.param.grad.shard.forget_square_sum()
-
-
-# -- optimizer states -------------------------------------------------------------------------------------------
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -305,9 +295,6 @@ def _mark(
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
-
-
-# -- data -------------------------------------------------------------------------------------------------------
 
 
 class RepeatingLoader:
