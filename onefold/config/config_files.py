@@ -139,6 +139,9 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"a number of {len(text)} characters", problem_mark=node.start_mark)
         return as_number(text)
 
+    def construct_text(self, node: yaml.ScalarNode) -> Any:
+        return self.construct_scalar(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for name, _ in node.value:
@@ -153,7 +156,7 @@ class _Loader(yaml.SafeLoader):
 
 for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_scalar(node))
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_text)
 
 
 def _without_duplicates(value: Any, path: str, name: str) -> Any:
