@@ -50,11 +50,7 @@ class QuantizedAllGather(_Quantized, AllGather):
         super().__init__(Wires(parameters=Codec(bits)), node_size)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         collective = self._collective(group, output_tensor.device)
         size, numel = collective.group.size, input_tensor.numel()

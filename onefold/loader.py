@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -15,47 +15,24 @@ from onefold.comm import Group
 from onefold.log import logger
 
 
-def data_loader(
-    dataset: Dataset[Any],
-    group: Group,
-    *,
-    batch_size: int,
-    collate_fn: Callable[..., Any] | None = None,
-    drop_last: bool = False,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> ResumableLoader:
-    """Micro-batches of this rank's share, shuffled alike on every rank. An iterable dataset shares itself out."""
-    return ResumableLoader(
-        dataset,
-        rank=group.rank,
-        world_size=group.size,
-        batch_size=batch_size,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-    )
-
-
 class ResumableLoader(DataLoader[Any]):
-    """A DataLoader that knows how far the newest pass over it has come.
+    """Micro-batches of this rank's share, shuffled alike on every rank. An iterable dataset shares itself out.
 
-    The position is a number of samples over all ranks. The sampler deals one shuffled list out in turn, so what was
-    handed out is the beginning of that list whatever the number of ranks. On W ranks each skips its share: none is
-    missed, and no more than W - 1 are seen twice.
+    It knows how far the newest pass over it has come, as a number of samples over all ranks. The sampler deals one
+    shuffled list out in turn, so what was handed out is the beginning of that list whatever the number of ranks. On W
+    ranks each skips its share: none is missed, and no more than W - 1 are seen twice.
 
     With `num_workers` the order is kept exactly, but not the random numbers that workers draw. Of an iterable dataset,
     as many batches are read and thrown away, unless it has `state_dict` and `load_state_dict` and no workers read it.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, rank: int, world_size: int, drop_last: bool, **options: Any) -> None:
-        self.world_size = world_size
+    def __init__(self, dataset: Dataset[Any], group: Group, *, drop_last: bool = False, **options: Any) -> None:
+        self.world_size = group.size
         self._progress = _Progress()
         self._loaded: dict[str, Any] | None = None
         self._shares: _Sampler | None = None
         if not isinstance(dataset, IterableDataset):
-            self._shares = _Sampler(dataset, world_size, rank, shuffle=True, drop_last=drop_last)
+            self._shares = _Sampler(dataset, group.size, group.rank, shuffle=True, drop_last=drop_last)
         super().__init__(dataset, sampler=self._shares, drop_last=drop_last, **options)
 
     def __iter__(self) -> Any:
@@ -161,10 +138,8 @@ class _Batches:
             self._begin(loader._take_loaded(), is_drawn=self._progress.epoch is None)
         progress = self._progress
         try:
-            if progress.epoch is None and shares is not None:
-                with shares.starting_at(self._first):  # torch asks the sampler for the first batch only now
-                    batch = next(self._batches)
-            else:
+            # torch asks the sampler for the first batch only now.
+            with shares.starting_at(self._first) if progress.epoch is None and shares is not None else nullcontext():
                 batch = next(self._batches)
         except StopIteration:
             progress.epoch, progress.samples = None, 0
@@ -200,8 +175,7 @@ class _Batches:
                 self._throw_away(samples)
 
     def _throw_away(self, samples: int) -> None:
-        loader = self._loader
-        batch_size = loader.batch_size or 1
+        loader, batch_size = self._loader, self._loader.batch_size or 1
         num_batches = samples // loader.world_size // batch_size
         if num_batches:
             logger.info(

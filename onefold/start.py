@@ -41,47 +41,14 @@ def initialize(
     config: ConfigSource | None = None,
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
+    *,
+    engine_class: type[Engine] = Engine,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
 
     `optimizer` is a torch optimizer, a callable that takes the parameters, or None for the config's own; without
     either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes the optimizer.
     """
-    return initialize_as(
-        Engine,
-        args,
-        model,
-        optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        distributed_port,
-        mpu,
-        dist_init_required,
-        collate_fn,
-        config,
-        mesh_param,
-        config_params,
-    )
-
-
-def initialize_as(
-    kind: type[Engine],
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: ConfigSource | None = None,
-    mesh_param: Any = None,
-    config_params: ConfigSource | None = None,
-) -> tuple[Any, Any, DataLoader[Any] | None, Any]:
-    """The same with an engine of another class."""
     if model is None:
         raise ValueError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
@@ -99,12 +66,9 @@ def initialize_as(
             logger.info("config: %s", notice)
     checkpointing.read_config(settings)
 
-    parameters = list(model_parameters) if model_parameters is not None else []
-    chosen = choose(
-        optimizer,
-        settings.optimizer,
-        parameters or [parameter for parameter in model.parameters() if parameter.requires_grad],
-    )
+    given = list(model_parameters) if model_parameters is not None else []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    chosen = choose(optimizer, settings.optimizer, given or trained)
     if settings.scheduler is not None and lr_scheduler is None:
         read_schedule(settings.scheduler.type, settings.scheduler.params)  # a mistake shows before shards are made
     if is_first:
@@ -119,17 +83,8 @@ def initialize_as(
     number = watch_world().rounds + 1
     if world > 1:
         agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
-    group = data_group(plan.node_size, plan.num_replicas)
-    engine = kind(
-        model,
-        plan,
-        batch,
-        chosen,
-        group,
-        local_device(),
-        config=settings.raw,
-        other_plans=plan_every_stage(settings, world),
-    )
+    group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
+    engine = engine_class(model, plan, batch, chosen, group, local_device(), config=settings.raw, other_plans=others)
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

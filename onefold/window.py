@@ -93,8 +93,6 @@ class AccumulationWindow:
         finally:
             self.in_no_sync = False
 
-    # -- sizes --------------------------------------------------------------------------------------------------
-
     def set_train(self, train: int) -> None:
         per_micro_step = self.batch.micro * self.batch.world
         if train < 1 or train % per_micro_step:

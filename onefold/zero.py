@@ -12,10 +12,9 @@ lays everything out anew, unit by unit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,16 +43,12 @@ from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.held import plain_class, reads_no_values
 from onefold.runtime.order import Request
+from onefold.runtime.torch_internals import tensors_in
 
 __all__ = [
-    "GatheredParameters",
-    "Init",
-    "OffloadStateTypeEnum",
-    "gather_distributed_parameters",
-    "load_safetensors",
-    "register_external_parameter",
-    "unregister_external_parameter",
-]
+    "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",
+    "register_external_parameter", "unregister_external_parameter",
+]  # fmt: skip
 
 _SHARDED = Part(Placement.SHARDED)
 _PLAN = Plan(_SHARDED, _SHARDED, _SHARDED)
@@ -111,8 +106,7 @@ class Init:
                 "moves them where the config says; leave it out"
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
-        settings = load_config(source) if source is not None else None
-        base = make_precision(settings) if settings else Precision()
+        base = make_precision(load_config(source)) if source is not None else Precision()
         self._precision = base if dtype is None else replace(base, compute=dtype)
         self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
         self._collective = make_collective("auto", self._group, self._ledger, self._device)
@@ -131,21 +125,19 @@ class Init:
             Init._active = self
             self._hooks = [
                 register_module_module_registration_hook(self._child_taken),
-                register_module_parameter_registration_hook(self._parameter_taken),
+                register_module_parameter_registration_hook(lambda owner, *_: self._owners.append(weakref.ref(owner))),
             ]
             self._touch.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if Init._active is not self:
             return
-        self._touch.__exit__(kind, error, trace)
+        self._touch.__exit__(*error)
         Init._active = None
         for hook in self._hooks:
             hook.remove()
-        if kind is None:
+        if error[0] is None:
             self._close(0)
             for owner in (reference() for reference in self._owners):
                 if owner is not None:
@@ -156,9 +148,6 @@ class Init:
     def _child_taken(self, parent: nn.Module, name: str, child: nn.Module) -> None:
         if child is not None:
             self._shard(child)
-
-    def _parameter_taken(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        self._owners.append(weakref.ref(module))
 
     def _shard(self, module: nn.Module) -> None:
         for inner in module.modules():
@@ -176,21 +165,12 @@ class Init:
         with torch._C.DisableTorchFunction():
             shapes = {n: f"{tuple(p.shape)} {p.dtype}" for members in found.values() for n, p in members}
             agree_in_meeting(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
-            params = [
-                FlatParam(
-                    FlatParamSpec(
-                        Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size),
-                        dtype,
-                        trainable=False,
-                        persistent=False,
-                    ),
-                    [parameter for _, parameter in members],
-                    plan=_PLAN,
-                    rank=self._group.rank,
-                    device=self._device,
-                )
-                for dtype, members in found.items()
-            ]
+            params = []
+            for dtype, members in found.items():
+                layout = Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size)
+                spec = FlatParamSpec(layout, dtype, trainable=False, persistent=False)
+                own = [parameter for _, parameter in members]
+                params.append(FlatParam(spec, own, plan=_PLAN, rank=self._group.rank, device=self._device))
             handle = ParamHandle(params, self._collective, self._ledger)
             handle.take_values_of(0)
             handle.lent = 1
@@ -213,9 +193,7 @@ class Init:
             self._close(_OPEN_HANDLES)
 
     def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Refuse to let a parameter lie in the memory of another one: each is sharded by itself, and they would
-        part.
-        """
+        """Refuse to let a parameter lie in the memory of another one: each is sharded by itself, so they would part."""
         for handle in self._open:
             if handle is not handle_of(parameter) and any(param.is_seen_by([value]) for param in handle.params):
                 raise ValueError(
@@ -244,11 +222,11 @@ class _Touch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        resting = [(p, handle) for p in _parameters_in((args, kwargs)) if (handle := handle_of(p)) is not None]
+        parameters = (value for value in tensors_in((args, kwargs)) if isinstance(value, nn.Parameter))
+        resting = [(parameter, handle) for parameter in parameters if (handle := handle_of(parameter)) is not None]
         if resting:
-            answer = _SHAPES.get(func)
-            if answer is not None:
-                return answer(unsharded_shape(resting[0][0]), *args[1:], **kwargs)
+            if func in _SHAPES:
+                return _SHAPES[func](unsharded_shape(resting[0][0]), *args[1:], **kwargs)
             if reads_no_values(func):
                 return func(*args, **kwargs)
             for _, handle in resting:
@@ -270,17 +248,6 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
-    if isinstance(value, nn.Parameter):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _parameters_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _parameters_in(item)
-
-
 class GatheredParameters:
     """Whole parameters inside; all ranks enter together. With `modifier_rank` its writes become everybody's.
 
@@ -289,13 +256,8 @@ class GatheredParameters:
     """
 
     def __init__(
-        self,
-        params: Any,
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        self._enabled = enabled
         listed = [params] if isinstance(params, torch.Tensor) else list(params or ())
         self._handles = handles_of(listed) if enabled else []
         self._borrowed: list[ParamHandle] = []
@@ -322,16 +284,16 @@ class GatheredParameters:
         while self._borrowed:
             self._borrowed.pop().give_back()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if kind is None and self._modifier_rank is not None and self._borrowed:
+            if kind is not None or not self._borrowed:
+                return
+            if self._modifier_rank is None:
+                self._refuse_writes()
+            else:
                 self._check_shapes()
                 for handle in self._borrowed:
                     handle.take_values_of(self._modifier_rank)
-            elif kind is None and self._borrowed:
-                self._refuse_writes()
         finally:
             self._give_back()
 
@@ -352,15 +314,14 @@ class GatheredParameters:
             for handle, before in zip(self._borrowed, self._before, strict=True)
         ]
         ranks = self._borrowed[0].meet(Request.LEND, [1 + written.index(True) if True in written else 0])
-        found = [(rank, row[0] - 1) for rank, row in enumerate(ranks) if row[0]]
-        if found:
-            rank, place = found[0]
-            names = [member.name for param in self._borrowed[place].params for member in param.layout.members]
-            raise RuntimeError(
-                f"rank {rank} wrote to {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} inside "
-                "GatheredParameters without modifier_rank: the write would be lost. Say whose values count, "
-                "modifier_rank=0"
-            )
+        for rank, (place, *_) in enumerate(ranks):
+            if place:
+                names = [member.name for param in self._borrowed[place - 1].params for member in param.layout.members]
+                raise RuntimeError(
+                    f"rank {rank} wrote to {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} inside "
+                    "GatheredParameters without modifier_rank: the write would be lost. Say whose values count, "
+                    "modifier_rank=0"
+                )
 
 
 def _fingerprint(param: FlatParam) -> tuple[int, ...]:
@@ -382,9 +343,7 @@ def gather_distributed_parameters(model: nn.Module) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor | None) -> None:
-    """`module.forward` uses a parameter of another module. Reads by attribute are found without this; a parameter kept
-    in a list or a closure is not.
-    """
+    """`module.forward` uses a parameter of another module that it keeps in a list or a closure, not as an attribute."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_external_parameter takes a module, not {type(module).__name__}")
     external = _external(module)

@@ -30,7 +30,6 @@ FLOORS = {
     "engine": 3,
     "checkpoint": 3,
     "start": 4,
-    "access": 4,
     "utils": 4,
     "zero": 4,
     "fsdp": 4,
@@ -140,7 +139,7 @@ def test_config_ends_at_the_plan():
 def test_only_a_store_asks_for_the_tier_of_a_shard():
     """Files of the runtime, the engine and checkpoints that name a tier: they count bytes in it, and nothing else."""
     for path in FILES:
-        if room(path) in ("runtime", "engine", "zero", "access", "compat"):
+        if room(path) in ("runtime", "engine", "zero", "utils", "compat"):
             text = path.read_text()
             assert "DiskTensor" not in text, path
             assert "offloads_states" not in text, path

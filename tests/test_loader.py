@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from onefold.checkpoint.loading.random_states import capture_random_states, restore_random_states
-from onefold.loader import data_loader
+from onefold.loader import ResumableLoader
 from onefold.utils import RepeatingLoader
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def as_list(items):
 
 def make(dataset, batch_size=3, world_size=1, rank=0, **options):
     group = SimpleNamespace(size=world_size, rank=rank)
-    return data_loader(dataset, group, batch_size=batch_size, collate_fn=as_list, **options)
+    return ResumableLoader(dataset, group, batch_size=batch_size, collate_fn=as_list, **options)
 
 
 def resume(state, *args, **kwargs):

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 # have no line of their own. Tests that need a GPU are named too: `make test-gpu` runs them.
 TESTS = {
     "__init__.py": "floors engine",
-    "access.py": "zero offload_cases checkpoints",
     "checkpoint/deepspeed/convert.py": "deepspeed_import",
     "checkpoint/deepspeed/torch_files.py": "deepspeed_import",
     "checkpoint/deepspeed/zero_checkpoint.py": "deepspeed_import",

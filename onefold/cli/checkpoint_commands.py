@@ -38,10 +38,8 @@ def export(options: argparse.Namespace) -> int:
             exclude_frozen=options.exclude_frozen,
             progress=tell,
         )
-    what = (
-        f"{exported.num_tensors} tensors of {exported.checkpoint}, {format_bytes(exported.nbytes)} of {options.dtype}:"
-    )
-    print(what, *exported.files, sep="\n  ")
+    size = f"{format_bytes(exported.nbytes)} of {options.dtype}"
+    print(f"{exported.num_tensors} tensors of {exported.checkpoint}, {size}:", *exported.files, sep="\n  ")
     return 0
 
 
@@ -66,9 +64,6 @@ def _existing(path: str) -> Path:
     return found
 
 
-# -- ckpt ls ----------------------------------------------------------------------------------------------------------
-
-
 @fails_on(CheckpointError, OSError)
 def list_checkpoints(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
@@ -86,10 +81,8 @@ def list_checkpoints(options: argparse.Namespace) -> int:
         for line in row["problems"]:
             print(f"{row['tag']}: {line}")
         if row["unpublished_bytes"]:
-            size = format_bytes(row["unpublished_bytes"])
-            print(
-                f"{row['tag']}: {size} of a save that is under way, or was killed (onefold ckpt rm {path} --leftovers)"
-            )
+            unpublished = f"{row['tag']}: {format_bytes(row['unpublished_bytes'])} of a save that is under way, or"
+            print(f"{unpublished} was killed (onefold ckpt rm {path} --leftovers)")
     if problem:
         print(problem)
     return 0
@@ -106,9 +99,6 @@ def _when(saved: str | None) -> str:
     return "" if saved is None else f"{datetime.fromisoformat(saved).astimezone():%Y-%m-%d %H:%M}"
 
 
-# -- ckpt inspect -----------------------------------------------------------------------------------------------------
-
-
 @fails_on(CheckpointError, OSError)
 def inspect_checkpoint(options: argparse.Namespace) -> int:
     found = find_checkpoint(_existing(options.dir), options.tag)
@@ -123,7 +113,7 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
     for name, text in _lines(facts):
         print(f"{name:<16}{text}")
     print()
-    print_table(("kind", ">tensors", ">elements", ">size", "dtypes"), (_kind_cells(kind) for kind in facts["kinds"]))
+    print_table(("kind", ">tensors", ">elements", ">size", "dtypes"), map(_kind_cells, facts["kinds"]))
     print()
     print_table(("file", ">size"), ((file["name"], format_bytes(file["bytes"])) for file in facts["files"]))
     if options.tensors:
@@ -163,9 +153,6 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("lr_scheduler", "loss_scale"):
         yield key.replace("_", " "), spell(facts[key]) if facts[key] is not None else "none"
     yield "client state", ", ".join(facts["client_state_keys"]) or "empty"
-
-
-# -- ckpt verify ------------------------------------------------------------------------------------------------------
 
 
 @fails_on(CheckpointError, OSError)
@@ -228,9 +215,6 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
     return results
 
 
-# -- ckpt rm ----------------------------------------------------------------------------------------------------------
-
-
 @fails_on(CheckpointError, OSError)
 def remove_checkpoints(options: argparse.Namespace) -> int:
     """Everything that is to be refused is refused before anything is removed."""
@@ -266,12 +250,11 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
-    entry = found.get(tag)
-    if entry is None:
+    if tag not in found:
         why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
         there = f"; there are: {', '.join(found)}" if found else ""
         raise UsageError(f"{save_dir / tag} {why}: not touched{there}")
-    if entry.manifest is None and not data_folders(entry.folder):
+    if found[tag].manifest is None and not data_folders(found[tag].folder):
         raise UsageError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
 
 

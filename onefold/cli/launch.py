@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from onefold.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
@@ -30,13 +31,8 @@ def launch(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.script}: there is no such script (a module needs --module)")
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"{options.script}: there is no such program")
-    job = job_of_this_node(options)
-    if options.no_python:
-        return run_ranks([options.script, *options.arguments], job)
-    return run_ranks(python_command(options.script, options.arguments, is_module=options.module), job)
-
-
-# -- this node's place in the job ------------------------------------------------------------------------------------
+    job, command = job_of_this_node(options), [options.script, *options.arguments]
+    return run_ranks(command if options.no_python else python_command(*command, is_module=options.module), job)
 
 
 def job_of_this_node(options: argparse.Namespace) -> Job:
@@ -94,10 +90,11 @@ def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
 def _command_for(node_rank: int, master_addr: str | None) -> str:
     """This command as node `node_rank` should run it."""
     given = sys.argv[sys.argv.index("launch") + 1 :] if "launch" in sys.argv else sys.argv[1:]
-    added = [] if "--node_rank" in given else ["--node_rank", str(node_rank)]
-    added += [] if "--master_addr" in given else ["--master_addr", str(master_addr)]
+    added = [] if "--master_addr" in given else ["--master_addr", str(master_addr)]
     if "--node_rank" in given:
         given[given.index("--node_rank") + 1] = str(node_rank)
+    else:
+        added = ["--node_rank", str(node_rank), *added]
     return shlex.join(["onefold", "launch", *added, *given])
 
 
@@ -110,9 +107,6 @@ def _num_devices() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-# -- hostfiles and choices -------------------------------------------------------------------------------------------
 
 
 def read_hostfile(path: str | Path) -> Nodes:
@@ -166,8 +160,7 @@ def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> 
     kept: Nodes = {}
     for node, slots in nodes.items():
         listed = (choice[node] or slots) if node in choice else ()
-        left = tuple(slot for slot in slots if (slot in listed) == bool(include))
-        if left:
+        if left := tuple(slot for slot in slots if (slot in listed) == bool(include)):
             kept[node] = left
     if not kept:
         raise UsageError("no slot is left after --include / --exclude")
@@ -188,24 +181,15 @@ def limit(nodes: Mapping[str, Slots], num_nodes: int | None, num_slots: int | No
 def find_this_node(nodes: Mapping[str, Slots]) -> int | None:
     """The place of this node in the list: by its name, else by an address a name stands for; None if not there."""
     own_names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
-    for is_this_node in (own_names.__contains__, _is_own_address):
-        for place, node in enumerate(nodes):
-            if is_this_node(node):
-                return place
-    return None
+    tests = (own_names.__contains__, _is_own_address)
+    return next((place for is_this_node in tests for place, node in enumerate(nodes) if is_this_node(node)), None)
 
 
 def _is_own_address(node: str) -> bool:
     """A socket can be bound to an address only on the node that has it."""
-    try:
-        addresses = socket.getaddrinfo(node, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(node, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
-        except OSError:
-            continue
-        return True
+                return True
     return False

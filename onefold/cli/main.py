@@ -38,12 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     for path, command in COMMANDS.items():
         group, _, name = path.rpartition(" ")
         text, _, examples = inspect.cleandoc(command.add_arguments.__doc__ or "").partition("\n\nexamples:\n")
+        epilog = f"examples:\n{examples}"
         added = groups[group].add_parser(
-            name,
-            help=command.help,
-            description=text,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=command.help, description=text, epilog=epilog, formatter_class=parser.formatter_class
         )
         added.set_defaults(run=command.run, parser=added)
         command.add_arguments(added)

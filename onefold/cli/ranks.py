@@ -36,7 +36,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
 
-def python_command(name: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
+def python_command(name: str, *arguments: str, is_module: bool) -> list[str]:
     """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher."""
     module = ["--module"] if is_module else []
     return [sys.executable, "-u", "-m", "onefold.cli.ranks", *module, name, *arguments]
@@ -68,19 +68,19 @@ class Job:
         # With static rendezvous restarted ranks would find the addresses of the dead ones in the old store; with c10d
         # they meet anew, and the node ranks follow from that.
         backend = "c10d" if alone or self.max_restarts > 0 else "static"
-        configs: dict[str, Any] = {"store_type": "file"} if alone else {}
-        configs |= {"rank": self.node_rank} if backend == "static" else {}
+        configs: dict[str, Any] = {"rank": self.node_rank} if backend == "static" else {}
+        # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know the
+        # address beforehand.
+        endpoint = f"{self.master_addr or 'localhost'}:{self.master_port or 29500}"
+        if alone:
+            endpoint, configs = os.path.join(log_dir, "rendezvous"), {"store_type": "file"}
         return LaunchConfig(
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
             nproc_per_node=self.num_ranks,
             run_id=f"onefold_{os.getpid()}" if alone else "onefold",
             rdzv_backend=backend,
-            # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know
-            # the address beforehand.
-            rdzv_endpoint=os.path.join(log_dir, "rendezvous")
-            if alone
-            else f"{self.master_addr or 'localhost'}:{self.master_port or 29500}",
+            rdzv_endpoint=endpoint,
             rdzv_configs=configs,
             # A node often cannot resolve its own name, and alone it need not.
             local_addr="localhost" if self.num_nodes == 1 else None,
@@ -171,14 +171,11 @@ def _report_failure(failures: Mapping[int, ProcessFailure]) -> int:
         _say(f"onefold: {failure.message['message']}")
         return EXIT_USAGE
     _say(_traceback(failure).rstrip())
-    if failure.exitcode < 0:
-        reason, exit_code = failure.signal_name(), 128 - failure.exitcode
-        if failure.exitcode == -signal.SIGKILL:
-            reason += " (perhaps the host ran out of memory)"
-    else:
-        reason, exit_code = f"exit code {failure.exitcode}", failure.exitcode
+    reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    if failure.exitcode == -signal.SIGKILL:
+        reason += " (perhaps the host ran out of memory)"
     _say(f"onefold: rank {rank} (host {socket.gethostname()}, pid {failure.pid}) failed: {reason}")
-    return exit_code
+    return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
 
 
 def _report_signal(number: signal.Signals) -> int:
@@ -212,7 +209,6 @@ def _quiet_the_agent() -> None:
 
 # -- one rank --------------------------------------------------------------------------------------------------------
 
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OWN_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
@@ -223,7 +219,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
     while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(kind, error, trace))
-    error_file = os.environ.get(ERROR_FILE_VARIABLE)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         sys.stderr.write(text)
         return

@@ -9,17 +9,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Literal
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -56,10 +47,13 @@ def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
 def progress_bar(title: str, *, in_bytes: bool = True) -> Iterator[Tell]:
     """A bar on stderr, if that is a terminal: told what is done now, how much is done and how much there is."""
     console = Console(stderr=True)
-    columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}"), BarColumn()]
-    columns += [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()] if in_bytes else [TimeElapsedColumn()]
-    columns.append(TextColumn("{task.fields[now]}", markup=False))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns: list[progress.ProgressColumn] = [progress.TextColumn("[bold]{task.description}"), progress.BarColumn()]
+    if in_bytes:
+        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()]
+    else:
+        columns.append(progress.TimeElapsedColumn())
+    columns.append(progress.TextColumn("{task.fields[now]}", markup=False))
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None, now="")
         yield lambda now, done, total: bar.update(task, completed=done, total=total, now=now)
 

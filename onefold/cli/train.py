@@ -29,5 +29,5 @@ def train(arguments: argparse.Namespace) -> int:
     check_built(load_config(prepare_config(options, on_gpus=num_gpus > 0).document))
     load_corpus(options.data, PRESETS[options.preset].sequence_length)
     options = replace(options, out=options.out or default_out(options))
-    command = python_command("onefold.train", options.to_arguments(), is_module=True)
+    command = python_command("onefold.train", *options.to_arguments(), is_module=True)
     return run_ranks(command, Job(num_ranks, max_restarts=arguments.max_restarts))

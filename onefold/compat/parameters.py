@@ -82,18 +82,17 @@ def _left(parameter: nn.Parameter) -> None:
 
 
 def _summary(reference: weakref.ref[nn.Parameter], *_: Any, **__: Any) -> dict[str, Any]:
-    parameter = reference()
+    parameter: Any = reference()
     assert parameter is not None
-    known: Any = parameter
     return {
-        "id": known.ds_id,
-        "status": known.ds_status.name,
+        "id": parameter.ds_id,
+        "status": parameter.ds_status.name,
         "numel": parameter.numel(),
-        "ds_numel": known.ds_numel,
+        "ds_numel": parameter.ds_numel,
         "shape": tuple(parameter.shape),
-        "ds_shape": tuple(known.ds_shape),
+        "ds_shape": tuple(parameter.ds_shape),
         "requires_grad": parameter.requires_grad,
-        "persist": known.ds_persist,
+        "persist": parameter.ds_persist,
     }
 
 

@@ -1,14 +1,34 @@
-"""What several keys say together: contradictions raise, old spellings become the new ones, sizes fit the ranks."""
+"""What the keys of a config say together: contradictions raise, old spellings become the new ones, keys without effect
+get a notice ([Note: support status]), sizes fit the ranks.
+"""
 
+import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-from onefold.config.keys import ConfigError, wrong
-from onefold.config.schema import Config, OptimizerSection, SchedulerSection
-from onefold.config.support import GivenKeys
+from onefold.config.keys import ConfigError, SectionKey, walk, wrong
+from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
+
+_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+
+
+@dataclass
+class GivenKeys:
+    """What a config gives: values by the path of their key, and the keys that were there even if only as `auto`."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    mentioned: set[str] = field(default_factory=set)
+    old_spellings: list[str] = field(default_factory=list)
+    spelled: dict[str, str] = field(default_factory=dict)
+    """Keys as the file spells them, by path."""
+    params: dict[str, type] = field(default_factory=dict)
+    """The sections that `optimizer.params` and `scheduler.params` are read as, by path."""
+
 
 # -- old spellings ---------------------------------------------------------------------------------------------------
 
@@ -29,13 +49,11 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         given.old_spellings.append(
             "zero_optimization.cpu_offload_use_pin_memory: nothing reads it without zero_optimization.cpu_offload"
         )
+    optimizer = replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True))
+    param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
     return replace(
         config,
-        zero_optimization=replace(
-            zero,
-            offload_optimizer=replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True)),
-            offload_param=replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3)),
-        ),
+        zero_optimization=replace(zero, offload_optimizer=optimizer, offload_param=param),
         steps_per_print=config.steps_per_print or None,
         optimizer=config.optimizer if _says_something(config.optimizer) else None,
         scheduler=config.scheduler if _says_something(config.scheduler) else None,
@@ -119,10 +137,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         if offload.device == "nvme" and not offload.nvme_path:
             path = f"zero_optimization.{name}"
             yield f"{path}.device = nvme needs a folder on the drive; add {path}.nvme_path"
-    for name, section, example in (
-        ("optimizer", config.optimizer, "AdamW"),
-        ("scheduler", config.scheduler, "WarmupLR"),
-    ):
+    examples = ("optimizer", config.optimizer, "AdamW"), ("scheduler", config.scheduler, "WarmupLR")
+    for name, section, example in examples:
         if section is not None and not section.type:
             yield f'{name}.type is missing; name the class, for example "{example}"'
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
@@ -140,6 +156,132 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits; "
             f"for example train_batch_size {max(1, round(train / product)) * product}"
         )
+
+
+# -- support status: a notice or a refusal for each key that is given, in words --------------------------------------
+
+
+def find_refusals(given: GivenKeys) -> list[str]:
+    """One line for each value that asks for something that is not offered."""
+    return [
+        f"{_shown(given, path, entry)}: {entry.key.refused}"
+        for path, entry, value in _entries(given)
+        if entry.key.refused is not None and entry.asks(value)
+    ]
+
+
+def find_notices(config: Config, given: GivenKeys) -> list[str]:
+    """One line for each value that is accepted and has nothing to do here."""
+    lines = list(given.old_spellings)
+    zero = config.zero_optimization
+    devices = {name: getattr(zero, name).device for name in ("offload_param", "offload_optimizer")}
+    uses_nvme = "nvme" in devices.values()
+    for path, entry, value in _entries(given):
+        if uses_nvme or not path.startswith("aio."):
+            lines += _notice(config, given, path, entry, value)
+    if not uses_nvme and any(path.startswith("aio.") for path in given.values):
+        lines.append("aio: nothing rests on NVMe, so nothing reads it")
+    for name, device in devices.items():
+        if getattr(zero, name).nvme_path and device != "nvme":
+            lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {device})")
+    lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.asks(value)})
+    return lines
+
+
+def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
+    """Keys that others leave without work, beyond what a switch or a stage says; `asked`: not given as the default."""
+    zero, own = config.zero_optimization, config.onefold
+    if zero.stage == 3 and zero.offload_param.device != "none" and zero.offload_optimizer.device == "none":
+        yield (
+            "zero_optimization.offload_param: shards are cast from masters, which rest on the device without "
+            "zero_optimization.offload_optimizer; only frozen parameters leave it"
+        )
+    fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
+    for name in ("device_memory", "host_memory"):
+        if getattr(own, name) is not None and not fills_tiers:
+            yield f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it'
+    if fills_tiers and zero.offload_optimizer.max_in_cpu:
+        yield (
+            "zero_optimization.offload_optimizer.max_in_cpu: with ratio "
+            '"auto" the host is filled up to onefold.host_memory'
+        )
+    if own.delayed_host_step and zero.offload_optimizer.device == "none":
+        yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
+    if zero.zero_quantized_gradients and config.communication_data_type is not None:
+        yield "communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers"
+    if zero.mics_shard_size == 0:
+        yield "zero_optimization.mics_shard_size = 0: shards lie over all ranks, as with -1"
+    if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:
+        yield "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead where overlap_comm is false"
+    if config.gradient_allreduce_op == "sum":
+        divides = ("prescale_gradients", "gradient_predivide_factor")
+        yield from (f"{name}: gradient_allreduce_op sum divides nothing" for name in divides if name in asked)
+    elif config.prescale_gradients and "gradient_predivide_factor" in asked:
+        yield "gradient_predivide_factor: prescale_gradients divides by the number of ranks before adding"
+    if config.fp16.loss_scale > 0 and _scales_loss(config):
+        fixed = (f"fp16.{name}" for name in _DYNAMIC)
+        yield from (f"{path}: a fixed fp16.loss_scale never moves" for path in fixed if path in asked)
+
+
+def _entries(given: GivenKeys) -> Iterator[tuple[str, SectionKey, Any]]:
+    params = (walk(kind, section) for section, kind in given.params.items())
+    for path, entry in chain(walk(Config), *params):
+        if path in given.values:
+            yield path, entry, given.values[path]
+
+
+def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, value: Any) -> Iterator[str]:
+    key, stage = entry.key, config.zero_optimization.stage
+    shown = _shown(given, path, entry)
+    if key.refused is not None and entry.asks(value):
+        return  # The refusal says it.
+    if key.notice is not None and entry.asks(value):
+        yield f"{shown}: {key.notice}"
+    elif key.from_stage > stage and _expects_something(entry, value):
+        stages = "stage 3 reads it" if key.from_stage == 3 else f"stages {key.from_stage} to 3 read it"
+        yield f"{shown}: only {stages} (stage is {stage})"
+    elif key.switch is not None and entry.asks(value) and not _is_on(config, path, entry):
+        switch = f"{path.rpartition('.')[0]}.{key.switch}"
+        needed = switch if key.needs is None else f"{switch} = {key.needs}"
+        has = f" (it is {json.dumps(attrgetter(switch)(config))})" if switch in given.mentioned else ""
+        yield f"{shown}: nothing reads it without {needed}{has}"
+    elif entry.is_free and key.refused is not None and value and not _only_switches(value):
+        yield f"{path}: it is off, so nothing else in it is read"
+
+
+def _is_on(config: Config, path: str, entry: SectionKey) -> bool:
+    """Whether what makes a key count does so."""
+    section, key = path.rpartition(".")[0], entry.key
+    if section == "fp16" and entry.name != "auto_cast":
+        return _scales_loss(config)
+    value = attrgetter(f"{section}.{key.switch}")(config)
+    return bool(value == key.needs) if key.needs is not None else value not in (None, False, "none")
+
+
+def _scales_loss(config: Config) -> bool:
+    # Autocast to fp16 scales its loss by the same keys.
+    return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
+
+
+def _only_switches(value: Any) -> bool:
+    """Whether an object outside the scope says no more than that it is off."""
+    if isinstance(value, dict):
+        return all(name in FREE_KEYS or _only_switches(inner) for name, inner in value.items())
+    return False
+
+
+def _expects_something(entry: SectionKey, value: Any) -> bool:
+    # A number was written because somebody expects it to count, though it be the default.
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return True if is_number and entry.key.asks is None else entry.asks(value)
+
+
+def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
+    """The key as the file spells it, with its value where that is short."""
+    spelled, value = given.spelled.get(path, path), given.values[path]
+    if entry.key.auto and value is None:
+        value = "auto"
+    return f"{spelled} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else spelled
 
 
 # -- the batch and the ranks of this job -----------------------------------------------------------------------------
@@ -210,19 +352,14 @@ def check_topology(config: Config, world_size: int) -> None:
         sizes["zero_optimization.mics_shard_size"] = max(zero.mics_shard_size, 0)
     for path, size in sizes.items():
         if size and world_size % size:
-            fitting = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(
-                f"{path} = {size} does not divide the {world_size} ranks of this job; these do: {fitting}"
-            )
+            fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job; these do: {fit}")
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:
         raise ConfigError("zero_optimization.mics_shard_size = 1 shards nothing: that is stage 0")
-    others = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    for name, asked in others.items():
+    hpz, quantized = zero.zero_hpz_partition_size > 1, zero.zero_quantized_gradients
+    for name, asked in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
         if asked:
             raise ConfigError(
                 f"zero_optimization.mics_shard_size keeps gathers inside its groups and adds gradients in two hops of "

@@ -210,11 +210,9 @@ _LAUNCHER: dict[str, Any] = {
     "tpu_use_sudo": False,
 }  # fmt: skip
 _DEEPSPEED_LAUNCHER: dict[str, Any] = {
-    "deepspeed_multinode_launcher": "standard",
-    "deepspeed_hostfile": None,
-    "deepspeed_exclusion_filter": None,
+    "deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None, "deepspeed_exclusion_filter": None,
     "deepspeed_inclusion_filter": None,
-}
+}  # fmt: skip
 _OTHER_TRAINERS = ("fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "aws_config")
 # Accelerate's name to the path in DeepSpeed's schema.
 _RENAMED = {
@@ -264,8 +262,7 @@ def is_accelerate(document: Mapping[str, Any]) -> bool:
 
 def translate_accelerate(document: Mapping[str, Any], folder: str | None = None) -> Translation:
     """Accelerate's keys in DeepSpeed's schema. `folder` is where a relative `deepspeed_config_file` may lie."""
-    inner = document.get("deepspeed_config")
-    inner = {} if inner is None else inner
+    inner = {} if document.get("deepspeed_config") is None else document["deepspeed_config"]
     if not isinstance(inner, Mapping):
         raise wrong("deepspeed_config", inner, "an object of keys and values")
     result = Translation()
@@ -320,16 +317,14 @@ def _mixed_precision(result: Translation, value: Any) -> None:
     # YAML 1.1 reads a bare `no` as false.
     if value is False or is_absent(value) or value == "no":
         return
-    if value == "bf16":
-        result.put("bf16.enabled", True, "mixed_precision")
-    elif value == "fp16":
-        result.put("fp16.enabled", True, "mixed_precision")
-        # Accelerate asks for cast inputs together with fp16, unless the config file has its own mind.
-        result.document["fp16"].setdefault("auto_cast", True)
-    elif value == "fp8":
+    if value == "fp8":
         result.refusals.append("mixed_precision = fp8: fp8 is outside onefold's scope; use bf16")
-    else:
+        return
+    if value not in ("fp16", "bf16"):
         raise wrong("mixed_precision", value, "no, fp16 or bf16")
+    result.put(f"{value}.enabled", True, "mixed_precision")
+    if value == "fp16":  # Accelerate also asks for cast inputs then, unless the config file has its own mind
+        result.document["fp16"].setdefault("auto_cast", True)
 
 
 def _named_file(name: str, folder: str | None) -> dict[str, Any]:

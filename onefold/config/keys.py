@@ -289,11 +289,9 @@ def _is_fixed(hint: Any) -> bool:
 
 
 def _boolean(path: str, value: Any) -> bool:
-    if _is_word(value, "true") or _is_word(value, "false"):
-        return _is_word(value, "true")
-    if not isinstance(value, bool):
+    if not (isinstance(value, bool) or _is_word(value, "true") or _is_word(value, "false")):
         raise wrong(path, value, "true or false")
-    return value
+    return value is True or _is_word(value, "true")
 
 
 def _number(path: str, value: Any, hint: type, key: Key) -> int | float | None:

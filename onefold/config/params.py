@@ -48,9 +48,7 @@ class AdamParams(_TorchSwitches, _Params):
     eps: float = key(1e-8, "Added to the root in the denominator.", minimum=0)
     amsgrad: bool = key(False, "Divide by the largest average of squares so far.")
     decoupled_weight_decay: bool = key(True, "Decay apart from the gradient.", aliases=("adam_w_mode", "adamw_mode"))
-    bias_correction: bool = refused(
-        True, "Correct the averages for their start at zero.", "only true is implemented; leave it out"
-    )
+    bias_correction: bool = refused(True, "Correct for the start at zero.", "only true is implemented; leave it out")
     torch_adam: bool = noticed(False, "torch's Adam instead of DeepSpeed's.", _KERNEL)
     fp32_optimizer_states: bool = noticed(True, "States in fp32.", "states are in fp32 whatever the compute format")
     set_grad_none: bool = noticed(True, "Drop gradients instead of zeroing.", "the engine drops gradients")

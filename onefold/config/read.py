@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from onefold.config.checks import check, settle_old_spellings
-from onefold.config.config_files import check_depth, is_accelerate, read_source, translate_accelerate
+from onefold.config.checks import GivenKeys, check, find_notices, find_refusals, settle_old_spellings
+from onefold.config.config_files import Translation, check_depth, is_accelerate, read_source, translate_accelerate
 from onefold.config.keys import (
     ConfigError,
     Key,
@@ -24,7 +24,6 @@ from onefold.config.keys import (
 )
 from onefold.config.params import check_together, params_of
 from onefold.config.schema import FREE_KEYS, Config
-from onefold.config.support import GivenKeys, find_notices, find_refusals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +51,15 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> 
         folder = os.path.dirname(os.path.expanduser(os.fspath(source)))
     else:
         raise ConfigError(f"a config is a dict or the path of a file, not {type(source).__name__}")
-    notices: list[str] = []
-    refusals: list[str] = []
-    if is_accelerate(document):
-        translated = translate_accelerate(document, folder)
-        document, notices, refusals = translated.document, translated.notices, translated.refusals
+    translated = translate_accelerate(document, folder) if is_accelerate(document) else Translation(document)
     given = GivenKeys()
-    config: Config = _read_section(Config, [_Item(name, value, name) for name, value in document.items()], "", given)
-    config = settle_old_spellings(config, given)
+    items = [_Item(name, value, name) for name, value in translated.document.items()]
+    config = settle_old_spellings(_read_section(Config, items, "", given), given)
     check(config)
     config = _read_params(config, given)
-    return dataclasses.replace(
-        config,
-        notices=(*notices, *find_notices(config, given)),
-        refusals=(*refusals, *find_refusals(given)),
-        raw=document,
-    )
+    notices = (*translated.notices, *find_notices(config, given))
+    refusals = (*translated.refusals, *find_refusals(given))
+    return dataclasses.replace(config, notices=notices, refusals=refusals, raw=translated.document)
 
 
 def check_built(config: Config) -> None:
@@ -108,13 +100,8 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKey
             raise _unknown_key(kind, path, item.name, item.path)
         by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path))
     given.mentioned.update(join(path, name) for name in by_name)
-    return kind(
-        **{
-            name: _read_key(known[name], named, join(path, name), given)
-            for name, named in by_name.items()
-            if known[name].section is not None or _present(known[name], named)
-        }
-    )
+    read = [name for name in by_name if known[name].section is not None or _present(known[name], by_name[name])]
+    return kind(**{name: _read_key(known[name], by_name[name], join(path, name), given) for name in read})
 
 
 def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: GivenKeys) -> Any:
@@ -146,17 +133,14 @@ def _present(entry: SectionKey, items: Sequence[_Item]) -> list[_Item]:
 def _open(items: Sequence[_Item]) -> list[_Item] | None:
     """The keys inside an object that may be given whole, by dotted paths, or both; None when it is absent."""
     inner: list[_Item] = []
-    present = False
     for item in items:
         if item.name:
             inner.append(item)
-            present = True
         elif isinstance(item.value, Mapping):
             inner += [_Item(str(name), value, f"{item.path}.{name}") for name, value in item.value.items()]
-            present = True
         elif not is_absent(item.value):
             raise wrong(item.path, item.value, 'an object, such as {"...": ...}')
-    return inner if present else None
+    return inner if any(item.name or isinstance(item.value, Mapping) for item in items) else None
 
 
 def _read_free(items: Sequence[_Item], path: str) -> dict[str, Any]:
@@ -227,10 +211,8 @@ _MEANT = {
     "lr_range_test_step_rate": ("step_rate",),
 }
 # Nobody uses these for anything else.
-_CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"} | {
-    "adam_beta1",
-    "adam_beta2",
-}
+_CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"}
+_CERTAIN |= {"adam_beta1", "adam_beta2"}
 
 
 def meant_key(name: str, known: Iterable[str], *, certain: bool = False) -> str | None:

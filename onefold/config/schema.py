@@ -19,9 +19,6 @@ _WRITER = "every rank writes its own file, flushed and checked"
 _TIMER = "nothing waits for a device only to time it; wall_clock_breakdown does when asked"
 
 
-# -- number formats --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fp16:
     """Compute in fp16 with fp32 masters and a loss scale."""
@@ -77,9 +74,6 @@ class DataTypes:
     )
 
 
-# -- the other sections ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OptimizerSection:
     """The optimizer that the engine builds."""
@@ -108,13 +102,8 @@ class OnefoldSection:
         "native: the backend's own collectives; exchange: pairwise, added in rank order in fp32; auto: exchange on "
         "gloo, native elsewhere.",
     )
-    node_size: int | None = key(
-        None, "Ranks of one node, neighbours in the order of ranks. Left out: what the launcher says.", minimum=1
-    )
-    units: tuple[str, ...] = key(
-        (),
-        "Module classes, module names or name patterns (`*`) that become units of the cut; empty: found by structure.",
-    )
+    node_size: int | None = key(None, "Ranks of a node, neighbours by rank. Left out: the launcher's.", minimum=1)
+    units: tuple[str, ...] = key((), "Classes, names or patterns (`*`) of modules that are units; empty: by structure.")
     device_memory: float | None = key(
         None,
         "GB (1e9 bytes) of device memory that model state may take; `ratio: auto` fills it first. Left out: what is "
@@ -152,9 +141,7 @@ class Aio:
 
     block_size: int = key(1_048_576, "Bytes of one request.", minimum=1)
     queue_depth: int = key(8, "Requests in flight.", minimum=1)
-    intra_op_parallelism: int = key(
-        1, "Threads with `queue_depth` requests each.", aliases=("thread_count",), minimum=1
-    )
+    intra_op_parallelism: int = key(1, "Threads of `queue_depth` requests each.", aliases=("thread_count",), minimum=1)
     single_submit: bool = key(False, "One request at a time in each transfer.")
     overlap_events: bool = key(True, "false: each transfer is finished where it is started.")
     use_gds: bool = noticed(False, "GPU-direct storage.", "transfers go through page-locked host memory")
@@ -165,9 +152,7 @@ class ActivationCheckpointing:
     """What `onefold.checkpointing.checkpoint` does with the inputs of the functions that it computes again."""
 
     partition_activations: bool = noticed(
-        False,
-        "Shard inputs over the model-parallel group.",
-        "there is no model-parallel group, so every rank keeps its inputs whole",
+        False, "Shard inputs over a group.", "there is no model-parallel group, so every rank keeps its inputs whole"
     )
     number_checkpoints: int | None = key(
         None, "Checkpointed calls in one forward.", switch="contiguous_memory_optimization", minimum=1
@@ -185,9 +170,7 @@ class FlopsProfiler:
     """Counts floating-point operations."""
 
     enabled: bool = refused(
-        False,
-        "Profile one step.",
-        "the flops profiler comes with a later release; onefold.Profiling times a loop today",
+        False, "Profile a step.", "the flops profiler comes with a later release; onefold.Profiling times a loop today"
     )
     recompute_fwd_factor: float = _if_enabled(0.0, "Share of forward that is recomputed.")
     profile_step: int = _if_enabled(1, "The step to profile.")
@@ -267,20 +250,12 @@ class CheckpointSection:
     """Saving and loading."""
 
     async_save: bool = key(
-        False,
-        "Go on training once the state is copied to host memory; the files are written in the background.",
-        aliases=("async",),
+        False, "Go on once states are copied to the host; files are written in the background.", aliases=("async",)
     )
     keep_last: int | None = key(None, "Keep so many of the newest checkpoints of a folder; all by default.", minimum=1)
-    keep_every: int | None = key(
-        None, "With keep_last: keep also the checkpoints of every so many steps.", switch="keep_last", minimum=1
-    )
-    tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
-        "Warn", "What to do when ranks save under different tags; rank 0's is taken."
-    )
-    load_universal: bool = noticed(
-        False, "Load for another number of ranks.", "any checkpoint loads on any number of ranks"
-    )
+    keep_every: int | None = key(None, "Keep also checkpoints of every so many steps.", switch="keep_last", minimum=1)
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = key("Warn", "What to do when tags differ; rank 0's is taken.")
+    load_universal: bool = noticed(False, "Load on any number of ranks.", "any checkpoint loads on any number of ranks")
     use_node_local_storage: bool = refused(
         False,
         "Each node has a disk of its own.",
@@ -426,14 +401,10 @@ def _outside(doc: str, reason: str = _SCOPE) -> Any:
 class Config:
     """A config as it was read: every key with its value or default, and what there is to say about it."""
 
-    train_batch_size: int | None = key(
-        None, "Samples in one optimizer step, over all ranks: micro-batch x accumulation x ranks.", minimum=1
-    )
+    train_batch_size: int | None = key(None, "Samples in one step: micro-batch x accumulation x ranks.", minimum=1)
     train_micro_batch_size_per_gpu: int | None = key(None, "Samples in one forward of one rank.", minimum=1)
     gradient_accumulation_steps: int | None = key(None, "Forwards and backwards in one optimizer step.", minimum=1)
-    managed_gradient_accumulation: bool = key(
-        True, "The engine counts micro-steps; false: every `step()` is a boundary."
-    )
+    managed_gradient_accumulation: bool = key(True, "Count micro-steps; false: every `step()` is a boundary.")
     gradient_clipping: float = key(1.0, "The largest global gradient norm; 0: no clipping.", minimum=0, infinite=True)
     prescale_gradients: bool = key(False, "Divide gradients before they are added instead of after.")
     gradient_predivide_factor: float = key(1.0, "Divide by this before, by the rest after adding.", above=0)
@@ -449,9 +420,7 @@ class Config:
     wall_clock_breakdown: bool = key(False, "Time forward, backward and step.")
     memory_breakdown: bool = key(False, "Report memory at each phase of a step.")
     dump_state: bool = noticed(False, "Print the engine's state.", "the plan of a config says what the engine holds")
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(
-        None, "Level of the `onefold` logger."
-    )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(None, "The logger's level.")
     dataloader_drop_last: bool = key(False, "Drop the last, incomplete batch.")
     zero_allow_untested_optimizer: bool = key(False, "Step optimizers not known to be elementwise.", from_stage=1)
     zero_force_ds_cpu_optimizer: bool = noticed(

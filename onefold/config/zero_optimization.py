@@ -50,9 +50,7 @@ class OffloadOptimizer:
 
     device: Device = key("none", "Where masters and optimizer states rest; stages 1, 2 and 3.")
     nvme_path: tuple[str, ...] = key((), _NVME_PATH, or_one=True)
-    buffer_count: int = _on_nvme(
-        4, "Page-locked buffers of the pipeline: read one, update one, write one; fewer than 3 overlap less.", minimum=1
-    )
+    buffer_count: int = _on_nvme(4, "Page-locked buffers: read, update, write; fewer than 3 overlap less.", minimum=1)
     buffer_size: int = _on_nvme(8_000_000, _BUFFER_SIZE, minimum=1)
     pin_memory: bool = _offloaded(True, "Keep the host copy in page-locked memory.")
     pipeline_read: bool | None = _on_nvme(None, "Read the next states during the step; on unless it says false.")
@@ -66,12 +64,8 @@ class OffloadOptimizer:
         maximum=1,
         auto=True,
     )
-    super_offload: bool = noticed(
-        False, "DeepSpeed's variant for tightly coupled hosts.", "transfers and the host step always overlap"
-    )
-    cpuadam_cores_perc: float = noticed(
-        0.8, "Share of the cores for DeepSpeed's worker.", "the host step uses torch's own threads"
-    )
+    super_offload: bool = noticed(False, "For tightly coupled hosts.", "transfers and the host step always overlap")
+    cpuadam_cores_perc: float = noticed(0.8, "DeepSpeed's share of cores.", "the host step uses torch's own threads")
     max_in_cpu: int = _on_nvme(0, "Elements whose states stay in host memory.", minimum=0)
 
 
@@ -127,16 +121,14 @@ class ZeroOptimization:
     )
     allgather_bucket_size: int = key(
         500_000_000,
-        "Elements of parameters that may be in flight, and up to which small gathers are joined.",
+        "Elements that may be in flight, and up to which small gathers are joined.",
         from_stage=1,
         minimum=1,
     )
     contiguous_gradients: bool = noticed(True, "Contiguous gradients.", "gradients always lie in flat buffers")
     reduce_scatter: bool = noticed(True, "Reduce-scatter instead of all-reduce.", _ONE_REDUCTION)
     use_multi_rank_bucket_allreduce: bool = noticed(True, "How stages 1 and 2 group reductions.", _ONE_REDUCTION)
-    allgather_partitions: bool = noticed(
-        True, "All-gather instead of broadcasts after the step.", "updated shards are always gathered"
-    )
+    allgather_partitions: bool = noticed(True, "All-gather, not broadcasts.", "updated shards are always gathered")
     load_from_fp32_weights: bool = noticed(True, "Load masters, not weights.", "masters are always restored exactly")
     elastic_checkpoint: bool = noticed(
         False, "Checkpoints for another number of ranks.", "checkpoints never depend on the number of ranks"
@@ -197,9 +189,7 @@ class ZeroOptimization:
     zero_quantized_weights: bool = _stage3(False, "Gather parameters as int8 (qwZ).")
     zero_quantized_nontrainable_weights: bool = _stage3(False, "Gather frozen parameters as int8.")
     zero_quantized_gradients: bool = key(False, "Reduce gradients as int8 inside a node and int4 across nodes (qgZ).")
-    zeropp_loco_param: LoCo | None = key(
-        None, "Error feedback for quantized gradients (a byte a parameter).", switch="zero_quantized_gradients"
-    )
+    zeropp_loco_param: LoCo | None = key(None, "Error feedback: a byte a parameter.", switch="zero_quantized_gradients")
     mics_shard_size: int = _stage3(
         -1,
         "Neighbouring ranks that hold one whole model state between them (MiCS); -1: all ranks.",
@@ -216,9 +206,7 @@ class ZeroOptimization:
     pipeline_loading_checkpoint: bool = noticed(
         False, "Overlap reading and placing a checkpoint.", "each rank reads only its own part"
     )
-    override_module_apply: bool = noticed(
-        True, "Replace `Module.apply` while a model is built.", "no class of torch is ever patched"
-    )
+    override_module_apply: bool = noticed(True, "Patch `Module.apply` in `Init`.", "no class of torch is ever patched")
     log_trace_cache_warnings: bool = noticed(
         False, "Warn when the order of modules changes.", "the order is agreed on by all ranks, not traced"
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.checkpoint.loading.weights import consolidate, save_weights
-from onefold.loader import data_loader
+from onefold.loader import ResumableLoader
 
 if TYPE_CHECKING:
     from onefold.engine.core import Engine
@@ -77,7 +77,7 @@ def deepspeed_io(
     num_local_io_workers: int = 0,
 ) -> DataLoader[Any]:
     """A loader of micro-batches over this rank's share of a dataset."""
-    return data_loader(
+    return ResumableLoader(
         dataset,
         self.state.group,
         batch_size=batch_size or self.batch.micro,

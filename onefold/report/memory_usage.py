@@ -22,9 +22,7 @@ def peak_resident_bytes() -> int:
 
 def peak_bytes(device: torch.device) -> int:
     """The peak of what the ranks compete for: GPU memory on a GPU, resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def used_bytes(device: torch.device) -> int:
@@ -33,29 +31,22 @@ def used_bytes(device: torch.device) -> int:
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log memory now and at its peak, on the first rank. As in DeepSpeed, silent unless `force`."""
-    if force and _speaks():
-        logger.info("%s | %s", message, _line())
+    if force:
+        memory_status(message)
 
 
 def memory_status(message: str, print_rank: int = -1, reset_max: bool = False) -> None:
     """Log memory now and at its peak; `print_rank` -1 means the first rank. `reset_max` starts the peak anew."""
-    if _speaks(max(print_rank, 0)):
-        logger.info("%s | %s", message, _line())
-    if reset_max and torch.cuda.is_available():
+    has_device = torch.cuda.is_available()
+    if not dist.is_initialized() or dist.get_rank() == max(print_rank, 0):
+        line = f"host {resident_bytes() / GIB:.2f} GiB (peak {peak_resident_bytes() / GIB:.2f})"
+        if has_device:
+            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            reserved = torch.cuda.memory_reserved()
+            line = f"device {now / GIB:.2f} GiB (peak {peak / GIB:.2f}, reserved {reserved / GIB:.2f}), {line}"
+        logger.info("%s | %s", message, line)
+    if reset_max and has_device:
         torch.cuda.reset_peak_memory_stats()
-
-
-def _line() -> str:
-    parts = [f"host {resident_bytes() / GIB:.2f} GiB (peak {peak_resident_bytes() / GIB:.2f})"]
-    if torch.cuda.is_available():
-        now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.memory_reserved()
-        parts.insert(0, f"device {now / GIB:.2f} GiB (peak {peak / GIB:.2f}, reserved {reserved / GIB:.2f})")
-    return ", ".join(parts)
-
-
-def _speaks(rank: int = 0) -> bool:
-    return not dist.is_initialized() or dist.get_rank() == rank
 
 
 def _status(field: str) -> int:

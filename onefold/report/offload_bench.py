@@ -123,10 +123,8 @@ def _seconds(first: int, first_rate: float, second: int, second_rate: float, bot
 
 def measure(num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, done, total: None) -> Measured:
     """All of it, each part on about so many bytes. `paths`: folders on the drives to measure."""
-    parts: dict[str, Callable[[], object]] = {
-        "host_copy": lambda: measure_copy(num_bytes),
-        "adam": lambda: measure_adam(num_bytes),
-    }
+    parts: dict[str, Callable[[], object]]
+    parts = {"host_copy": lambda: measure_copy(num_bytes), "adam": lambda: measure_adam(num_bytes)}
     found: dict[str, Any] = {}
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -356,18 +354,12 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     bus, disk = measured.bus, measured.disk
     uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
     device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
-    return Cost(
-        setting,
-        device_bytes=device,
-        host_bytes=host,
-        disk_bytes=on_disk,
-        crossing=crossing,
-        seconds={
-            "bus": (bus.seconds(crossing) if bus else None) if uses_bus else 0.0,
-            "host Adam": stepped / measured.adam,
-            "disk": (disk.seconds(crossing) if disk else None) if uses_disk else 0.0,
-        },
-    )
+    seconds = {
+        "bus": (bus.seconds(crossing) if bus else None) if uses_bus else 0.0,
+        "host Adam": stepped / measured.adam,
+        "disk": (disk.seconds(crossing) if disk else None) if uses_disk else 0.0,
+    }
+    return Cost(setting, device, host, on_disk, crossing, seconds)
 
 
 def shortages(cost: Cost, measured: Measured) -> list[str]:

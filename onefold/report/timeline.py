@@ -108,10 +108,8 @@ class Profiling:
         return [ledger.since(before) for ledger, before in self._ledgers.items()]
 
     def by_phase(self) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for span in self.spans:
-            totals[span.phase] = totals.get(span.phase, 0.0) + span.seconds
-        return totals
+        phases = dict.fromkeys(span.phase for span in self.spans)
+        return {phase: sum(span.seconds for span in self.spans if span.phase == phase) for phase in phases}
 
     def table(self) -> str:
         phases = self.by_phase()
@@ -120,28 +118,20 @@ class Profiling:
         lines += [f"{name:<16}{spent:>10.3f}{spent / (self.seconds or 1):>8.1%}" for name, spent in rows]
         lines += [ledger.table() for ledger in self.traffic()]
         peak = max((span.memory for span in self.spans), default=0)
-        lines.append(
-            f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {peak_resident_bytes() / GIB:.2f} GiB"
-        )
+        host = peak_resident_bytes()
+        lines.append(f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {host / GIB:.2f} GiB")
         return "\n".join(lines)
 
     def write_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write this rank's spans; the rank goes into the name where there are several."""
-        target = Path(path)
-        if _rank() > 0:
-            target = target.with_name(f"{target.stem}.rank{_rank()}{target.suffix}")
-        events: list[dict[str, Any]] = [
-            {
-                "name": span.phase,
-                "ph": "X",
-                "ts": (span.start - self._start) * 1e6,
-                "dur": span.seconds * 1e6,
-                "pid": _rank(),
-                "tid": 0,
-                "args": {"memory_bytes": span.memory},
-            }
-            for span in self.spans
-        ]
+        target, rank = Path(path), _rank()
+        if rank > 0:
+            target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
+        events: list[dict[str, Any]] = []
+        for span in self.spans:
+            times = {"ts": (span.start - self._start) * 1e6, "dur": span.seconds * 1e6}
+            where = {"pid": rank, "tid": 0, "args": {"memory_bytes": span.memory}}
+            events.append({"name": span.phase, "ph": "X", **times, **where})
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps({"traceEvents": events}))
         return target

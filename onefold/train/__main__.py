@@ -27,21 +27,16 @@ def run_rank(options: TrainOptions) -> int:
     try:
         finished = train(options)
     except (ConfigError, DataError, CheckpointError, MisfitError, ResumeError) as error:
-        _report(error)
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # a launcher shows it once for all ranks
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        else:
+            print(f"onefold: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0 if finished else 130
-
-
-def _report(error: Exception) -> None:
-    """Through torch's error file under a launcher, which shows it once for all ranks; else straight to the terminal."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-    else:
-        print(f"onefold: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

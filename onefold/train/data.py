@@ -23,6 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 STANDARD_LIBRARY_CAP = 16 * 2**20
 HELD_OUT_FRACTION = 0.05
+HELD_OUT_SEQUENCES = 64
 PROBED_BYTES = 4096
 
 
@@ -52,11 +53,9 @@ class Corpus:
         last = self.num_train - self.sequence_length
         return self._batch(np.random.default_rng([seed, step, rank]).integers(0, last, size=batch_size).tolist())
 
-    def held_out_batches(
-        self, rank: int, world_size: int, batch_size: int, num_sequences: int = 64
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """About `num_sequences` sequences spread evenly over the tail; every rank gets equally many batches."""
-        num_batches = max(1, num_sequences // (world_size * batch_size))
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """About 64 sequences spread evenly over the tail; every rank gets equally many batches."""
+        num_batches = max(1, HELD_OUT_SEQUENCES // (world_size * batch_size))
         total = num_batches * world_size * batch_size
         room = self.num_held_out - self.sequence_length - 1
         for index in range(num_batches):

@@ -63,13 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
-    add(
-        "--steps",
-        type=_at_least_one,
-        default=TrainOptions.steps,
-        metavar="N",
-        help="optimizer steps (default: %(default)s)",
-    )
+    add("--steps", type=_at_least_one, default=TrainOptions.steps, metavar="N",
+        help="optimizer steps (default: %(default)s)")  # fmt: skip
     add("--preset", choices=PRESET_NAMES, default=TrainOptions.preset, help="size of the GPT (default: %(default)s)")
     add("--out", metavar="FOLDER", help="where plot, metrics and summary go (default: a new folder under runs/)")
     add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")

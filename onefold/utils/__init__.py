@@ -1,57 +1,232 @@
-"""Helpers under the names that DeepSpeed scripts import from its utils."""
+"""Helpers under the names that DeepSpeed scripts import from its utils.
+
+Masters, gradients and optimizer states of one parameter are read and set unsharded (`full`) or as this rank's part
+(`local`), in every stage. Functions that say `full` are called by all ranks together, with the same values to set.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from onefold.access import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-)
-from onefold.log import logger
+from onefold.comm import Gathering
+from onefold.engine import Engine
+from onefold.log import logger as logger
+from onefold.offload.param_shard import Flat, read, write
+from onefold.optim.step import ShardedStep
+from onefold.plan import Member
 from onefold.plan.cut import LEAF_MARK
-from onefold.report.memory_usage import memory_status, see_memory_usage
+from onefold.report.memory_usage import memory_status as memory_status
+from onefold.report.memory_usage import see_memory_usage as see_memory_usage
+from onefold.runtime import FlatParam, ParamHandle, handle_of
+from onefold.runtime.order import Request
 
-__all__ = [
-    "RepeatingLoader",
-    "get_z3_leaf_modules",
-    "logger",
-    "memory_status",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "see_memory_usage",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_module",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a trained parameter's states lie on this rank."""
+
+    engine: Engine
+    step: ShardedStep
+    handle: ParamHandle
+    param: FlatParam
+    member: Member
+
+    def master(self) -> _Range:
+        return _Range(self, self.param.store.master, self.param.store.start)
+
+    def gradient(self) -> _Range | None:
+        shard = self.param.grad.shard
+        if shard.value is None:
+            return None
+        shard.wait()
+        return _Range(self, shard.value, self.param.own_range[0])
+
+    def state(self, name: str) -> _Range | None:
+        """None before the optimizer has made it."""
+        store = self.param.store
+        found = self.step.states_of(store, name)
+        # A shard that is all padding has no states, but other ranks wait for it.
+        if not found and (store.segments() or not self.step.num_steps):
+            return None
+        like = found[0][1] if found else store.master
+        flat = torch.zeros(store.stop - store.start, dtype=like.dtype, device=self.param.device)
+        for start, tensor in found:
+            flat[start : start + tensor.numel()].copy_(read(tensor).flatten())
+        return _Range(self, flat, store.start)
+
+    def set_state(self, name: str, flat: torch.Tensor) -> None:
+        for start, tensor in self.step.states_of(self.param.store, name):
+            values = flat[start : start + tensor.numel()]
+            write(tensor, values.view(tensor.shape) if isinstance(tensor, torch.Tensor) else values)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Part of a flat parameter, gradient or state: `tensor` lies at `start` of it."""
+
+    place: _Place
+    tensor: Flat
+    start: int
+
+    @property
+    def _own(self) -> tuple[slice, slice]:
+        """The parameter's elements in here: their place in the tensor, and in the flattened parameter."""
+        member = self.place.member
+        low = max(member.start, self.start)
+        high = max(low, min(member.stop, self.start + self.tensor.numel()))
+        return slice(low - self.start, high - self.start), slice(low - member.start, high - member.start)
+
+    def unsharded(self) -> torch.Tensor:
+        """The parameter's part of every rank's range."""
+        member, param = self.place.member, self.place.param
+        own = full = read(self.tensor).to(param.device)
+        if full.numel() < param.layout.total:
+            handle = self.place.handle
+            handle.meet(Request.READ, [])
+            full = torch.empty(param.layout.total, dtype=full.dtype, device=full.device)
+            handle.collective.start_gather([Gathering(full, own)]).finish()
+        return full[member.start : member.stop].view(member.shape).clone()
+
+    def local(self) -> torch.Tensor:
+        return read(self.tensor[self._own[0]]).to(self.place.param.device, copy=True)
+
+    def write(self, value: torch.Tensor, *, local: bool) -> None:
+        inside, outside = self._own
+        member, flat = self.place.member, value.detach().flatten()
+        if not local and tuple(value.shape) != member.shape:
+            raise ValueError(f"{member.name} has shape {member.shape}, the value {tuple(value.shape)}")
+        held = inside.stop - inside.start
+        if local and flat.numel() != held:
+            raise ValueError(f"{member.name}: this rank holds {held} elements, not {flat.numel()}")
+        write(self.tensor[inside], flat if local else flat[outside])
+
+
+def _place(parameter: nn.Parameter) -> _Place | None:
+    handle = handle_of(parameter)
+    engine = handle.owner if handle is not None else None
+    if handle is None or not isinstance(engine, Engine) or engine.state.step is None:
+        return None
+    engine.state.step.wait_for_host()
+    param, index = handle.place_of(parameter)
+    return _Place(engine, engine.state.step, handle, param, param.layout.members[index]) if param.trainable else None
+
+
+def _trained(parameter: nn.Parameter) -> _Place:
+    place = _place(parameter)
+    if place is None:
+        raise ValueError("the parameter is not trained by an engine: it has no master, gradient or state to set")
+    return place
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The unsharded fp32 master; None if the parameter is not trained."""
+    place = _place(param)
+    return place.master().unsharded() if place else None
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    place = _place(param)
+    return place.master().local() if place else None
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the master, and with it the parameter."""
+    place = _trained(param)
+    place.engine.about_to_write()
+    place.master().write(value, local=False)
+    flat, member = place.param, place.member
+    if flat.stays_unsharded:
+        flat.full[member.start : member.stop].copy_(value.detach().flatten())
+    else:
+        flat.invalidate_secondary()
+        flat.store.push().wait()
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the master. Only where parameters rest as shards: elsewhere ranks would differ.
+
+    With secondary shards (hpZ) a write between two micro-steps is seen after the step.
+    """
+    place = _trained(param)
+    if place.param.stays_unsharded:
+        raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
+    place.step.let_change()
+    place.master().write(value, local=True)
+    place.param.store.push().wait()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole averaged gradient between backward and step; None where there is none, or not reduced yet."""
+    return _get_gradient(param, local=False)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    return _get_gradient(param, local=True)
+
+
+def _get_gradient(param: nn.Parameter, *, local: bool) -> torch.Tensor | None:
+    place = _place(param)
+    range_ = place.gradient() if place else None
+    if place is None or range_ is None:
+        return None
+    return (range_.local() if local else range_.unsharded()).float() * place.engine.gradient_factor
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the averaged gradient that the next step uses."""
+    _set_gradient(param, value, local=False)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    _set_gradient(param, value, local=True)
+
+
+@torch.no_grad()
+def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> None:
+    place = _trained(param)
+    range_ = place.gradient()
+    if range_ is None:
+        raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
+    range_.write(value.float() / place.engine.gradient_factor, local=local)
+    place.param.grad.shard.forget_square_sum()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A whole state such as `exp_avg`; None before the optimizer has made it."""
+    place = _place(param)
+    range_ = place.state(optim_state_key) if place else None
+    return range_.unsharded() if range_ else None
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    place = _place(param)
+    range_ = place.state(optim_state_key) if place else None
+    return range_.local() if range_ else None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    _set_state(param, value, optim_state_key, local=False)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    _set_state(param, value, optim_state_key, local=True)
+
+
+@torch.no_grad()
+def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bool) -> None:
+    place = _trained(param)
+    range_ = place.state(name)
+    if range_ is None:
+        raise ValueError(f"{place.member.name} has no optimizer state {name!r}")
+    range_.write(value, local=local)
+    place.set_state(name, read(range_.tensor))
 
 
 # -- modules that are never cut into smaller units. Set them before initialize -----------------------------------
@@ -138,9 +313,8 @@ class RepeatingLoader:
             return next(self._batches)
         except StopIteration:
             self._num_passes = self.epoch + 1
-            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self._num_passes)
+            if hasattr(self.loader, "sampler") and hasattr(self.loader.sampler, "set_epoch"):
+                self.loader.sampler.set_epoch(self._num_passes)
             self._batches = iter(self.loader)
             return next(self._batches)
 

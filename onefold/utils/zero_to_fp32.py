@@ -18,12 +18,6 @@ from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.tools.export import ExportError, WeightSelection, export, read_one, spell_names
 from onefold.log import logger
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -56,14 +50,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     def work(checkpoint: CheckpointReader) -> dict[str, Any]:
         weights = WeightSelection.of(checkpoint, torch.float32, exclude_frozen=exclude_frozen_parameters)
-        found: dict[str, Any]
-        if lazy_mode:
-            found = {
-                name: LazyTensor(checkpoint.folder, checkpoint.manifest, f"model/{name}", dtype)
-                for name, dtype in weights.dtypes.items()
-            }
-        else:
-            found = {name: weights.read(name) for name in weights.dtypes}
+        source = checkpoint.folder, checkpoint.manifest
+        found: dict[str, Any] = {
+            name: LazyTensor(*source, f"model/{name}", dtype) if lazy_mode else weights.read(name)
+            for name, dtype in weights.dtypes.items()
+        }
         return found | {alias: found[name] for alias, name in weights.aliases.items()}
 
     return read_one(checkpoint_dir, tag, work)

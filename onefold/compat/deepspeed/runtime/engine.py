@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -166,9 +166,7 @@ for _name in ("optimizer_name", "optimizer_params", "scheduler_name", "scheduler
 DeepSpeedEngine.zero_overlap_comm = lambda self: self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`onefold.initialize` with DeepSpeed's own arguments; its engine answers to all of DeepSpeed's names."""
-    return start.initialize_as(DeepSpeedEngine, *args, **kwargs)
+initialize = partial(start.initialize, engine_class=DeepSpeedEngine)
 
 
 def split_half_float_double_sparse(tensors: list[torch.Tensor]) -> list[tuple[Any, list[torch.Tensor]]]:
