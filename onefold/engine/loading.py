@@ -359,7 +359,7 @@ def _find_candidates(load_dir: Path, tag: str | None, tried: Sequence[str]) -> S
         logger.warning("%s", warning)
     good = [entry.tag for entry in found if not entry.problems]
     # What `latest` names was published once, whatever is left of it.
-    was_published = (load_dir / folder.LATEST).exists() or any(entry.is_somebodys for entry in found)
+    was_published = (load_dir / folder.LATEST).exists() or any(folder.is_tag_folder(entry.folder) for entry in found)
     if not good and tag is None and not was_published:
         logger.warning("%s holds no checkpoint", load_dir)
         return []

@@ -67,9 +67,9 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def reason(error: OSError) -> str:
-    """The reason of an OSError, without the path."""
-    return error.strerror or str(error)
+def reason(error: Exception) -> str:
+    """The reason of an OSError, without the path; of another error what it says."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def sync(path: Path) -> None:
@@ -132,8 +132,7 @@ def check_whole(value: Any, where: str, least: int = 0, most: int = _MOST) -> in
 
 
 def check_finite(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{where} must be a finite number, not {spell(value)}")
+    require(type(value) in (int, float) and math.isfinite(value), value, "a finite number", where)
     return float(value)
 
 
@@ -154,9 +153,13 @@ def check_object(value: Any, where: str, *keys: str) -> dict[str, Any]:
 
 
 def check_hexadecimal(value: Any, where: str) -> int:
-    if type(value) is not str or not _HEXADECIMAL.fullmatch(value):
-        raise ValueError(f"{where} must be 16 hexadecimal digits, not {spell(value)}")
+    require(type(value) is str and _HEXADECIMAL.fullmatch(value), value, "16 hexadecimal digits", where)
     return int(value, 16)
+
+
+def require(fits: object, value: Any, what: str, where: str) -> None:
+    if not fits:
+        raise ValueError(f"{where} must be {what}, not {spell(value)}")
 
 
 def spell(value: Any) -> str:

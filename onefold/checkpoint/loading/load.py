@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.format.files import check_whole, spell
-from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number
-from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
+from onefold.checkpoint.format.files import check_whole, require, spell
+from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number, single
+from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.loading.slots import needed_range, outside_units, state_slots, weight_slots
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.param_shard import Flat
 from onefold.optim.step import ShardedStep
+from onefold.plan.layout import Member
 from onefold.runtime import Unit
 
 
@@ -41,9 +42,8 @@ class LoadTarget:
     world_size: int
 
     @property
-    def members(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter that is in a unit, with its unsharded shape."""
-        return {m.name: m.shape for unit in self.units for param in unit.params for m in param.layout.members}
+    def trained(self) -> list[Member]:
+        return [member for unit in self.units for param in unit.trained for member in param.layout.members]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
     """The reads that fill this rank's weights and buffers. Raises with everything that does not fit."""
     outside, aliases = outside_units(target.model)
     names = StoredNames(checkpoint, aliases)
-    shapes = {**target.members, **{name: tuple(tensor.shape) for name, tensor in outside.items()}}
+    shapes = {m.name: m.shape for unit in target.units for param in unit.params for m in param.layout.members}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in outside.items()}
     left_out = set(checkpoint.manifest.left_out)
     problems = []
     for name, shape in shapes.items():
@@ -95,9 +96,8 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
         # What lies in runs is of floats; a buffer may be of anything.
         dtype = outside[name].dtype if name in outside else torch.float32
         if there.shape != shape:
-            problems.append(
-                f"another shape: {name} is {list(shape)} in the model, {list(there.shape)} in the checkpoint"
-            )
+            theirs = list(there.shape)
+            problems.append(f"another shape: {name} is {list(shape)} in the model, {theirs} in the checkpoint")
         elif there.dtype.is_floating_point != dtype.is_floating_point or not torch.can_cast(there.dtype, dtype):
             problems.append(f"another kind: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
     if strict:
@@ -107,25 +107,22 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
             f"{checkpoint.folder} does not fit the model:\n  " + "\n  ".join(problems) + "\nload_module_strict=False "
             "loads what both have (shapes must agree); or build the model that was saved"
         )
-    return [*_unit_reads(target, names), *_outside_reads(checkpoint, target, names, outside)]
+    return list(_fitting_reads(checkpoint, target, names, outside))
 
 
-def _unit_reads(target: LoadTarget, names: StoredNames) -> Iterator[TensorRead]:
+def _fitting_reads(
+    checkpoint: CheckpointReader, target: LoadTarget, names: StoredNames, outside: Mapping[str, torch.Tensor]
+) -> Iterator[TensorRead]:
     for param in (param for unit in target.units for param in unit.params):
         for slot in weight_slots(param, target.step, *needed_range(param, target.step)):
             source = names.find(slot.name.removeprefix("model/"))
             if source is not None:
                 yield TensorRead(f"model/{source}", slot.start, slot.stop, slot.memory)
-
-
-def _outside_reads(
-    checkpoint: CheckpointReader, target: LoadTarget, names: StoredNames, outside: Mapping[str, torch.Tensor]
-) -> Iterator[TensorRead]:
+    same_world = checkpoint.manifest.world_size == target.world_size
     for name, tensor in outside.items():
         source = names.find(name)
-        own = buffer_name(target.rank, source or "")
         if source is not None:
-            same_world = checkpoint.manifest.world_size == target.world_size
+            own = buffer_name(target.rank, source)
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
             yield TensorRead(stored, 0, tensor.numel(), tensor.detach())
 
@@ -142,18 +139,18 @@ def state_reads(
     step = target.step
     assert step is not None
     names = StoredNames(checkpoint, outside_units(target.model)[1])
-    trained = [member for unit in target.units for param in unit.trained for member in param.layout.members]
     stored: dict[str, dict[str, torch.dtype]] = {}
     for key in checkpoint.names("optimizer/"):
         name, _, state = key.rpartition("/")
         stored.setdefault(name, {})[state] = checkpoint.stored(f"optimizer/{key}").dtype
-    sources = {member.name: names.find(member.name) or member.name for member in trained}
+    sources = {member.name: names.find(member.name) or member.name for member in target.trained}
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[TensorRead] = []
     problems: dict[str, None] = {}
     kept: set[str] = set()
-    for slot in _state_slots(target):
+    params = [param for unit in target.units for param in unit.trained]
+    for slot in (slot for param in params for slot in state_slots(param, step, *needed_range(param, step))):
         name, _, state = slot.name.removeprefix("optimizer/").rpartition("/")
         kept.add(state)
         source = f"optimizer/{sources[name]}/{state}"
@@ -172,11 +169,6 @@ def state_reads(
             + "\nload_optimizer_states=False starts them anew; load_module_strict=False takes those that both have"
         )  # fmt: skip
     return reads
-
-
-def _state_slots(target: LoadTarget) -> Iterator[Slot]:
-    for param in (param for unit in target.units for param in unit.trained):
-        yield from state_slots(param, target.step, *needed_range(param, target.step))
 
 
 def verify(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
@@ -212,9 +204,8 @@ def groups_for(
     assert step is not None
     known = checkpoint.manifest.parameters
     found: list[dict[str, Any]] = []
-    members = [m for unit in target.units for param in unit.trained for m in param.layout.members]
     for index, group in enumerate(step.groups):
-        sources = {known.get(member.name) for member in members if member.group == index} - {None}
+        sources = {known.get(member.name) for member in target.trained if member.group == index} - {None}
         chosen = saved[sources.pop() or 0] if len(sources) == 1 else {}
         known_here = chosen.keys() if step.keeps_other_keys else {*group, "initial_lr"}
         found.append({key: value for key, value in chosen.items() if key in known_here and key != "params"})
@@ -261,8 +252,7 @@ def check_schedule(saved: Any, schedule: Any) -> None:
     """Compare the saved state of a learning-rate schedule with the live one's."""
     live = schedule.state_dict()
     if isinstance(live, dict):
-        if not isinstance(saved, dict):
-            raise ValueError(f"state.lr_scheduler must be an object, not {spell(saved)}")
+        require(isinstance(saved, dict), saved, "an object", "state.lr_scheduler")
         for key in live.keys() & saved.keys():
             where = f"state.lr_scheduler.{key}"
             _check_like(saved[key], live[key], where)
@@ -303,35 +293,22 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _check_like(saved: Any, live: Any, where: str) -> None:
-    if live is None:
-        return
+    for kind, what in ((bool, "true or false"), (str, "a string"), (list, "a list"), (dict, "an object")):
+        if isinstance(live, kind):
+            require(isinstance(saved, kind), saved, what, where)
     if isinstance(live, torch.Tensor):
         if isinstance(saved, torch.Tensor):
             fits = saved.shape == live.shape and saved.is_floating_point() == live.is_floating_point()
         else:
             fits = live.numel() == 1 and is_number(saved)
-        _require(fits, saved, f"a tensor of shape {list(live.shape)}", where)
-    elif isinstance(live, bool):
-        _require(isinstance(saved, bool), saved, "true or false", where)
+        require(fits, saved, f"a tensor of shape {list(live.shape)}", where)
     elif is_number(live):
-        single = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
-        _require(is_number(single), saved, "a number", where)
-        _require(math.isfinite(single) or not math.isfinite(live), saved, "a finite number", where)
-    elif isinstance(live, str):
-        _require(isinstance(saved, str), saved, "a string", where)
+        number = single(saved)
+        require(is_number(number), saved, "a number", where)
+        require(math.isfinite(number) or not math.isfinite(live), saved, "a finite number", where)
     elif isinstance(live, tuple):
-        fits = isinstance(saved, tuple | list) and len(saved) == len(live)
-        _require(fits, saved, f"{len(live)} values", where)
-        for number, (one, other) in enumerate(zip(saved, live, strict=True)):
-            _check_like(one, other, f"{where}[{number}]")
-    elif isinstance(live, list):
-        _require(isinstance(saved, list), saved, "a list", where)
-        if live and is_number(live[0]):
-            _require(all(is_number(each) and math.isfinite(each) for each in saved), saved, "a list of numbers", where)
-    elif isinstance(live, dict):
-        _require(isinstance(saved, dict), saved, "an object", where)
-
-
-def _require(fits: bool, saved: Any, what: str, where: str) -> None:
-    if not fits:
-        raise ValueError(f"{where} must be {what}, not {spell(saved)}")
+        require(isinstance(saved, tuple | list) and len(saved) == len(live), saved, f"{len(live)} values", where)
+        for index, (one, other) in enumerate(zip(saved, live, strict=True)):
+            _check_like(one, other, f"{where}[{index}]")
+    elif isinstance(live, list) and live and is_number(live[0]):
+        require(all(is_number(each) and math.isfinite(each) for each in saved), saved, "a list of numbers", where)

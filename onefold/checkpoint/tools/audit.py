@@ -12,16 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.format.files import CheckpointError, RemovedError, open_regular, read_into, reason
+from onefold.checkpoint.format.files import RemovedError, open_regular, read_into, reason
 from onefold.checkpoint.format.folder import (
-    LATEST,
     FoundCheckpoint,
     data_folders,
     examine,
     is_deepspeeds,
     is_tag_folder,
     list_tags,
-    read_latest,
     removal,
 )
 from onefold.checkpoint.format.manifest import NAME, RANGE_BYTES, Manifest, ShardFile, StoredPart, checksum
@@ -40,17 +38,6 @@ def list_all(folder: Path) -> list[FoundCheckpoint]:
     return ours + [examine(entry) for entry in others if is_deepspeeds(entry)]
 
 
-def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
-    """What `latest` names, and what is wrong with it."""
-    try:
-        latest = read_latest(save_dir)
-    except CheckpointError as error:
-        return None, str(error)
-    if latest is not None and not (save_dir / latest).is_dir():
-        return latest, f"{save_dir / LATEST}: names {latest}, which is not there"
-    return latest, None
-
-
 def summary(found: FoundCheckpoint) -> dict[str, Any]:
     """The facts of one checkpoint for a list."""
     manifest = found.manifest
@@ -59,7 +46,7 @@ def summary(found: FoundCheckpoint) -> dict[str, Any]:
     elif is_deepspeeds(found.folder):
         state = "DeepSpeed's"
     else:
-        state = "damaged" if found.is_somebodys else "not published"
+        state = "damaged" if is_tag_folder(found.folder) else "not published"
     return {
         "tag": found.tag,
         "steps": manifest.global_steps if manifest is not None else None,
@@ -75,7 +62,7 @@ def summary(found: FoundCheckpoint) -> dict[str, Any]:
 
 def unpublished_bytes(found: FoundCheckpoint) -> int:
     """The bytes of data that no manifest names: being written, or left over. 0 where a damaged manifest may name it."""
-    if found.manifest is None and found.is_somebodys:
+    if found.manifest is None and is_tag_folder(found.folder):
         return 0
     named = found.manifest.data_folders if found.manifest is not None else set()
     return sum(bytes_under(found.folder / name) for name in data_folders(found.folder) if name not in named)
@@ -217,12 +204,9 @@ def verify(found: FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[D
     if found.manifest is None:
         yield Damage(str(found.folder / NAME), "; ".join(found.problems))
         return
-    parts: dict[int, list[tuple[str, int, StoredPart]]] = {}
-    for name, stored in found.manifest.tensors.items():
-        for part in stored.parts:
-            parts.setdefault(part.file, []).append((name, stored.dtype.itemsize, part))
-    for number, file in enumerate(found.manifest.files):
-        inside = sorted(parts.get(number, []), key=lambda entry: entry[2].offset)
+    for file, parts in zip(found.manifest.files, found.manifest.parts_by_file, strict=True):
+        inside = [(name, stored.dtype.itemsize, part) for name, stored, part in parts]
+        inside.sort(key=lambda entry: entry[2].offset)
         for damage in _verify_file(found.folder / file.name, file, inside, advance):
             gone = removal(found.folder, found.manifest)
             if gone:

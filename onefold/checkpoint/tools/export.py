@@ -21,8 +21,8 @@ from onefold.checkpoint.format.folder import (
     examine,
     is_deepspeeds,
     is_tag_folder,
+    latest_of,
     list_tags,
-    read_latest,
 )
 from onefold.checkpoint.format.manifest import NAME
 from onefold.checkpoint.format.safetensors_files import ExportFiles, SafetensorsWriter, parse_size
@@ -38,6 +38,7 @@ _MAX_NAMED = 5
 
 Progress = Callable[[str, int, int], None]
 """Told after each tensor: its name, the bytes read so far, the bytes there are to read."""
+ReadTensor = Callable[[str], torch.Tensor]
 T = TypeVar("T")
 
 
@@ -71,16 +72,9 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Fou
         return examine(folder)
     for _ in range(TRIES):
         found = _find_once(folder, tag)
-        if tag is not None or not found.problems or (not found.removed and _latest(folder) in (None, found.tag)):
+        if tag is not None or not found.problems or (not found.removed and latest_of(folder)[0] in (None, found.tag)):
             break
     return found
-
-
-def _latest(folder: Path) -> str | None:
-    try:
-        return read_latest(folder)
-    except CheckpointError:
-        return None
 
 
 def _find_once(folder: Path, tag: str | None) -> FoundCheckpoint:
@@ -165,25 +159,6 @@ class WeightSelection:
         return bool(infinite.any()) and not torch.equal(infinite, self.checkpoint.tensor(f"model/{name}").isinf())
 
 
-class _Reading:
-    """Reads tensors one after another, tells how far it is, and keeps the names of those that the dtype cannot hold."""
-
-    def __init__(self, weights: WeightSelection, progress: Progress | None) -> None:
-        self.beyond: list[str] = []
-        self._weights, self._progress = weights, progress
-        self._sizes = {name: weights.checkpoint.stored(f"model/{name}").nbytes for name in weights.dtypes}
-        self._total, self._done = sum(self._sizes.values()), 0
-
-    def __call__(self, name: str) -> torch.Tensor:
-        tensor = self._weights.read(name)
-        if self._weights.is_beyond(name, tensor):
-            self.beyond.append(name)
-        self._done += self._sizes[name]
-        if self._progress is not None:
-            self._progress(name, self._done, self._total)
-        return tensor
-
-
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -224,13 +199,24 @@ def export(
                 checkpoint.folder,
                 spell_names(checkpoint.manifest.left_out),
             )
-        read = _Reading(weights, progress)
+        sizes = {name: checkpoint.stored(f"model/{name}").nbytes for name in weights.dtypes}
+        beyond: list[str] = []
+        done = 0
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            tensor = weights.read(name)
+            if weights.is_beyond(name, tensor):
+                beyond.append(name)
+            done += sizes[name]
+            if progress is not None:
+                progress(name, done, sum(sizes.values()))
+            return tensor
+
         write = _write_safetensors if file_format == "safetensors" else _write_bin
         names = write(folder, weights, limit, read)
-        if read.beyond:
-            logger.warning(
-                "finite values beyond what %s can hold became infinite in: %s", dtype, spell_names(read.beyond)
-            )
+        if beyond:
+            logger.warning("finite values beyond what %s can hold became infinite in: %s", dtype, spell_names(beyond))
         nbytes = sum(weights.nbytes(name) for name in weights.dtypes)
         return Exported(checkpoint.folder, tuple(folder / name for name in names), len(weights.dtypes), nbytes)
 
@@ -242,7 +228,7 @@ def spell_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
-def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read: _Reading) -> list[str]:
+def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read: ReadTensor) -> list[str]:
     entries = [(name, dtype, weights.shape(name)) for name, dtype in weights.dtypes.items()]
     try:
         writer = SafetensorsWriter(folder, entries, max_shard_size=limit, aliases=weights.aliases)
@@ -254,7 +240,7 @@ def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read:
     return writer.file_names
 
 
-def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: _Reading) -> list[str]:
+def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: ReadTensor) -> list[str]:
     """Write files of torch.save, cut and named as Hugging Face does. Tied names share a tensor, in one file."""
     sizes = {name: weights.nbytes(name) for name in weights.dtypes}
     weight_map: dict[str, str] = {}
