@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent
 TESTS = {
     "__init__.py": "floors engine",
     "access.py": "zero offload_cases checkpoints",
-    "checkpoint/deepspeed/convert.py": "deepspeed_import",
     "checkpoint/deepspeed/torch_files.py": "deepspeed_import",
     "checkpoint/deepspeed/zero_checkpoint.py": "deepspeed_import",
     "checkpoint/format/files.py": "manifests safetensors checkpoint_ranges checkpoint_faults",
@@ -30,7 +29,6 @@ TESTS = {
     "checkpoint/loading/random_states.py": "loader plain_data checkpoints",
     "checkpoint/loading/slots.py": "checkpoints offload_cases",
     "checkpoint/loading/weights.py": "safetensors zero huggingface",
-    "checkpoint/saving/request.py": "checkpoints checkpoint_faults",
     "checkpoint/saving/rank_writer.py": "checkpoints offload_cases checkpoint_faults",
     "checkpoint/saving/saver.py": "checkpoint_ranges checkpoints checkpoint_faults offload_cases",
     "checkpoint/tools/export.py": "export",

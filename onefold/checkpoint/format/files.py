@@ -1,8 +1,6 @@
-"""The checkpoint format. Here: helpers for all its files: only regular files are opened, JSON is checked by field.
+"""Helpers for all files of a checkpoint: only regular files are opened, and JSON is checked by field before it is used.
 
 A folder may come from anywhere. A FIFO in it would be waited for without end, a device be read until memory is gone.
-Opened without blocking and asked what it is, neither is read. What a JSON text says is checked before it is used, and
-refused by the path to it.
 """
 
 from __future__ import annotations
@@ -30,12 +28,9 @@ class RemovedError(CheckpointError):
 # -- regular files -----------------------------------------------------------------------------------------------------
 
 _KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -293,21 +293,15 @@ def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list
     return found, warnings
 
 
-def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove all but the newest checkpoints, and those of every so many steps. Returns the tags that went.
-
-    What is damaged counts for nothing and is left alone.
-    """
+def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove all but the newest checkpoints, and those of every so many steps. Damaged ones do not count, and stay."""
     complete = [found for found in list_tags(save_dir) if not found.problems] if keep_last else []
     try:
         kept = {found.tag for found in complete[:keep_last]} | {read_latest(save_dir)}
     except CheckpointError:  # `latest` is damaged: what it names cannot be told, so nothing goes
-        return []
-    gone = []
+        return
     for found in complete[keep_last:]:
         assert found.manifest is not None
         every = keep_every is not None and found.manifest.global_steps % keep_every == 0
         if found.tag not in kept and not every:
             remove(found.folder)
-            gone.append(found.tag)
-    return gone

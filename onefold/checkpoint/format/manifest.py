@@ -214,8 +214,15 @@ class Manifest:
         return (_HEAD % checksum(text)).encode() + text + b"}\n"
 
     @staticmethod
-    def from_text(text: bytes, path: Path) -> Manifest:
-        """Parse and check a manifest: its text may be edited, and signed again."""
+    def read(folder: Path) -> Manifest:
+        """Read and check the manifest of a tag's folder. Its text may have been edited, and signed again."""
+        path = folder / NAME
+        try:
+            text = read_small(path, MAX_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
         body = text[_HEAD_BYTES:-2]
         if text[:_HEAD_BYTES] != (_HEAD % checksum(body)).encode() or text[-2:] != b"}\n":
             raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not fit its text")
@@ -224,25 +231,14 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a manifest that this onefold reads: {error}") from error
 
-    @staticmethod
-    def read(folder: Path) -> Manifest:
-        """Read the manifest of a tag's folder."""
-        path = folder / NAME
-        try:
-            text = read_small(path, MAX_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
-        return Manifest.from_text(text, path)
-
 
 def _from_tree(tree: Any) -> Manifest:
     tree = check_object(tree, "the manifest", "format", "version", "range_bytes")
     known = {"format": FORMAT, "version": VERSION, "range_bytes": RANGE_BYTES}
     if any(type(tree[key]) is not type(value) or tree[key] != value for key, value in known.items()):
         raise ValueError(f"it has {spell({key: tree[key] for key in known})}; this onefold reads {known}")
-    tree = check_object(tree, "the manifest", *(field.name for field in fields(Manifest)))
+    names = [field.name for field in fields(Manifest)]
+    tree = check_object(tree, "the manifest", *names)
     for key in ("tag", "saved", "writer"):
         check_text(tree[key], key)
     try:
@@ -264,20 +260,13 @@ def _from_tree(tree: Any) -> Manifest:
             file = files[part.file]
             if not file.header_bytes <= part.offset <= file.nbytes - nbytes:
                 raise ValueError(f"tensors.{name}: {nbytes} bytes at {part.offset} do not lie in {file.name}")
-    manifest = Manifest(
-        tag=tree["tag"],
-        saved=tree["saved"],
-        global_steps=check_whole(tree["global_steps"], "global_steps"),
-        world_size=check_whole(tree["world_size"], "world_size", least=1),
-        files=files,
-        tensors=tensors,
-        parameters=check_object(tree["parameters"], "parameters"),
-        state=tree["state"],
-        ranks=check_list(tree["ranks"], "ranks"),
-        aliases=check_object(tree["aliases"], "aliases"),
-        left_out=check_list(tree["left_out"], "left_out"),
-        writer=tree["writer"],
-    )
+    check_whole(tree["global_steps"], "global_steps")
+    check_whole(tree["world_size"], "world_size", least=1)
+    for key in ("parameters", "aliases"):
+        check_object(tree[key], key)
+    for key in ("ranks", "left_out"):
+        check_list(tree[key], key)
+    manifest = Manifest(**{**{name: tree[name] for name in names}, "files": files, "tensors": tensors})
     _check_names(manifest)
     _check_state(manifest)
     return manifest
@@ -412,10 +401,7 @@ _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any) -> Any:
-    """A config with `(not stored)` for whatever stands under a key that names a secret. Numbers and switches stay.
-
-    Checkpoints are passed on, and lie about for years.
-    """
+    """A config with `(not stored)` for what names a secret: checkpoints are passed on. Numbers and switches stay."""
     if isinstance(tree, dict):
         return {key: _hidden(value) if _names_secret(key) else without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from torch import nn
 
 from onefold.checkpoint.format.files import check_whole, require, spell
 from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number, single
-from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
 from onefold.checkpoint.loading.slots import needed_range, outside_units, state_slots, weight_slots
 from onefold.offload.nvme import DiskTensor
-from onefold.offload.param_shard import Flat
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Member
 from onefold.runtime import Unit
@@ -46,16 +45,6 @@ class LoadTarget:
         return [member for unit in self.units for param in unit.trained for member in param.layout.members]
 
 
-@dataclass(frozen=True)
-class TensorRead:
-    """One read: elements [start, stop) of a stored tensor go to this memory, in its order of elements."""
-
-    source: str
-    start: int
-    stop: int
-    memory: Flat
-
-
 class StoredNames:
     """The checkpoint's name for each tensor of the model: its own, or that of one it is tied to, here or there."""
 
@@ -78,8 +67,8 @@ class StoredNames:
         return sorted(self._stored - known)
 
 
-def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[TensorRead]:
-    """The reads that fill this rank's weights and buffers. Raises with everything that does not fit."""
+def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[Slot]:
+    """This rank's weights and buffers, as slots under the checkpoint's names. Raises with all that does not fit."""
     outside, aliases = outside_units(target.model)
     names = StoredNames(checkpoint, aliases)
     shapes = {m.name: m.shape for unit in target.units for param in unit.params for m in param.layout.members}
@@ -112,19 +101,19 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
 
 def _fitting_reads(
     checkpoint: CheckpointReader, target: LoadTarget, names: StoredNames, outside: Mapping[str, torch.Tensor]
-) -> Iterator[TensorRead]:
+) -> Iterator[Slot]:
     for param in (param for unit in target.units for param in unit.params):
         for slot in weight_slots(param, target.step, *needed_range(param, target.step)):
             source = names.find(slot.name.removeprefix("model/"))
             if source is not None:
-                yield TensorRead(f"model/{source}", slot.start, slot.stop, slot.memory)
+                yield replace(slot, name=f"model/{source}")
     same_world = checkpoint.manifest.world_size == target.world_size
     for name, tensor in outside.items():
         source = names.find(name)
         if source is not None:
             own = buffer_name(target.rank, source)
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
-            yield TensorRead(stored, 0, tensor.numel(), tensor.detach())
+            yield Slot(stored, tuple(tensor.shape), 0, tensor.numel(), tensor.detach())
 
 
 def buffer_name(rank: int, name: str) -> str:
@@ -134,8 +123,8 @@ def buffer_name(rank: int, name: str) -> str:
 
 def state_reads(
     checkpoint: CheckpointReader, target: LoadTarget, loose: Mapping[str, Any], *, strict: bool
-) -> list[TensorRead]:
-    """The reads that fill this rank's optimizer states, which are allocated here. Raises with what does not fit."""
+) -> list[Slot]:
+    """This rank's optimizer states, which are allocated here, as `weight_reads` does. Raises with what does not fit."""
     step = target.step
     assert step is not None
     names = StoredNames(checkpoint, outside_units(target.model)[1])
@@ -146,7 +135,7 @@ def state_reads(
     sources = {member.name: names.find(member.name) or member.name for member in target.trained}
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
-    reads: list[TensorRead] = []
+    reads: list[Slot] = []
     problems: dict[str, None] = {}
     kept: set[str] = set()
     params = [param for unit in target.units for param in unit.trained]
@@ -159,7 +148,7 @@ def state_reads(
         elif checkpoint.stored(source).shape != slot.shape:
             problems[f"another shape: {state} of {name}"] = None
         else:
-            reads.append(TensorRead(source, slot.start, slot.stop, slot.memory))
+            reads.append(replace(slot, name=source))
     more = {state for states in wanted.values() for state in states}
     if kept:  # a rank whose shards are all padding keeps none, and cannot tell
         problems |= dict.fromkeys(f"{step.name} here keeps no {state}" for state in sorted(more - kept))
@@ -171,14 +160,14 @@ def state_reads(
     return reads
 
 
-def verify(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
+def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
     """Check every byte that the reads would read; nothing is written."""
     for read in reads:
-        checkpoint.verify(read.source, read.start, read.stop)
+        checkpoint.verify(read.name, read.start, read.stop)
 
 
 @torch.no_grad()
-def fill(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
+def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
     """Read the values to where they belong."""
     for read in reads:
         memory = read.memory
@@ -186,12 +175,12 @@ def fill(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
             first = read.start
             for part in memory.split(RANGE_BYTES // memory.itemsize):
                 values = torch.empty(part.numel(), dtype=memory.dtype)
-                checkpoint.read(read.source, first, first + part.numel(), values)
+                checkpoint.read(read.name, first, first + part.numel(), values)
                 part.store(values)
                 first += part.numel()
             continue
         flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(memory.numel())
-        checkpoint.read(read.source, read.start, read.stop, flat)
+        checkpoint.read(read.name, read.start, read.stop, flat)
         if not memory.is_contiguous():
             memory.copy_(flat.view(memory.shape))
 

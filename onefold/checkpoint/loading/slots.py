@@ -88,8 +88,9 @@ def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
 def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, dict[str, Any]]:
     """Optimizer states that are not shaped as their parameter (step counts, factored moments), by both names."""
     found: dict[str, dict[str, Any]] = {}
-    for param in (param for unit in units for param in unit.trained) if step is not None else ():
-        assert step is not None
+    if step is None:
+        return found
+    for param in (param for unit in units for param in unit.trained):
         first = param.store.start
         for start, stop, values in step.loose_states(param.store):
             for member, _, _ in member_ranges(param.layout, first + start, first + stop):

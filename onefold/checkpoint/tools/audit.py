@@ -6,6 +6,7 @@ Nothing here changes a file. `onefold ckpt` shows what is found.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -99,7 +100,9 @@ def describe(folder: Path, manifest: Manifest, problems: Sequence[str]) -> dict[
         "aliases": dict(manifest.aliases),
         "left_out": list(manifest.left_out),
         "optimizer": state.get("optimizer"),
-        "parameters_by_group": _group_sizes(manifest),
+        "parameters_by_group": Counter(
+            "frozen" if group is None else str(group) for group in manifest.parameters.values()
+        ),
         "lr_scheduler": state.get("lr_scheduler"),
         "loss_scale": state.get("loss_scale"),
         "client_state_keys": _keys(state.get("client_state")),
@@ -143,14 +146,6 @@ def _kind(name: str, manifest: Manifest) -> str:
     if prefix == "optimizer":
         return f"optimizer: {rest.rpartition('/')[2]}"
     return "buffers of ranks" if prefix == "buffer" else "other state"
-
-
-def _group_sizes(manifest: Manifest) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for group in manifest.parameters.values():
-        key = "frozen" if group is None else str(group)
-        sizes[key] = sizes.get(key, 0) + 1
-    return sizes
 
 
 def _keys(tree: Any) -> list[str]:

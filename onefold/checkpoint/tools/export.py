@@ -91,24 +91,19 @@ def _find_once(folder: Path, tag: str | None) -> FoundCheckpoint:
     raise CheckpointError(f"{folder}: holds no checkpoint")
 
 
-def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
-    """Open the checkpoint that is meant (see `find_checkpoint`), or raise what is wrong with it."""
-    found = find_checkpoint(path, tag)
-    others = [other.tag for other in list_tags(found.folder.parent) if not other.problems] if found.problems else []
-    hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
-    return CheckpointReader.of(found, hint)
-
-
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
-    """Open the checkpoint that is meant, and work on it.
+    """Open the checkpoint that is meant (see `find_checkpoint`) and work on it, or raise what is wrong with it.
 
     Where a job removes it meanwhile, on the next that is meant, unless one was named; where the job saves to that tag
     again, on what is there then.
     """
     named = tag is not None or is_tag_folder(Path(path))
     for left in reversed(range(TRIES)):
+        found = find_checkpoint(path, tag)
+        others = [other.tag for other in list_tags(found.folder.parent) if not other.problems] if found.problems else []
+        hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
         try:
-            with open_checkpoint(path, tag) as checkpoint:
+            with CheckpointReader.of(found, hint) as checkpoint:
                 return work(checkpoint)
         except RemovedError:
             if not left or (named and not Path(path, tag or "", NAME).exists()):
