@@ -150,9 +150,7 @@ def _what_is_wrong(error: Exception) -> str:
 
 
 def _check_archive(file: Path) -> tuple[set[int], int]:
-    """Refuse, before torch opens it, what is not a regular file or not a whole archive: the sizes of its entries, and
-    that of the pickle.
-    """
+    """The sizes of an archive's entries, and of its pickle. Refused, before torch opens it, where it is not whole."""
     with os.fdopen(open_regular(file), "rb") as opened:
         if opened.read(4) != b"PK\x03\x04":
             raise RefusedPickle(

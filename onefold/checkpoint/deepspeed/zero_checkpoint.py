@@ -316,9 +316,7 @@ def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTenso
         return PartitionedTensor(where, torch.float32, shapes[name], partitions, starts[name], sliced)
 
     weights = {name: source(f"model/{name}", name, masters) for name in shapes}
-    return weights, [
-        source(f"optimizer/{name}/{state}", name, found) for name in shapes for state, found in states.items()
-    ]
+    return weights, [source(f"optimizer/{n}/{state}", n, found) for n in shapes for state, found in states.items()]
 
 
 def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -248,10 +248,8 @@ def _from_tree(tree: Any) -> Manifest:
     files = tuple(ShardFile.from_json(file, f"files[{n}]") for n, file in enumerate(check_list(tree["files"], "files")))
     if len({file.name for file in files}) < len(files):
         raise ValueError("files: a name is given twice")
-    tensors = {
-        name: StoredTensor.from_json(stored, f"tensors.{name}")
-        for name, stored in check_object(tree["tensors"], "tensors").items()
-    }
+    trees = check_object(tree["tensors"], "tensors")
+    tensors = {name: StoredTensor.from_json(stored, f"tensors.{name}") for name, stored in trees.items()}
     for name, stored in tensors.items():
         for part in stored.parts:
             nbytes = (part.stop - part.start) * stored.dtype.itemsize

@@ -193,10 +193,7 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """A published checkpoint, open for reading: any range of any tensor, each byte checked before it is believed.
-
-    `bytes_read` counts. No process group, no pickle.
-    """
+    """A published checkpoint, open to read any range of any tensor; each byte is checked. No collective, no pickle."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -356,10 +353,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
 
 def _ranges(stored: StoredTensor, start: int, stop: int) -> Iterator[tuple[StoredPart, int, int, int]]:
-    """The ranges that [start, stop) touches: the part, the range's number there, its first and last element.
-
-    Whole ranges are read, since a checksum covers a whole range.
-    """
+    """The ranges, each with a checksum, that [start, stop) touches: part, number in it, first and last element."""
     size = RANGE_BYTES // stored.dtype.itemsize
     for part in stored.parts:
         for number in range(max(0, start - part.start) // size, -(-(min(stop, part.stop) - part.start) // size)):

@@ -77,12 +77,8 @@ def outside_units(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[di
 
 def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
     """Every parameter and its optimizer group, None where it is not trained."""
-    return {
-        member.name: member.group if param.trainable else None
-        for unit in units
-        for param in unit.params
-        for member in param.layout.members
-    }
+    params = [param for unit in units for param in unit.params]
+    return {m.name: m.group if param.trainable else None for param in params for m in param.layout.members}
 
 
 def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, dict[str, Any]]:

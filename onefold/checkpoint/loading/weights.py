@@ -75,8 +75,7 @@ def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, 
             found[name] = tensor.to("cpu", copy=True)
     if not first:
         return None
-    names = {**dict.fromkeys(contents.tensors), **dict.fromkeys(contents.aliases)}
-    return {name: found[contents.aliases.get(name, name)] for name in names}
+    return {name: found[contents.aliases.get(name, name)] for name in (*contents.tensors, *contents.aliases)}
 
 
 def save_weights(

@@ -174,10 +174,7 @@ class Saver:
             logger.error("%s", self._error)
 
     def linger(self, owner: Savable, seconds: float | None) -> None:
-        """Wait for a last save of rank 0, which needs this rank's part, though its program is done with the engine.
-
-        For so many seconds, or until rank 0 is done as well, or gone.
-        """
+        """Its program is done; wait for a last save of rank 0: so many seconds, or until rank 0 is done or gone."""
         if self._stop.is_set() or self._board.group.size == 1:
             return
         if self._rank == 0:

@@ -14,16 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from onefold.checkpoint.format import folder as folders
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
-from onefold.checkpoint.format.folder import (
-    FoundCheckpoint,
-    choose,
-    examine,
-    is_deepspeeds,
-    is_tag_folder,
-    latest_of,
-    list_tags,
-)
 from onefold.checkpoint.format.manifest import NAME
 from onefold.checkpoint.format.safetensors_files import ExportFiles, SafetensorsWriter, parse_size
 from onefold.checkpoint.format.shard_files import TRIES, CheckpointReader
@@ -59,7 +51,7 @@ class Exported:
 # -- which checkpoint ------------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
+def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> folders.FoundCheckpoint:
     """Find the checkpoint that is meant, complete or not: a tag's folder, or of a folder `tag`, `latest`, the newest.
 
     Never another one in its place: resuming may take an older checkpoint where the latest is damaged, but nobody wants
@@ -68,25 +60,26 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Fou
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
-    if tag is None and is_tag_folder(folder):
-        return examine(folder)
+    if tag is None and folders.is_tag_folder(folder):
+        return folders.examine(folder)
     for _ in range(TRIES):
         found = _find_once(folder, tag)
-        if tag is not None or not found.problems or (not found.removed and latest_of(folder)[0] in (None, found.tag)):
+        is_latest = folders.latest_of(folder)[0] in (None, found.tag)
+        if tag is not None or not found.problems or (is_latest and not found.removed):
             break
     return found
 
 
-def _find_once(folder: Path, tag: str | None) -> FoundCheckpoint:
+def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
     try:
-        candidates, warnings = choose(folder, tag)
+        candidates, warnings = folders.choose(folder, tag)
     except ValueError as error:  # of a tag that cannot be one
         raise CheckpointError(str(error)) from None
     for warning in warnings:
         logger.warning("%s", warning)
     if candidates:
         return candidates[0]
-    if any(is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
+    if any(folders.is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
         raise CheckpointError(f"{folder}: its checkpoints are DeepSpeed's: onefold import-deepspeed {folder} OUT")
     raise CheckpointError(f"{folder}: holds no checkpoint")
 
@@ -97,10 +90,11 @@ def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Chec
     Where a job removes it meanwhile, on the next that is meant, unless one was named; where the job saves to that tag
     again, on what is there then.
     """
-    named = tag is not None or is_tag_folder(Path(path))
+    named = tag is not None or folders.is_tag_folder(Path(path))
     for left in reversed(range(TRIES)):
         found = find_checkpoint(path, tag)
-        others = [other.tag for other in list_tags(found.folder.parent) if not other.problems] if found.problems else []
+        beside = folders.list_tags(found.folder.parent) if found.problems else []
+        others = [other.tag for other in beside if not other.problems]
         hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
         try:
             with CheckpointReader.of(found, hint) as checkpoint:
