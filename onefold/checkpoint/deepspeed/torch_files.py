@@ -143,8 +143,7 @@ def _what_is_wrong(error: Exception) -> str:
         return str(error)
     # torch wraps the reason into advice on how to trust the file.
     text = str(error.__context__ or error if isinstance(error, pickle.UnpicklingError) else error)
-    name = re.search(r"GLOBAL (\S+)", text)
-    if name:
+    if name := re.search(r"GLOBAL (\S+)", text):
         return f"asks for {name[1]}: not plain data or a tensor"
     return f"damaged: {type(error).__name__}: {text.partition(chr(10))[0]}"
 

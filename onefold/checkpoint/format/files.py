@@ -141,8 +141,7 @@ def check_object(value: Any, where: str, *keys: str) -> dict[str, Any]:
     """Require an object that has these keys, whatever else it has."""
     if type(value) is not dict:
         raise ValueError(f"{where} must be an object, not {spell(value)}")
-    missing = [key for key in keys if key not in value]
-    if missing:
+    if missing := [key for key in keys if key not in value]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     return value
 

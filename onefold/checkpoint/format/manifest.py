@@ -318,9 +318,8 @@ def _check_state(manifest: Manifest) -> None:
     if len(manifest.ranks) != manifest.world_size:
         raise ValueError(f"world_size is {manifest.world_size}, but ranks has {len(manifest.ranks)} entries")
     for number, own in enumerate(manifest.ranks):
-        check_object(own, f"ranks[{number}]")
-        if own:  # an imported checkpoint has nothing of its ranks
-            check_object(own, f"ranks[{number}]", *RANK_KEYS)
+        # An imported checkpoint has nothing of its ranks.
+        check_object(own, f"ranks[{number}]", *(RANK_KEYS if own else ()))
 
 
 # -- the decoded state -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,43 +45,31 @@ class LoadTarget:
         return [member for unit in self.units for param in unit.trained for member in param.layout.members]
 
 
-class StoredNames:
-    """The checkpoint's name for each tensor of the model: its own, or that of one it is tied to, here or there."""
-
-    def __init__(self, checkpoint: CheckpointReader, aliases: Mapping[str, str]) -> None:
-        self._stored = set(checkpoint.names("model/"))
-        self._theirs = checkpoint.manifest.aliases
-        self._ours: dict[str, list[str]] = {}
-        for alias, name in aliases.items():
-            self._ours.setdefault(name, []).append(alias)
-
-    def find(self, name: str) -> str | None:
-        for candidate in (name, *self._ours.get(name, [])):
-            stored = self._theirs.get(candidate, candidate)
-            if stored in self._stored:
-                return stored
-        return None
-
-    def unexpected(self, ours: Sequence[str]) -> list[str]:
-        known = {self.find(name) for name in ours} | {alias for some in self._ours.values() for alias in some}
-        return sorted(self._stored - known)
+def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """The checkpoint's name for each tensor that it has: the model's, or that of one it is tied to, here or there."""
+    stored, theirs = set(checkpoint.names("model/")), checkpoint.manifest.aliases
+    found: dict[str, str] = {}
+    for candidate, name in [*((name, name) for name in names), *aliases.items()]:
+        source = theirs.get(candidate, candidate)
+        if source in stored and name in names:
+            found.setdefault(name, source)
+    return found
 
 
 def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[Slot]:
     """This rank's weights and buffers, as slots under the checkpoint's names. Raises with all that does not fit."""
     outside, aliases = outside_units(target.model)
-    names = StoredNames(checkpoint, aliases)
     shapes = {m.name: m.shape for unit in target.units for param in unit.params for m in param.layout.members}
     shapes |= {name: tuple(tensor.shape) for name, tensor in outside.items()}
+    sources = find_stored(checkpoint, shapes, aliases)
     left_out = set(checkpoint.manifest.left_out)
     problems = []
     for name, shape in shapes.items():
-        source = names.find(name)
-        if source is None:
+        if name not in sources:
             if strict and name not in left_out:
                 problems.append(f"missing in the checkpoint: {name} {list(shape)}")
             continue
-        there = checkpoint.stored(f"model/{source}")
+        there = checkpoint.stored(f"model/{sources[name]}")
         # What lies in runs is of floats; a buffer may be of anything.
         dtype = outside[name].dtype if name in outside else torch.float32
         if there.shape != shape:
@@ -90,26 +78,27 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
         elif there.dtype.is_floating_point != dtype.is_floating_point or not torch.can_cast(there.dtype, dtype):
             problems.append(f"another kind: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
     if strict:
-        problems += [f"not in the model: {name}" for name in names.unexpected(list(shapes))]
+        unexpected = {*checkpoint.names("model/")} - {*sources.values(), *aliases}
+        problems += [f"not in the model: {name}" for name in sorted(unexpected)]
     if problems:
         raise MisfitError(
             f"{checkpoint.folder} does not fit the model:\n  " + "\n  ".join(problems) + "\nload_module_strict=False "
             "loads what both have (shapes must agree); or build the model that was saved"
         )
-    return list(_fitting_reads(checkpoint, target, names, outside))
+    return list(_fitting_reads(checkpoint, target, sources, outside))
 
 
 def _fitting_reads(
-    checkpoint: CheckpointReader, target: LoadTarget, names: StoredNames, outside: Mapping[str, torch.Tensor]
+    checkpoint: CheckpointReader, target: LoadTarget, sources: Mapping[str, str], outside: Mapping[str, torch.Tensor]
 ) -> Iterator[Slot]:
     for param in (param for unit in target.units for param in unit.params):
         for slot in weight_slots(param, target.step, *needed_range(param, target.step)):
-            source = names.find(slot.name.removeprefix("model/"))
+            source = sources.get(slot.name.removeprefix("model/"))
             if source is not None:
                 yield replace(slot, name=f"model/{source}")
     same_world = checkpoint.manifest.world_size == target.world_size
     for name, tensor in outside.items():
-        source = names.find(name)
+        source = sources.get(name)
         if source is not None:
             own = buffer_name(target.rank, source)
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
@@ -127,12 +116,12 @@ def state_reads(
     """This rank's optimizer states, which are allocated here, as `weight_reads` does. Raises with what does not fit."""
     step = target.step
     assert step is not None
-    names = StoredNames(checkpoint, outside_units(target.model)[1])
     stored: dict[str, dict[str, torch.dtype]] = {}
     for key in checkpoint.names("optimizer/"):
         name, _, state = key.rpartition("/")
         stored.setdefault(name, {})[state] = checkpoint.stored(f"optimizer/{key}").dtype
-    sources = {member.name: names.find(member.name) or member.name for member in target.trained}
+    sources = {member.name: member.name for member in target.trained}
+    sources |= find_stored(checkpoint, sources, outside_units(target.model)[1])
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Slot] = []

@@ -334,8 +334,7 @@ class Leader:
             return [rank for rank in range(self._num_ranks) if rank not in answers]
 
         self._board.wait(lambda: not missing(), missing, f"save_checkpoint of {request.tag}")
-        problems = [f"rank {rank}: {error}" for rank, error in sorted(answers.items()) if error]
-        if problems:
+        if problems := [f"rank {rank}: {error}" for rank, error in sorted(answers.items()) if error]:
             raise SaveError("; ".join(problems))
 
     def conclude(self, save: OpenSave) -> None:

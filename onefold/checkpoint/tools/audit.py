@@ -195,8 +195,7 @@ def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> It
         inside = [(name, stored.dtype.itemsize, part) for name, stored, part in parts]
         inside.sort(key=lambda entry: entry[2].offset)
         for damage in _verify_file(found.folder / file.name, file, inside, advance):
-            gone = folders.removal(found.folder, found.manifest)
-            if gone:
+            if gone := folders.removal(found.folder, found.manifest):
                 raise RemovedError(gone)
             yield damage
 
@@ -217,8 +216,7 @@ def _verify_file(
         if size != file.nbytes:
             yield Damage(str(path), f"{size} bytes, {file.nbytes} were written: truncated or overwritten")
         header = memoryview(bytearray(file.header_bytes))
-        problem = _read(opened.fileno(), header, 0, file.header_checksum)
-        if problem:
+        if problem := _read(opened.fileno(), header, 0, file.header_checksum):
             yield Damage(str(path), f"the header: {problem}")
         advance(file.header_bytes)
         left = file.nbytes - file.header_bytes
