@@ -1,6 +1,7 @@
 """Helpers for all files of a checkpoint: only regular files are opened, and JSON is checked by field before it is used.
 
 A folder may come from anywhere. A FIFO in it would be waited for without end, a device be read until memory is gone.
+Opened without blocking and asked what it is, neither is read.
 """
 
 from __future__ import annotations

@@ -398,7 +398,8 @@ _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any) -> Any:
-    """A config with `(not stored)` for what names a secret: checkpoints are passed on. Numbers and switches stay."""
+    """A config with `(not stored)` under every key that names a secret. Numbers and switches stay."""
+    # Checkpoints are passed on, and lie about for years.
     if isinstance(tree, dict):
         return {key: _hidden(value) if _names_secret(key) else without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

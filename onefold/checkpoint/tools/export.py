@@ -190,7 +190,7 @@ def export(
             )
         sizes = {name: checkpoint.stored(f"model/{name}").nbytes for name in weights.dtypes}
         beyond: list[str] = []
-        done = 0
+        done, total = 0, sum(sizes.values())
 
         def read(name: str) -> torch.Tensor:
             nonlocal done
@@ -199,7 +199,7 @@ def export(
                 beyond.append(name)
             done += sizes[name]
             if progress is not None:
-                progress(name, done, sum(sizes.values()))
+                progress(name, done, total)
             return tensor
 
         write = _write_safetensors if file_format == "safetensors" else _write_bin
