@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.checkpoint.deepspeed.convert import import_deepspeed
 from onefold.checkpoint.deepspeed.torch_files import RefusedPickle, StandIn, read_torch_file
-from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, read_checkpoint
+from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, import_deepspeed, read_checkpoint
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader
 from onefold.cli.main import main
 from onefold.optim.loss_scale import DynamicLossScale

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 # have no line of their own. Tests that need a GPU are named too: `make test-gpu` runs them.
 TESTS = {
     "__init__.py": "floors engine",
-    "checkpoint/deepspeed/convert.py": "deepspeed_import",
     "checkpoint/deepspeed/torch_files.py": "deepspeed_import",
     "checkpoint/deepspeed/zero_checkpoint.py": "deepspeed_import",
     "checkpoint/format/files.py": "manifests safetensors checkpoint_ranges checkpoint_faults",
@@ -29,7 +28,6 @@ TESTS = {
     "checkpoint/loading/random_states.py": "loader plain_data checkpoints",
     "checkpoint/loading/slots.py": "checkpoints offload_cases",
     "checkpoint/loading/weights.py": "safetensors zero huggingface",
-    "checkpoint/saving/request.py": "checkpoints checkpoint_faults",
     "checkpoint/saving/rank_writer.py": "checkpoints offload_cases checkpoint_faults",
     "checkpoint/saving/saver.py": "checkpoint_ranges checkpoints checkpoint_faults offload_cases",
     "checkpoint/tools/export.py": "export",

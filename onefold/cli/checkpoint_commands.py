@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.deepspeed.convert import import_deepspeed
+from onefold.checkpoint.deepspeed.zero_checkpoint import import_deepspeed
 from onefold.checkpoint.format import folder
 from onefold.checkpoint.format.files import CheckpointError, RemovedError, replace_file
 from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
@@ -67,7 +67,7 @@ def _existing(path: str) -> Path:
 @fails_on(CheckpointError, OSError)
 def list_checkpoints(options: argparse.Namespace) -> int:
     path = _existing(options.dir)
-    latest, problem = audit.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
+    latest, problem = folder.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
     rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
     if options.json:
         facts = {"folder": str(path), "latest": latest, "problem_of_latest": problem, "checkpoints": rows}
@@ -164,7 +164,7 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
         chosen = chosen or [find_checkpoint(path, options.tag)]
         if any(is_deepspeeds(found.folder) for found in chosen if found.manifest is None):
             raise CheckpointError("; ".join(problem for found in chosen for problem in found.problems))
-        problem = None if is_one else audit.latest_of(path)[1]
+        problem = None if is_one else folder.latest_of(path)[1]
         try:
             results = _verify(chosen)
             break
@@ -210,7 +210,7 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
 
         for found in chosen:
             # Among others, data that no manifest names is not damaged: it was never published.
-            unpublished = len(chosen) > 1 and not found.is_somebodys
+            unpublished = len(chosen) > 1 and not folder.is_tag_folder(found.folder)
             results.append((found, [] if unpublished else list(audit.verify(found, advance))))
     return results
 
@@ -221,7 +221,7 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
     save_dir = _existing(options.dir)
     if not options.tags and not options.leftovers:
         raise UsageError("rm: name the tags to remove, or say --leftovers")
-    latest, _ = audit.latest_of(save_dir)
+    latest, _ = folder.latest_of(save_dir)
     found = {entry.tag: entry for entry in list_tags(save_dir)}
     for tag in options.tags:
         _check_removable(save_dir, tag, found)

@@ -14,11 +14,10 @@ import torch
 from onefold.checkpoint.format import folder
 from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.manifest import NAME
-from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
 from onefold.checkpoint.loading.load import (
     LoadTarget,
     MisfitError,
-    TensorRead,
     check_groups,
     check_loose_like,
     check_schedule,
@@ -62,7 +61,7 @@ class Opened:
     whole: dict[str, torch.Tensor]
     groups: list[dict[str, Any]]
     """Hyperparameters for each group of the optimizer."""
-    reads: list[TensorRead]
+    reads: list[Slot]
 
 
 class Loading:
@@ -244,9 +243,7 @@ class Loading:
             raise MisfitError(message)
         return message
 
-    def _state_reads(
-        self, checkpoint: CheckpointReader, saved: dict[str, Any] | None, asked: Asked
-    ) -> list[TensorRead]:
+    def _state_reads(self, checkpoint: CheckpointReader, saved: dict[str, Any] | None, asked: Asked) -> list[Slot]:
         if saved is None:
             raise MisfitError(f"{checkpoint.folder} was saved without an optimizer: load_optimizer_states=False")
         step = self._state.step
@@ -359,7 +356,7 @@ def _find_candidates(load_dir: Path, tag: str | None, tried: Sequence[str]) -> S
         logger.warning("%s", warning)
     good = [entry.tag for entry in found if not entry.problems]
     # What `latest` names was published once, whatever is left of it.
-    was_published = (load_dir / folder.LATEST).exists() or any(entry.is_somebodys for entry in found)
+    was_published = (load_dir / folder.LATEST).exists() or any(folder.is_tag_folder(entry.folder) for entry in found)
     if not good and tag is None and not was_published:
         logger.warning("%s holds no checkpoint", load_dir)
         return []

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.folder import retain
 from onefold.checkpoint.format.manifest import checksum, without_secrets
 from onefold.checkpoint.format.plain_data import ClientStateError
 from onefold.checkpoint.format.shard_files import Slot
 from onefold.checkpoint.loading.load import buffer_name
 from onefold.checkpoint.loading.random_states import capture_random_states
 from onefold.checkpoint.loading.slots import groups_of, loose_states, outside_units, own_slots
-from onefold.checkpoint.saving.request import Retention, SaveError, SaveHeader, SaveOptions, SaveRequest
+from onefold.checkpoint.saving.rank_writer import SaveError, SaveHeader, SaveOptions, SaveRequest
 from onefold.checkpoint.saving.saver import Saver
 from onefold.comm import Board
 from onefold.engine.train_state import TrainState
@@ -44,7 +45,7 @@ class Saving:
             self,
             Board(state.group, name),
             agreement.guard,
-            Retention(section.keep_last, section.keep_every),
+            partial(retain, keep_last=section.keep_last, keep_every=section.keep_every),
             f"onefold {__version__}, torch {torch.__version__}",
         )
         if state.step is not None:

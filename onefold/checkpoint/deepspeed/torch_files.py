@@ -143,16 +143,13 @@ def _what_is_wrong(error: Exception) -> str:
         return str(error)
     # torch wraps the reason into advice on how to trust the file.
     text = str(error.__context__ or error if isinstance(error, pickle.UnpicklingError) else error)
-    name = re.search(r"GLOBAL (\S+)", text)
-    if name:
+    if name := re.search(r"GLOBAL (\S+)", text):
         return f"asks for {name[1]}: not plain data or a tensor"
     return f"damaged: {type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
 def _check_archive(file: Path) -> tuple[set[int], int]:
-    """Refuse, before torch opens it, what is not a regular file or not a whole archive: the sizes of its entries, and
-    that of the pickle.
-    """
+    """The sizes of an archive's entries, and of its pickle. Refused, before torch opens it, where it is not whole."""
     with os.fdopen(open_regular(file), "rb") as opened:
         if opened.read(4) != b"PK\x03\x04":
             raise RefusedPickle(

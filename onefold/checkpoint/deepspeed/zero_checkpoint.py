@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, read without DeepSpeed and without running a pickle.
+"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, read without DeepSpeed or running a pickle, and converted.
 
 [Note: What DeepSpeed writes]
 `<folder>/latest` names a folder with one optimizer file per data-parallel rank, and one model file (stages 1 and 2) or
@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,11 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.deepspeed.torch_files import StandIn, read_torch_file
-from onefold.checkpoint.format.files import read_small
+from onefold.checkpoint.format import plain_data
+from onefold.checkpoint.format.files import CheckpointError, read_small
+from onefold.checkpoint.format.folder import check_tag, clean, is_deepspeeds, new_data_folder, publish
+from onefold.checkpoint.format.manifest import Manifest, join_parts
+from onefold.checkpoint.format.shard_files import ShardWriter, Slot
 
 MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -310,9 +316,7 @@ def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTenso
         return PartitionedTensor(where, torch.float32, shapes[name], partitions, starts[name], sliced)
 
     weights = {name: source(f"model/{name}", name, masters) for name in shapes}
-    return weights, [
-        source(f"optimizer/{name}/{state}", name, found) for name in shapes for state, found in states.items()
-    ]
+    return weights, [source(f"optimizer/{n}/{state}", n, found) for n in shapes for state, found in states.items()]
 
 
 def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -405,3 +409,75 @@ def _loss_scale(scaler: Any) -> dict[str, Any] | None:
         found["iteration"] = scaler.state["cur_iter"]
         found["last_overflow_iteration"] = scaler.state["last_overflow_iter"]
     return found
+
+
+# -- conversion to onefold's format, one tensor at a time, by one process ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import. `left_out`: keys of the client state that are not plain data."""
+
+    folder: Path
+    source: DeepSpeedCheckpoint
+    nbytes: int
+    left_out: list[str]
+
+
+def import_deepspeed(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Imported:
+    """Write OUT/TAG and OUT/latest from a checkpoint that DeepSpeed wrote (stages 1, 2, 3). The source is only read."""
+    found = read_checkpoint(source, tag)
+    save_dir, name = Path(os.path.abspath(out)), check_tag(found.folder.name)
+    if is_deepspeeds(save_dir / name):
+        raise CheckpointError(f"{save_dir / name} holds DeepSpeed's files: take another folder for OUT")
+    client_state, left_out = _plain(found.state["client_state"])
+    state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
+    more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
+    entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
+    total, done = sum(slot.memory.nbytes for slot in entries), 0
+    with new_data_folder(save_dir / name) as data:
+        try:
+            with ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
+                for slot in more:
+                    writer.write(slot)
+                for key, tensor in found.tensors():
+                    writer.write(Slot.whole(key, tensor))
+                    done += tensor.nbytes
+                    progress(key, done, total)
+                record = writer.close({})
+            manifest = Manifest(
+                tag=name,
+                saved=datetime.now(UTC).isoformat(),
+                global_steps=found.state["counters"]["global_steps"],
+                world_size=1,
+                files=(record.file,),
+                tensors=join_parts(record.numbered(0)),
+                parameters=dict(found.parameters),
+                state=state,
+                ranks=[{}],
+                aliases=dict(found.aliases),
+                writer=f"imported from DeepSpeed, {found.world_size} ranks",
+            )
+            publish(save_dir, manifest, save_latest=True)
+        except BaseException:
+            shutil.rmtree(data, ignore_errors=True)
+            raise
+    clean(save_dir / name)
+    return Imported(save_dir / name, found, record.file.nbytes, left_out)
+
+
+def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The entries of a client state that a checkpoint can hold, and the keys of the others."""
+    kept, left_out = {}, []
+    for key, value in client_state.items():
+        try:
+            plain_data.encode(value, key)
+            kept[key] = value
+        except plain_data.ClientStateError:
+            left_out.append(key)
+    return kept, left_out

@@ -1,8 +1,7 @@
-"""The checkpoint format. Here: helpers for all its files: only regular files are opened, JSON is checked by field.
+"""Helpers for all files of a checkpoint: only regular files are opened, and JSON is checked by field before it is used.
 
 A folder may come from anywhere. A FIFO in it would be waited for without end, a device be read until memory is gone.
-Opened without blocking and asked what it is, neither is read. What a JSON text says is checked before it is used, and
-refused by the path to it.
+Opened without blocking and asked what it is, neither is read.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ class RemovedError(CheckpointError):
 # -- regular files -----------------------------------------------------------------------------------------------------
 
 _KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -67,9 +63,9 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def reason(error: OSError) -> str:
-    """The reason of an OSError, without the path."""
-    return error.strerror or str(error)
+def reason(error: Exception) -> str:
+    """The reason of an OSError, without the path; of another error what it says."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def sync(path: Path) -> None:
@@ -132,8 +128,7 @@ def check_whole(value: Any, where: str, least: int = 0, most: int = _MOST) -> in
 
 
 def check_finite(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{where} must be a finite number, not {spell(value)}")
+    require(type(value) in (int, float) and math.isfinite(value), value, "a finite number", where)
     return float(value)
 
 
@@ -147,16 +142,19 @@ def check_object(value: Any, where: str, *keys: str) -> dict[str, Any]:
     """Require an object that has these keys, whatever else it has."""
     if type(value) is not dict:
         raise ValueError(f"{where} must be an object, not {spell(value)}")
-    missing = [key for key in keys if key not in value]
-    if missing:
+    if missing := [key for key in keys if key not in value]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     return value
 
 
 def check_hexadecimal(value: Any, where: str) -> int:
-    if type(value) is not str or not _HEXADECIMAL.fullmatch(value):
-        raise ValueError(f"{where} must be 16 hexadecimal digits, not {spell(value)}")
+    require(type(value) is str and _HEXADECIMAL.fullmatch(value), value, "16 hexadecimal digits", where)
     return int(value, 16)
+
+
+def require(fits: object, value: Any, what: str, where: str) -> None:
+    if not fits:
+        raise ValueError(f"{where} must be {what}, not {spell(value)}")
 
 
 def spell(value: Any) -> str:

@@ -81,21 +81,17 @@ def data_folders(tag_folder: Path) -> list[str]:
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Hold the lock of a data folder; False where somebody else does. Gone with the process, however it ends."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "rb") as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
         except BlockingIOError:
-            yield False
-            return
+            ours = False
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-            yield time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS
-            return
-        yield True
-    finally:
-        os.close(descriptor)
+            ours = time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS
+        yield ours
 
 
 @contextmanager
@@ -177,20 +173,13 @@ class FoundCheckpoint:
     """While it was looked at, by whoever owns it: no damage."""
 
     @property
-    def is_somebodys(self) -> bool:
-        """Whether something was ever published here, by us or by DeepSpeed."""
-        return (self.folder / NAME).exists() or is_deepspeeds(self.folder)
-
-    @property
     def age(self) -> tuple[str, int, str]:
         """A key that sorts older checkpoints before newer ones."""
-        if self.manifest is None:
-            try:
-                changed = datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat()
-            except OSError:  # removed meanwhile
-                changed = ""
-            return (changed, 0, self.tag)
-        return (self.manifest.saved, self.manifest.global_steps, self.tag)
+        if self.manifest is not None:
+            return (self.manifest.saved, self.manifest.global_steps, self.tag)
+        with suppress(OSError):  # removed meanwhile
+            return (datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat(), 0, self.tag)
+        return ("", 0, self.tag)
 
 
 def is_deepspeeds(path: Path) -> bool:
@@ -200,6 +189,7 @@ def is_deepspeeds(path: Path) -> bool:
 
 
 def is_tag_folder(folder: Path) -> bool:
+    """Whether something was ever published here, by us or by DeepSpeed."""
     return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
@@ -235,16 +225,13 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     for file in manifest.files:
         path = folder / file.name
         try:
-            descriptor = open_regular(path)
-            try:
-                size = os.fstat(descriptor).st_size
+            with os.fdopen(open_regular(path), "rb", buffering=0) as opened:
+                size = os.fstat(opened.fileno()).st_size
                 if size != file.nbytes:
                     yield f"{path}: {size} bytes, {file.nbytes} were written: truncated or overwritten"
                     continue
                 header = memoryview(bytearray(file.header_bytes))
-                read_into(descriptor, header, 0)
-            finally:
-                os.close(descriptor)
+                read_into(opened.fileno(), header, 0)
             if checksum(header) != file.header_checksum:
                 yield f"{path}: the header is damaged: its checksum does not fit"
         except FileNotFoundError:
@@ -273,8 +260,18 @@ def read_latest(save_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        what = reason(error) if isinstance(error, OSError) else error
-        raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {what}") from None
+        raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {reason(error)}") from None
+
+
+def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
+    """What `latest` names, and what is wrong with it."""
+    try:
+        latest = read_latest(save_dir)
+    except CheckpointError as error:
+        return None, str(error)
+    if latest is not None and not (save_dir / latest).is_dir():
+        return latest, f"{save_dir / LATEST}: names {latest}, which is not there"
+    return latest, None
 
 
 def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list[str]]:
@@ -296,21 +293,15 @@ def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list
     return found, warnings
 
 
-def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Remove all but the newest checkpoints, and those of every so many steps. Returns the tags that went.
-
-    What is damaged counts for nothing and is left alone.
-    """
+def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove all but the newest checkpoints, and those of every so many steps. Damaged ones do not count, and stay."""
     complete = [found for found in list_tags(save_dir) if not found.problems] if keep_last else []
     try:
         kept = {found.tag for found in complete[:keep_last]} | {read_latest(save_dir)}
     except CheckpointError:  # `latest` is damaged: what it names cannot be told, so nothing goes
-        return []
-    gone = []
+        return
     for found in complete[keep_last:]:
         assert found.manifest is not None
         every = keep_every is not None and found.manifest.global_steps % keep_every == 0
         if found.tag not in kept and not every:
             remove(found.folder)
-            gone.append(found.tag)
-    return gone

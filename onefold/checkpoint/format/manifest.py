@@ -9,8 +9,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from onefold.checkpoint.format.files import (
     parse_json,
     read_small,
     reason,
+    require,
     spell,
 )
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES, DTYPES, MAX_DIMS, MAX_HEADER_BYTES
@@ -107,13 +109,12 @@ class StoredTensor:
         shape = tuple(check_whole(size, f"{where}.shape") for size in check_list(tree["shape"], f"{where}.shape"))
         if len(shape) > MAX_DIMS:
             raise ValueError(f"{where}.shape has {len(shape)} dimensions, more than {MAX_DIMS}")
-        parts = check_list(tree["parts"], f"{where}.parts")
-        stored = StoredTensor(
-            dtype, shape, tuple(StoredPart.from_json(part, f"{where}.parts[{n}]") for n, part in enumerate(parts))
-        )
+        trees = check_list(tree["parts"], f"{where}.parts")
+        parts = tuple(StoredPart.from_json(part, f"{where}.parts[{n}]") for n, part in enumerate(trees))
+        stored = StoredTensor(dtype, shape, parts)
         end = 0
-        for part in stored.parts:
-            nbytes = (part.stop - part.start) * stored.dtype.itemsize
+        for part in parts:
+            nbytes = (part.stop - part.start) * dtype.itemsize
             if part.start != end or part.stop < part.start or len(part.checksums) != -(-nbytes // RANGE_BYTES):
                 raise ValueError(
                     f"{where}.parts must follow each other, with a checksum each {RANGE_BYTES} bytes: {part}"
@@ -180,6 +181,15 @@ class Manifest:
     def data_folders(self) -> set[str]:
         return {file.name.partition("/")[0] for file in self.files}
 
+    @cached_property
+    def parts_by_file(self) -> list[list[tuple[str, StoredTensor, StoredPart]]]:
+        """The parts that each file holds."""
+        found: list[list[tuple[str, StoredTensor, StoredPart]]] = [[] for _ in self.files]
+        for name, stored in self.tensors.items():
+            for part in stored.parts:
+                found[part.file].append((name, stored, part))
+        return found
+
     def to_text(self) -> bytes:
         body = {
             "format": FORMAT,
@@ -204,8 +214,15 @@ class Manifest:
         return (_HEAD % checksum(text)).encode() + text + b"}\n"
 
     @staticmethod
-    def from_text(text: bytes, path: Path) -> Manifest:
-        """Parse and check a manifest: its text may be edited, and signed again."""
+    def read(folder: Path) -> Manifest:
+        """Read and check the manifest of a tag's folder. Its text may have been edited, and signed again."""
+        path = folder / NAME
+        try:
+            text = read_small(path, MAX_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
         body = text[_HEAD_BYTES:-2]
         if text[:_HEAD_BYTES] != (_HEAD % checksum(body)).encode() or text[-2:] != b"}\n":
             raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not fit its text")
@@ -214,31 +231,14 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a manifest that this onefold reads: {error}") from error
 
-    @staticmethod
-    def read(folder: Path) -> Manifest:
-        """Read the manifest of a tag's folder."""
-        path = folder / NAME
-        try:
-            text = read_small(path, MAX_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
-        return Manifest.from_text(text, path)
-
-
-_KEYS = (
-    "format", "version", "writer", "tag", "saved", "global_steps", "world_size", "range_bytes", "files", "parameters",
-    "aliases", "left_out", "state", "ranks", "tensors",
-)  # fmt: skip
-
 
 def _from_tree(tree: Any) -> Manifest:
     tree = check_object(tree, "the manifest", "format", "version", "range_bytes")
     known = {"format": FORMAT, "version": VERSION, "range_bytes": RANGE_BYTES}
     if any(type(tree[key]) is not type(value) or tree[key] != value for key, value in known.items()):
         raise ValueError(f"it has {spell({key: tree[key] for key in known})}; this onefold reads {known}")
-    tree = check_object(tree, "the manifest", *_KEYS)
+    names = [field.name for field in fields(Manifest)]
+    tree = check_object(tree, "the manifest", *names)
     for key in ("tag", "saved", "writer"):
         check_text(tree[key], key)
     try:
@@ -248,10 +248,8 @@ def _from_tree(tree: Any) -> Manifest:
     files = tuple(ShardFile.from_json(file, f"files[{n}]") for n, file in enumerate(check_list(tree["files"], "files")))
     if len({file.name for file in files}) < len(files):
         raise ValueError("files: a name is given twice")
-    tensors = {
-        name: StoredTensor.from_json(stored, f"tensors.{name}")
-        for name, stored in check_object(tree["tensors"], "tensors").items()
-    }
+    trees = check_object(tree["tensors"], "tensors")
+    tensors = {name: StoredTensor.from_json(stored, f"tensors.{name}") for name, stored in trees.items()}
     for name, stored in tensors.items():
         for part in stored.parts:
             nbytes = (part.stop - part.start) * stored.dtype.itemsize
@@ -260,20 +258,13 @@ def _from_tree(tree: Any) -> Manifest:
             file = files[part.file]
             if not file.header_bytes <= part.offset <= file.nbytes - nbytes:
                 raise ValueError(f"tensors.{name}: {nbytes} bytes at {part.offset} do not lie in {file.name}")
-    manifest = Manifest(
-        tag=tree["tag"],
-        saved=tree["saved"],
-        global_steps=check_whole(tree["global_steps"], "global_steps"),
-        world_size=check_whole(tree["world_size"], "world_size", least=1),
-        files=files,
-        tensors=tensors,
-        parameters=check_object(tree["parameters"], "parameters"),
-        state=tree["state"],
-        ranks=check_list(tree["ranks"], "ranks"),
-        aliases=check_object(tree["aliases"], "aliases"),
-        left_out=check_list(tree["left_out"], "left_out"),
-        writer=tree["writer"],
-    )
+    check_whole(tree["global_steps"], "global_steps")
+    check_whole(tree["world_size"], "world_size", least=1)
+    for key in ("parameters", "aliases"):
+        check_object(tree[key], key)
+    for key in ("ranks", "left_out"):
+        check_list(tree[key], key)
+    manifest = Manifest(**{**{name: tree[name] for name in names}, "files": files, "tensors": tensors})
     _check_names(manifest)
     _check_state(manifest)
     return manifest
@@ -327,51 +318,28 @@ def _check_state(manifest: Manifest) -> None:
     if len(manifest.ranks) != manifest.world_size:
         raise ValueError(f"world_size is {manifest.world_size}, but ranks has {len(manifest.ranks)} entries")
     for number, own in enumerate(manifest.ranks):
-        check_object(own, f"ranks[{number}]")
-        if own:  # an imported checkpoint has nothing of its ranks
-            check_object(own, f"ranks[{number}]", *RANK_KEYS)
+        # An imported checkpoint has nothing of its ranks.
+        check_object(own, f"ranks[{number}]", *(RANK_KEYS if own else ()))
 
 
 # -- the decoded state -------------------------------------------------------------------------------------------------
 
-# Hyperparameters that no optimizer lets be negative, and those that all have between 0 and 1.
-_NOT_NEGATIVE = ("lr", "initial_lr", "eps", "weight_decay", "momentum")
-_BELOW_ONE = ("betas",)
+# Hyperparameters that no optimizer lets be negative. The last, in addition, all have below 1.
+_NOT_NEGATIVE = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "betas")
 
 
 def check_decoded_state(state: Any, where: str) -> None:
     """Check the types and ranges of the job's state: counters, hyperparameters, loss scale."""
     check_object(state, where)
     for key in ("client_state", "counters"):
-        if not isinstance(state[key], dict):
-            raise ValueError(f"{key} must be an object, not {spell(state[key])}")
+        require(isinstance(state[key], dict), state[key], "an object", key)
     if state["optimizer"] is not None:
         for number, group in enumerate(state["optimizer"]["groups"]):
             check_object(group, where)
             _check_ranges(group, f"optimizer.groups[{number}]")
-    if state["loss_scale"] is not None:
-        _check_loss_scale(state["loss_scale"])
-
-
-def _check_ranges(group: Mapping[str, Any], where: str) -> None:
-    for key in (*_NOT_NEGATIVE, *_BELOW_ONE):
-        values = group.get(key)
-        for value in values if isinstance(values, tuple | list) else [values]:
-            if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
-                continue
-            number = _number(value.item() if isinstance(value, torch.Tensor) else value, f"{where}.{key}")
-            if number < 0 or (key in _BELOW_ONE and number >= 1):
-                least = "from 0 up" if key not in _BELOW_ONE else "from 0 to below 1"
-                raise ValueError(f"{where}.{key} must be {least}, not {spell(values)}")
-
-
-def _number(value: Any, where: str) -> float:
-    if not is_number(value) or not math.isfinite(value):
-        raise ValueError(f"{where} must be a finite number, not {spell(value)}")
-    return float(value)
-
-
-def _check_loss_scale(scale: Any) -> None:
+    scale = state["loss_scale"]
+    if scale is None:
+        return
     if not isinstance(scale, dict) or "value" not in scale:
         raise ValueError(f"loss_scale must have a value, not {spell(scale)}")
     if check_finite(scale["value"], "loss_scale.value") <= 0:
@@ -383,17 +351,37 @@ def _check_loss_scale(scale: Any) -> None:
             check_whole(scale[key], f"loss_scale.{key}", least)
 
 
+def _check_ranges(group: Mapping[str, Any], where: str) -> None:
+    for key in _NOT_NEGATIVE:
+        values = group.get(key)
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
+                continue
+            number, is_beta = _check_number(value, f"{where}.{key}"), key == "betas"
+            fits = 0 <= number < (1 if is_beta else math.inf)
+            require(fits, values, "from 0 to below 1" if is_beta else "from 0 up", f"{where}.{key}")
+
+
+def _check_number(value: Any, where: str) -> float:
+    number = single(value)
+    require(is_number(number) and math.isfinite(number), number, "a finite number", where)
+    return float(number)
+
+
 def check_decoded_loose(found: Any, where: str) -> None:
     """Check optimizer states that are not shaped as their parameter: by parameter, by name."""
     check_object(found, where)
     for name, states in found.items():
         if not isinstance(name, str) or not isinstance(states, dict):
             raise ValueError(f"{spell(name)} must be a parameter's name with an object of states")
-        for key, value in states.items():
-            if key == "step":
-                single = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-                if _number(single, f"{name}.step") < 0:
-                    raise ValueError(f"{name}.step must be from 0 up, not {spell(single)}")
+        if "step" in states:
+            step = single(states["step"])
+            require(_check_number(step, f"{name}.step") >= 0, step, "from 0 up", f"{name}.step")
+
+
+def single(value: Any) -> Any:
+    """The number in a tensor of one element; anything else as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def is_number(value: Any) -> bool:
@@ -410,10 +398,8 @@ _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any) -> Any:
-    """A config with `(not stored)` for whatever stands under a key that names a secret. Numbers and switches stay.
-
-    Checkpoints are passed on, and lie about for years.
-    """
+    """A config with `(not stored)` under every key that names a secret. Numbers and switches stay."""
+    # Checkpoints are passed on, and lie about for years.
     if isinstance(tree, dict):
         return {key: _hidden(value) if _names_secret(key) else without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

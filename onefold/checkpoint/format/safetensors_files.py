@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,30 +25,19 @@ import torch
 from onefold.checkpoint.format.files import open_regular, parse_json, read_into, read_small, reason, sync
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit, and a bound on what a hostile file makes us allocate
 MAX_DIMS = 64  # torch's
 INDEX = ".safetensors.index.json"
 TILE = 1 << 20  # elements that are cast or copied at a time
+Entry = tuple[str, torch.dtype, Iterable[int]]
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -63,10 +53,6 @@ class TensorEntry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 def find(path: Path) -> Path:
@@ -117,9 +103,8 @@ def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], di
         end = stop
     if end != num_bytes:
         raise ValueError(f"{file}: {num_bytes} bytes of data, but its tensors end at {end}")
-    return {
-        name: TensorEntry(dtype, shape, file, begin + at) for name, (dtype, shape, at, _) in infos.items()
-    }, metadata
+    entries = {name: TensorEntry(dtype, shape, file, begin + at) for name, (dtype, shape, at, _) in infos.items()}
+    return entries, metadata
 
 
 def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
@@ -143,9 +128,7 @@ def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tu
     return dtype, shape, offsets[0], offsets[1]
 
 
-def write_header(
-    file: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> dict[str, TensorEntry]:
+def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str]) -> dict[str, TensorEntry]:
     """Write the header of a new file; returns where its tensors go.
 
     Wide dtypes come first: without holes, every tensor then lies at a multiple of its element size.
@@ -183,7 +166,7 @@ def _parse(text: bytes, file: Path) -> dict[str, Any]:
     return parsed
 
 
-class SafetensorsReader:
+class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """The tensors of one model on disk. `open` checks all headers; `read` reads ranges and counts `bytes_read`.
 
     Files stay open, so an export that replaces this one meanwhile does not mix with it. `aliases` are names left out
@@ -224,10 +207,8 @@ class SafetensorsReader:
         try:
             descriptor = self._descriptors[file] = open_regular(file)
         except (OSError, UnicodeError) as error:
-            why = reason(error) if isinstance(error, OSError) else error
-            raise ValueError(
-                f"{self.path}: there is no file {file.name!r} beside it that can be read: {why}"
-            ) from error
+            why = f"there is no file {file.name!r} beside it that can be read: {reason(error)}"
+            raise ValueError(f"{self.path}: {why}") from error
         entries, metadata = read_header(descriptor, file)
         self.metadata |= metadata
         return entries
@@ -276,14 +257,11 @@ class SafetensorsReader:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
-class ExportFiles:
+class ExportFiles(AbstractContextManager["ExportFiles"]):
     """The files of an export, cut and named as Hugging Face does: written aside, and moved into place together.
 
     `limit` counts tensor bytes; a larger tensor has its own file. All is written in a hidden folder beside the target.
@@ -342,17 +320,11 @@ class ExportFiles:
         """Give up: remove what was written so far; an earlier export stays."""
         self._partial.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        if kind is None:
-            self.publish()
-        else:
-            self.discard()
+        self.publish() if kind is None else self.discard()
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
     """An export of known names, dtypes and shapes, written in any order: whole, or not there at all.
 
     `aliases` (left-out name -> stored name) are tied weights: stored once, and noted in the metadata of the file that
@@ -362,7 +334,7 @@ class SafetensorsWriter:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        entries: Iterable[tuple[str, torch.dtype, Iterable[int]]],
+        entries: Iterable[Entry],
         *,
         file_name: str = "model.safetensors",
         max_shard_size: int | str = "5GB",
@@ -421,14 +393,8 @@ class SafetensorsWriter:
         self._open = False
         self._files.discard()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        self.close() if kind is None else self.discard()
 
 
 def parse_size(size: int | str) -> int:
@@ -440,9 +406,7 @@ def parse_size(size: int | str) -> int:
     return int(Fraction(match[1]) * unit)
 
 
-def _check_entries(
-    entries: Iterable[tuple[str, torch.dtype, Iterable[int]]], metadata: dict[str, str], aliases: dict[str, str]
-) -> Shapes:
+def _check_entries(entries: Iterable[Entry], metadata: dict[str, str], aliases: dict[str, str]) -> Shapes:
     shapes: Shapes = {}
     for name, dtype, shape in entries:
         if name in shapes or name == "__metadata__":

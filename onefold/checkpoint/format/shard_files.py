@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -63,8 +63,8 @@ class Slot:
         return isinstance(self.memory, DiskTensor)
 
     @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == math.prod(self.shape)
+    def entry(self) -> tuple[str, tuple[int, ...]]:
+        return _entry(self.name, self.shape, self.start, self.stop)
 
     @staticmethod
     def whole(name: str, tensor: torch.Tensor) -> Slot:
@@ -96,11 +96,15 @@ class ShardRecord:
             yield name, dtype, shape, replace(part, file=file)
 
 
-class ShardWriter:
+def _entry(name: str, shape: tuple[int, ...], start: int, stop: int) -> tuple[str, tuple[int, ...]]:
+    """The name and shape that a range of a tensor has in a file: the tensor's own where the range is all of it."""
+    return (name, shape) if stop - start == math.prod(shape) else (f"{name}[{start}:{stop}]", (stop - start,))
+
+
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Writes a new shard file for known slots, in any order, and hashes it on the way.
 
-    Whole tensors keep their name and shape, others are named by their range. `slots` may be without memory (meta
-    tensors) as long as those that are written have it.
+    `slots` may be without memory (meta tensors) as long as those that are written have it.
     """
 
     def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
@@ -108,41 +112,32 @@ class ShardWriter:
         for slot in slots:
             if slot.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{slot.name}: a checkpoint cannot hold {slot.dtype}")
-        self._slots = {_entry_name(slot): slot for slot in slots}
+        self._slots = {slot.entry[0]: slot for slot in slots}
         assert len(self._slots) == len(slots), "a range is written twice"
-        shapes = {
-            name: (slot.dtype, slot.shape if slot.is_whole else (slot.stop - slot.start,))
-            for name, slot in self._slots.items()
-        }
+        shapes = {name: (slot.dtype, slot.entry[1]) for name, slot in self._slots.items()}
         self._entries = write_header(path, shapes, {"format": "onefold"})
         self._header = path.read_bytes()
-        self._sums: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, StoredPart] = {}
         self._file = path.open("r+b", buffering=0)
 
     def write(self, slot: Slot) -> None:
-        name = _entry_name(slot)
-        offset, sums = self._entries[name].offset, []
+        name = slot.entry[0]
+        start = offset = self._entries[name].offset
+        sums = []
         for tile in _tiles(slot.memory):
             sums.append(checksum(tile))
             write_all(self._file.fileno(), tile, offset)
             offset += len(tile)
-        self._sums[name] = tuple(sums)
+        self._parts[name] = StoredPart(0, slot.start, slot.stop, start, tuple(sums))
 
     def close(self, own: Any) -> ShardRecord:
         """Flush the file and return its record. `own` is the rank's state."""
         with self._file:
             os.fsync(self._file.fileno())
             nbytes = os.fstat(self._file.fileno()).st_size
-        parts = tuple(
-            (slot.name, slot.dtype, slot.shape, StoredPart(0, slot.start, slot.stop, entry.offset, self._sums[name]))
-            for name, slot in self._slots.items()
-            for entry in [self._entries[name]]
-        )
+        parts = tuple((slot.name, slot.dtype, slot.shape, self._parts[name]) for name, slot in self._slots.items())
         shown = f"{self._path.parent.name}/{self._path.name}"
         return ShardRecord(ShardFile(shown, nbytes, len(self._header), checksum(self._header)), parts, own)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._file.close()
@@ -163,19 +158,15 @@ def write_shard(
         return writer.close(own)
 
 
-def _entry_name(slot: Slot) -> str:
-    return slot.name if slot.is_whole else f"{slot.name}[{slot.start}:{slot.stop}]"
-
-
 def _tiles(memory: Flat) -> Iterator[memoryview]:
     """The bytes of a flat tensor, a checksum's range at a time. From a GPU the next one comes while one is written."""
     if isinstance(memory, DiskTensor):
         for part in memory.split(RANGE_BYTES // memory.itemsize):
-            yield part.load().view(torch.uint8).numpy().data
+            yield bytes_of(part.load())
         return
     pieces = memory.detach().split(RANGE_BYTES // memory.itemsize) if memory.numel() else ()
     if not memory.is_cuda:
-        yield from (piece.contiguous().view(torch.uint8).numpy().data for piece in pieces)
+        yield from (bytes_of(piece.contiguous()) for piece in pieces)
         return
     buffers = [torch.empty(RANGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -189,7 +180,7 @@ def _tiles(memory: Flat) -> Iterator[memoryview]:
                 under_way = place, event
             if before is not None:
                 before[1].synchronize()
-                yield before[0].view(torch.uint8).numpy().data
+                yield bytes_of(before[0])
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -201,11 +192,8 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class CheckpointReader:
-    """A published checkpoint, open for reading: any range of any tensor, each byte checked before it is believed.
-
-    `bytes_read` counts. No process group, no pickle.
-    """
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
+    """A published checkpoint, open to read any range of any tensor; each byte is checked. No collective, no pickle."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -214,7 +202,6 @@ class CheckpointReader:
         self._descriptors: dict[int, int] = {}
         # Files whose headers say what the manifest says.
         self._checked: set[int] = set()
-        self._parts: dict[int, list[tuple[str, StoredTensor, StoredPart]]] | None = None
 
     @staticmethod
     def open(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
@@ -255,30 +242,31 @@ class CheckpointReader:
         assert out.shape == (stop - start,), (name, out.shape)
         out = out.detach()
         direct = out.dtype is stored.dtype and out.device.type == "cpu" and out.is_contiguous()
-        size = RANGE_BYTES // stored.dtype.itemsize
-        for part in stored.parts:
-            # Whole ranges are read, since a checksum covers a whole range.
-            for number in range(max(0, start - part.start) // size, -(-(min(stop, part.stop) - part.start) // size)):
-                first, last = part.start + number * size, min(part.start + (number + 1) * size, part.stop)
-                low, high = max(start, first), min(stop, last)
-                if low >= high:
-                    continue
-                target = out[low - start : high - start]
-                fits = direct and (low, high) == (first, last)
-                data = target if fits else torch.empty(last - first, dtype=stored.dtype)
-                self._read_range(name, part, number, number * RANGE_BYTES, bytes_of(data))
-                if not fits:
-                    target.copy_(data[low - first : high - first])
+        for part, number, first, last in _ranges(stored, start, stop):
+            low, high = max(start, first), min(stop, last)
+            target = out[low - start : high - start]
+            fits = direct and (low, high) == (first, last)
+            data = target if fits else torch.empty(last - first, dtype=stored.dtype)
+            self._read_range(name, part, number, bytes_of(data))
+            if not fits:
+                target.copy_(data[low - first : high - first])
 
-    def _read_range(self, name: str, part: StoredPart, number: int, low: int, data: memoryview) -> None:
-        file = self.folder / self.manifest.files[part.file].name
+    def verify(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Read elements [start, stop) through and check them, holding one range at a time."""
+        stored = self.stored(name)
+        buffer = memoryview(bytearray(min(RANGE_BYTES, stored.nbytes)))
+        for part, number, first, last in _ranges(stored, start, stored.numel if stop is None else stop):
+            self._read_range(name, part, number, buffer[: (last - first) * stored.dtype.itemsize])
+
+    def _read_range(self, name: str, part: StoredPart, number: int, data: memoryview) -> None:
+        file, offset = self.folder / self.manifest.files[part.file].name, part.offset + number * RANGE_BYTES
         descriptor = self._descriptor(part.file)
         try:
-            got = read_into(descriptor, data, part.offset + low)
+            got = read_into(descriptor, data, offset)
         except OSError as error:  # also of a network's file that was removed
             raise self._unreadable(file, error) from error
         self.bytes_read += got
-        where = f"{file}: {name!r}, bytes {part.offset + low} to {part.offset + low + len(data)}"
+        where = f"{file}: {name!r}, bytes {offset} to {offset + len(data)}"
         if got < len(data):
             raise CheckpointError(f"{where}: the file ends before them: truncated")
         if checksum(data) != part.checksums[number]:
@@ -292,41 +280,28 @@ class CheckpointReader:
                 os.close(self._descriptors.pop(number))
 
     def _descriptor(self, file: int) -> int:
+        path = self.folder / self.manifest.files[file].name
         if file not in self._descriptors:
-            path = self.folder / self.manifest.files[file].name
             try:
-                descriptor = open_regular(path)
+                self._descriptors[file] = open_regular(path)
             except OSError as error:
                 raise self._unreadable(path, error) from error
-            try:
-                self._check_header(file, descriptor, path)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            self._descriptors[file] = descriptor
+        if file not in self._checked:
+            self._check_header(file, path)
         return self._descriptors[file]
 
     def _unreadable(self, path: Path, error: OSError) -> CheckpointError:
         gone = removal(self.folder, self.manifest)
         return RemovedError(gone) if gone else CheckpointError(f"{path}: cannot be read: {reason(error)}")
 
-    def _check_header(self, file: int, descriptor: int, path: Path) -> None:
-        if file in self._checked:
-            return
+    def _check_header(self, file: int, path: Path) -> None:
         try:
-            entries = read_header(descriptor, path)[0]
+            entries = read_header(self._descriptors[file], path)[0]
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        if self._parts is None:
-            self._parts = {}
-            for name, stored in self.manifest.tensors.items():
-                for part in stored.parts:
-                    self._parts.setdefault(part.file, []).append((name, stored, part))
         named = {}
-        for name, stored, part in self._parts.get(file, []):
-            is_whole = part.stop - part.start == stored.numel
-            entry_name = name if is_whole else f"{name}[{part.start}:{part.stop}]"
-            shape = stored.shape if is_whole else (part.stop - part.start,)
+        for name, stored, part in self.manifest.parts_by_file[file]:
+            entry_name, shape = _entry(name, stored.shape, part.start, part.stop)
             named[entry_name] = TensorEntry(stored.dtype, shape, path, part.offset)
         for name in {**entries, **named}:
             there, here = entries.get(name), named.get(name)
@@ -340,18 +315,6 @@ class CheckpointReader:
         flat = torch.empty(stored.numel, dtype=dtype or stored.dtype)
         self.read(name, 0, stored.numel, flat)
         return flat.view(stored.shape)
-
-    def verify(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Read elements [start, stop) through and check them, holding one range at a time."""
-        stored = self.stored(name)
-        size = RANGE_BYTES // stored.dtype.itemsize
-        buffer = memoryview(bytearray(min(RANGE_BYTES, stored.nbytes)))
-        for part in stored.parts:
-            for number, first in enumerate(range(part.start, part.stop, size)):
-                last = min(first + size, part.stop)
-                if first < (stored.numel if stop is None else stop) and start < last:
-                    data = buffer[: (last - first) * stored.dtype.itemsize]
-                    self._read_range(name, part, number, number * RANGE_BYTES, data)
 
     # -- what is not tensors ------------------------------------------------------------------------------------
 
@@ -385,11 +348,18 @@ class CheckpointReader:
             with suppress(OSError):
                 os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _ranges(stored: StoredTensor, start: int, stop: int) -> Iterator[tuple[StoredPart, int, int, int]]:
+    """The ranges, each with a checksum, that [start, stop) touches: part, number in it, first and last element."""
+    size = RANGE_BYTES // stored.dtype.itemsize
+    for part in stored.parts:
+        for number in range(max(0, start - part.start) // size, -(-(min(stop, part.stop) - part.start) // size)):
+            first, last = part.start + number * size, min(part.start + (number + 1) * size, part.stop)
+            if max(start, first) < min(stop, last):
+                yield part, number, first, last
 
 
 class _Tensors(dict[str, torch.Tensor]):

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.checkpoint.format.files import check_whole, spell
-from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number
+from onefold.checkpoint.format.files import check_whole, require, spell
+from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number, single
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
 from onefold.checkpoint.loading.slots import needed_range, outside_units, state_slots, weight_slots
 from onefold.offload.nvme import DiskTensor
-from onefold.offload.param_shard import Flat
 from onefold.optim.step import ShardedStep
+from onefold.plan.layout import Member
 from onefold.runtime import Unit
 
 
@@ -41,93 +41,68 @@ class LoadTarget:
     world_size: int
 
     @property
-    def members(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter that is in a unit, with its unsharded shape."""
-        return {m.name: m.shape for unit in self.units for param in unit.params for m in param.layout.members}
+    def trained(self) -> list[Member]:
+        return [member for unit in self.units for param in unit.trained for member in param.layout.members]
 
 
-@dataclass(frozen=True)
-class TensorRead:
-    """One read: elements [start, stop) of a stored tensor go to this memory, in its order of elements."""
-
-    source: str
-    start: int
-    stop: int
-    memory: Flat
-
-
-class StoredNames:
-    """The checkpoint's name for each tensor of the model: its own, or that of one it is tied to, here or there."""
-
-    def __init__(self, checkpoint: CheckpointReader, aliases: Mapping[str, str]) -> None:
-        self._stored = set(checkpoint.names("model/"))
-        self._theirs = checkpoint.manifest.aliases
-        self._ours: dict[str, list[str]] = {}
-        for alias, name in aliases.items():
-            self._ours.setdefault(name, []).append(alias)
-
-    def find(self, name: str) -> str | None:
-        for candidate in (name, *self._ours.get(name, [])):
-            stored = self._theirs.get(candidate, candidate)
-            if stored in self._stored:
-                return stored
-        return None
-
-    def unexpected(self, ours: Sequence[str]) -> list[str]:
-        known = {self.find(name) for name in ours} | {alias for some in self._ours.values() for alias in some}
-        return sorted(self._stored - known)
+def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """The checkpoint's name for each tensor that it has: the model's, or that of one it is tied to, here or there."""
+    stored, theirs = set(checkpoint.names("model/")), checkpoint.manifest.aliases
+    found: dict[str, str] = {}
+    for candidate, name in [*((name, name) for name in names), *aliases.items()]:
+        source = theirs.get(candidate, candidate)
+        if source in stored and name in names:
+            found.setdefault(name, source)
+    return found
 
 
-def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[TensorRead]:
-    """The reads that fill this rank's weights and buffers. Raises with everything that does not fit."""
+def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[Slot]:
+    """This rank's weights and buffers, as slots under the checkpoint's names. Raises with all that does not fit."""
     outside, aliases = outside_units(target.model)
-    names = StoredNames(checkpoint, aliases)
-    shapes = {**target.members, **{name: tuple(tensor.shape) for name, tensor in outside.items()}}
+    shapes = {m.name: m.shape for unit in target.units for param in unit.params for m in param.layout.members}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in outside.items()}
+    sources = find_stored(checkpoint, shapes, aliases)
     left_out = set(checkpoint.manifest.left_out)
     problems = []
     for name, shape in shapes.items():
-        source = names.find(name)
-        if source is None:
+        if name not in sources:
             if strict and name not in left_out:
                 problems.append(f"missing in the checkpoint: {name} {list(shape)}")
             continue
-        there = checkpoint.stored(f"model/{source}")
+        there = checkpoint.stored(f"model/{sources[name]}")
         # What lies in runs is of floats; a buffer may be of anything.
         dtype = outside[name].dtype if name in outside else torch.float32
         if there.shape != shape:
-            problems.append(
-                f"another shape: {name} is {list(shape)} in the model, {list(there.shape)} in the checkpoint"
-            )
+            theirs = list(there.shape)
+            problems.append(f"another shape: {name} is {list(shape)} in the model, {theirs} in the checkpoint")
         elif there.dtype.is_floating_point != dtype.is_floating_point or not torch.can_cast(there.dtype, dtype):
             problems.append(f"another kind: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
     if strict:
-        problems += [f"not in the model: {name}" for name in names.unexpected(list(shapes))]
+        unexpected = {*checkpoint.names("model/")} - {*sources.values(), *aliases}
+        problems += [f"not in the model: {name}" for name in sorted(unexpected)]
     if problems:
         raise MisfitError(
             f"{checkpoint.folder} does not fit the model:\n  " + "\n  ".join(problems) + "\nload_module_strict=False "
             "loads what both have (shapes must agree); or build the model that was saved"
         )
-    return [*_unit_reads(target, names), *_outside_reads(checkpoint, target, names, outside)]
+    return list(_fitting_reads(checkpoint, target, sources, outside))
 
 
-def _unit_reads(target: LoadTarget, names: StoredNames) -> Iterator[TensorRead]:
+def _fitting_reads(
+    checkpoint: CheckpointReader, target: LoadTarget, sources: Mapping[str, str], outside: Mapping[str, torch.Tensor]
+) -> Iterator[Slot]:
     for param in (param for unit in target.units for param in unit.params):
         for slot in weight_slots(param, target.step, *needed_range(param, target.step)):
-            source = names.find(slot.name.removeprefix("model/"))
+            source = sources.get(slot.name.removeprefix("model/"))
             if source is not None:
-                yield TensorRead(f"model/{source}", slot.start, slot.stop, slot.memory)
-
-
-def _outside_reads(
-    checkpoint: CheckpointReader, target: LoadTarget, names: StoredNames, outside: Mapping[str, torch.Tensor]
-) -> Iterator[TensorRead]:
+                yield replace(slot, name=f"model/{source}")
+    same_world = checkpoint.manifest.world_size == target.world_size
     for name, tensor in outside.items():
-        source = names.find(name)
-        own = buffer_name(target.rank, source or "")
+        source = sources.get(name)
         if source is not None:
-            same_world = checkpoint.manifest.world_size == target.world_size
+            own = buffer_name(target.rank, source)
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
-            yield TensorRead(stored, 0, tensor.numel(), tensor.detach())
+            yield Slot(stored, tuple(tensor.shape), 0, tensor.numel(), tensor.detach())
 
 
 def buffer_name(rank: int, name: str) -> str:
@@ -137,23 +112,23 @@ def buffer_name(rank: int, name: str) -> str:
 
 def state_reads(
     checkpoint: CheckpointReader, target: LoadTarget, loose: Mapping[str, Any], *, strict: bool
-) -> list[TensorRead]:
-    """The reads that fill this rank's optimizer states, which are allocated here. Raises with what does not fit."""
+) -> list[Slot]:
+    """This rank's optimizer states, which are allocated here, as `weight_reads` does. Raises with what does not fit."""
     step = target.step
     assert step is not None
-    names = StoredNames(checkpoint, outside_units(target.model)[1])
-    trained = [member for unit in target.units for param in unit.trained for member in param.layout.members]
     stored: dict[str, dict[str, torch.dtype]] = {}
     for key in checkpoint.names("optimizer/"):
         name, _, state = key.rpartition("/")
         stored.setdefault(name, {})[state] = checkpoint.stored(f"optimizer/{key}").dtype
-    sources = {member.name: names.find(member.name) or member.name for member in trained}
+    sources = {member.name: member.name for member in target.trained}
+    sources |= find_stored(checkpoint, sources, outside_units(target.model)[1])
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
-    reads: list[TensorRead] = []
+    reads: list[Slot] = []
     problems: dict[str, None] = {}
     kept: set[str] = set()
-    for slot in _state_slots(target):
+    params = [param for unit in target.units for param in unit.trained]
+    for slot in (slot for param in params for slot in state_slots(param, step, *needed_range(param, step))):
         name, _, state = slot.name.removeprefix("optimizer/").rpartition("/")
         kept.add(state)
         source = f"optimizer/{sources[name]}/{state}"
@@ -162,7 +137,7 @@ def state_reads(
         elif checkpoint.stored(source).shape != slot.shape:
             problems[f"another shape: {state} of {name}"] = None
         else:
-            reads.append(TensorRead(source, slot.start, slot.stop, slot.memory))
+            reads.append(replace(slot, name=source))
     more = {state for states in wanted.values() for state in states}
     if kept:  # a rank whose shards are all padding keeps none, and cannot tell
         problems |= dict.fromkeys(f"{step.name} here keeps no {state}" for state in sorted(more - kept))
@@ -174,19 +149,14 @@ def state_reads(
     return reads
 
 
-def _state_slots(target: LoadTarget) -> Iterator[Slot]:
-    for param in (param for unit in target.units for param in unit.trained):
-        yield from state_slots(param, target.step, *needed_range(param, target.step))
-
-
-def verify(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
+def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
     """Check every byte that the reads would read; nothing is written."""
     for read in reads:
-        checkpoint.verify(read.source, read.start, read.stop)
+        checkpoint.verify(read.name, read.start, read.stop)
 
 
 @torch.no_grad()
-def fill(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
+def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
     """Read the values to where they belong."""
     for read in reads:
         memory = read.memory
@@ -194,12 +164,12 @@ def fill(checkpoint: CheckpointReader, reads: Sequence[TensorRead]) -> None:
             first = read.start
             for part in memory.split(RANGE_BYTES // memory.itemsize):
                 values = torch.empty(part.numel(), dtype=memory.dtype)
-                checkpoint.read(read.source, first, first + part.numel(), values)
+                checkpoint.read(read.name, first, first + part.numel(), values)
                 part.store(values)
                 first += part.numel()
             continue
         flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(memory.numel())
-        checkpoint.read(read.source, read.start, read.stop, flat)
+        checkpoint.read(read.name, read.start, read.stop, flat)
         if not memory.is_contiguous():
             memory.copy_(flat.view(memory.shape))
 
@@ -212,9 +182,8 @@ def groups_for(
     assert step is not None
     known = checkpoint.manifest.parameters
     found: list[dict[str, Any]] = []
-    members = [m for unit in target.units for param in unit.trained for m in param.layout.members]
     for index, group in enumerate(step.groups):
-        sources = {known.get(member.name) for member in members if member.group == index} - {None}
+        sources = {known.get(member.name) for member in target.trained if member.group == index} - {None}
         chosen = saved[sources.pop() or 0] if len(sources) == 1 else {}
         known_here = chosen.keys() if step.keeps_other_keys else {*group, "initial_lr"}
         found.append({key: value for key, value in chosen.items() if key in known_here and key != "params"})
@@ -261,8 +230,7 @@ def check_schedule(saved: Any, schedule: Any) -> None:
     """Compare the saved state of a learning-rate schedule with the live one's."""
     live = schedule.state_dict()
     if isinstance(live, dict):
-        if not isinstance(saved, dict):
-            raise ValueError(f"state.lr_scheduler must be an object, not {spell(saved)}")
+        require(isinstance(saved, dict), saved, "an object", "state.lr_scheduler")
         for key in live.keys() & saved.keys():
             where = f"state.lr_scheduler.{key}"
             _check_like(saved[key], live[key], where)
@@ -303,35 +271,22 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _check_like(saved: Any, live: Any, where: str) -> None:
-    if live is None:
-        return
+    for kind, what in ((bool, "true or false"), (str, "a string"), (list, "a list"), (dict, "an object")):
+        if isinstance(live, kind):
+            require(isinstance(saved, kind), saved, what, where)
     if isinstance(live, torch.Tensor):
         if isinstance(saved, torch.Tensor):
             fits = saved.shape == live.shape and saved.is_floating_point() == live.is_floating_point()
         else:
             fits = live.numel() == 1 and is_number(saved)
-        _require(fits, saved, f"a tensor of shape {list(live.shape)}", where)
-    elif isinstance(live, bool):
-        _require(isinstance(saved, bool), saved, "true or false", where)
+        require(fits, saved, f"a tensor of shape {list(live.shape)}", where)
     elif is_number(live):
-        single = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
-        _require(is_number(single), saved, "a number", where)
-        _require(math.isfinite(single) or not math.isfinite(live), saved, "a finite number", where)
-    elif isinstance(live, str):
-        _require(isinstance(saved, str), saved, "a string", where)
+        number = single(saved)
+        require(is_number(number), saved, "a number", where)
+        require(math.isfinite(number) or not math.isfinite(live), saved, "a finite number", where)
     elif isinstance(live, tuple):
-        fits = isinstance(saved, tuple | list) and len(saved) == len(live)
-        _require(fits, saved, f"{len(live)} values", where)
-        for number, (one, other) in enumerate(zip(saved, live, strict=True)):
-            _check_like(one, other, f"{where}[{number}]")
-    elif isinstance(live, list):
-        _require(isinstance(saved, list), saved, "a list", where)
-        if live and is_number(live[0]):
-            _require(all(is_number(each) and math.isfinite(each) for each in saved), saved, "a list of numbers", where)
-    elif isinstance(live, dict):
-        _require(isinstance(saved, dict), saved, "an object", where)
-
-
-def _require(fits: bool, saved: Any, what: str, where: str) -> None:
-    if not fits:
-        raise ValueError(f"{where} must be {what}, not {spell(saved)}")
+        require(isinstance(saved, tuple | list) and len(saved) == len(live), saved, f"{len(live)} values", where)
+        for index, (one, other) in enumerate(zip(saved, live, strict=True)):
+            _check_like(one, other, f"{where}[{index}]")
+    elif isinstance(live, list) and live and is_number(live[0]):
+        require(all(is_number(each) and math.isfinite(each) for each in saved), saved, "a list of numbers", where)

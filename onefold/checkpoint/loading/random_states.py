@@ -34,10 +34,7 @@ def check_random_states(state: Any, device: torch.device) -> None:
 
 
 def restore_random_states(state: dict[str, Any], device: torch.device) -> None:
-    """Set all generators to captured states. Nothing is changed unless all of them are sound.
-
-    The state of a GPU is left aside where there is none, and a generator of which nothing was captured stays as it is.
-    """
+    """Set all generators to captured states, if all are sound. Without a GPU, the state of one is left aside."""
     check_random_states(state, device)
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])

@@ -77,19 +77,16 @@ def outside_units(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[di
 
 def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
     """Every parameter and its optimizer group, None where it is not trained."""
-    return {
-        member.name: member.group if param.trainable else None
-        for unit in units
-        for param in unit.params
-        for member in param.layout.members
-    }
+    params = [param for unit in units for param in unit.params]
+    return {m.name: m.group if param.trainable else None for param in params for m in param.layout.members}
 
 
 def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, dict[str, Any]]:
     """Optimizer states that are not shaped as their parameter (step counts, factored moments), by both names."""
     found: dict[str, dict[str, Any]] = {}
-    for param in (param for unit in units for param in unit.trained) if step is not None else ():
-        assert step is not None
+    if step is None:
+        return found
+    for param in (param for unit in units for param in unit.trained):
         first = param.store.start
         for start, stop, values in step.loose_states(param.store):
             for member, _, _ in member_ranges(param.layout, first + start, first + stop):

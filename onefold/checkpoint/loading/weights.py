@@ -75,8 +75,7 @@ def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, 
             found[name] = tensor.to("cpu", copy=True)
     if not first:
         return None
-    names = {**dict.fromkeys(contents.tensors), **dict.fromkeys(contents.aliases)}
-    return {name: found[contents.aliases.get(name, name)] for name in names}
+    return {name: found[contents.aliases.get(name, name)] for name in (*contents.tensors, *contents.aliases)}
 
 
 def save_weights(
@@ -91,14 +90,12 @@ def save_weights(
     if not file_name.endswith(".safetensors"):
         found = consolidate(model, exclude_frozen=exclude_frozen)
         together = _Together()
-        together.first(lambda: os.makedirs(folder, exist_ok=True))
-        together.first(lambda: _pickle(found, Path(folder, file_name)))
+        together.first(lambda: _pickle(found, folder, file_name))
         together.agree()
         return
     contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     entries = [(name, tensor.dtype, tuple(unsharded_shape(tensor))) for name, tensor in contents.tensors.items()]
     together = _Together()
-    together.first(lambda: os.makedirs(folder, exist_ok=True))
     writer = together.first(
         lambda: SafetensorsWriter(
             folder, entries, file_name=file_name, max_shard_size=max_shard_size, aliases=contents.aliases
@@ -114,9 +111,10 @@ def save_weights(
     together.agree()
 
 
-def _pickle(found: object, path: Path) -> None:
+def _pickle(found: object, folder: str | os.PathLike[str], file_name: str) -> None:
     """torch.save by a rename: the old file or the new one, never a part of it."""
-    unfinished = path.with_name(f".{path.name}.partial")
+    os.makedirs(folder, exist_ok=True)
+    path, unfinished = Path(folder, file_name), Path(folder, f".{file_name}.partial")
     with unfinished.open("wb") as file:
         torch.save(found, file)
         file.flush()
@@ -167,11 +165,13 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
             if source is None:
                 continue
             if handle is None:
-                _read_whole(weights, source, tensor)
+                values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+                weights.read(source, 0, tensor.numel(), values)
+                with torch.no_grad():
+                    tensor.copy_(values.view(tensor.shape))
             else:
                 handles[handle] = None
-                param, index = handle.place_of(tensor)
-                _read_shard(weights, source, param, index)
+                _read_shard(weights, source, *handle.place_of(tensor))
         for handle in handles:
             handle.tell_written()
         return weights.bytes_read
@@ -190,21 +190,12 @@ def _check(contents: ModelTensors, stored: dict[str, str | None], weights: Safet
     problems += [f"unexpected: {name}" for name in weights.names if name not in taken and strict]
     for name, source in stored.items():
         shape = tuple(unsharded_shape(contents.tensors[name]))
-        if source is not None and tuple(weights.entry(source).shape) != shape:
-            there = tuple(weights.entry(source).shape)
+        there = weights.entry(source).shape if source is not None else shape
+        if there != shape:
             problems.append(f"misshapen: {name} is {shape} in the model, {there} in the file")
     if problems:
-        raise ValueError(
-            f"{weights.path} does not fit the model:\n  " + "\n  ".join(problems) + "\nstrict=False skips what is "
-            "missing or unexpected"
-        )
-
-
-def _read_whole(weights: SafetensorsReader, name: str, tensor: torch.Tensor) -> None:
-    line = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    weights.read(name, 0, tensor.numel(), line)
-    with torch.no_grad():
-        tensor.copy_(line.view(tensor.shape))
+        listed = "\n  ".join([f"{weights.path} does not fit the model:", *problems])
+        raise ValueError(f"{listed}\nstrict=False skips what is missing or unexpected")
 
 
 def _read_shard(weights: SafetensorsReader, name: str, param: FlatParam, index: int) -> None:

@@ -1,6 +1,6 @@
 """All saves of an engine on one rank: what the engine calls, rank 0's side, the other ranks' side, the listener.
 
-[Note: who joins a save], in `onefold/checkpoint/saving/__init__.py`, shows one save from top to bottom.
+[Note: who joins a save], in `onefold/checkpoint/saving/rank_writer.py`, shows one save from top to bottom.
 """
 
 from __future__ import annotations
@@ -24,8 +24,17 @@ from onefold.checkpoint.format import folder, plain_data
 from onefold.checkpoint.format.files import read_small
 from onefold.checkpoint.format.manifest import MAX_BYTES, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardRecord, Slot
-from onefold.checkpoint.saving.rank_writer import RankWriter, Staging, record_name
-from onefold.checkpoint.saving.request import Phase, Retention, Savable, SaveError, SaveHeader, SaveOptions, SaveRequest
+from onefold.checkpoint.saving.rank_writer import (
+    Phase,
+    RankWriter,
+    Savable,
+    SaveError,
+    SaveHeader,
+    SaveOptions,
+    SaveRequest,
+    Staging,
+    record_name,
+)
 from onefold.comm import Board, Disagreement, Guard, Silent
 from onefold.log import logger
 
@@ -36,15 +45,17 @@ COURTESY = 0.5
 LINGER = 3.0
 # Requests that stay on the board and in memory for a rank that comes late to them.
 _REMEMBERED = 64
+# Removes old checkpoints of a folder.
+Retain = Callable[[Path], object]
 
 
 class Saver:
     """One rank's side of all saves of an engine: at most one is under way, in the foreground or in a thread."""
 
-    def __init__(self, owner: Savable, board: Board, guard: Guard, retention: Retention, written_by: str) -> None:
+    def __init__(self, owner: Savable, board: Board, guard: Guard, retain: Retain, written_by: str) -> None:
         self._owner = weakref.ref(owner)
         self._board, self._guard, self._rank = board, guard, board.group.rank
-        self._leader = Leader(board, retention, written_by)
+        self._leader = Leader(board, retain, written_by)
         self._follower = Follower(board, guard)
         self._staging = Staging()
         self._copying: RankWriter | None = None
@@ -163,10 +174,7 @@ class Saver:
             logger.error("%s", self._error)
 
     def linger(self, owner: Savable, seconds: float | None) -> None:
-        """Wait for a last save of rank 0, which needs this rank's part, though its program is done with the engine.
-
-        For so many seconds, or until rank 0 is done as well, or gone.
-        """
+        """Its program is done; wait for a last save of rank 0: so many seconds, or until rank 0 is done or gone."""
         if self._stop.is_set() or self._board.group.size == 1:
             return
         if self._rank == 0:
@@ -276,8 +284,8 @@ class OpenSave:
 class Leader:
     """Rank 0's side of all saves: each is opened with a request to all ranks, and concluded with a verdict."""
 
-    def __init__(self, board: Board, retention: Retention, written_by: str) -> None:
-        self._board, self._retention, self._written_by = board, retention, written_by
+    def __init__(self, board: Board, retain: Retain, written_by: str) -> None:
+        self._board, self._retain, self._written_by = board, retain, written_by
         self._num_ranks = board.group.size
         self._number = 0
 
@@ -326,8 +334,7 @@ class Leader:
             return [rank for rank in range(self._num_ranks) if rank not in answers]
 
         self._board.wait(lambda: not missing(), missing, f"save_checkpoint of {request.tag}")
-        problems = [f"rank {rank}: {error}" for rank, error in sorted(answers.items()) if error]
-        if problems:
+        if problems := [f"rank {rank}: {error}" for rank, error in sorted(answers.items()) if error]:
             raise SaveError("; ".join(problems))
 
     def conclude(self, save: OpenSave) -> None:
@@ -341,9 +348,8 @@ class Leader:
                 message = f"checkpoint {request.tag} was not saved to {request.save_dir}: {error}"
                 with suppress(RuntimeError):
                     self._board.post("verdict", {"number": request.number, "error": message})
-                if not folder.is_published(
-                    request.folder, as_latest=False
-                ):  # else the manifest stands, and `latest` failed
+                # Otherwise the manifest stands, and writing `latest` failed.
+                if not folder.is_published(request.folder, as_latest=False):
                     with suppress(OSError):
                         shutil.rmtree(request.folder)
                         request.folder.parent.rmdir()  # unless the tag has an earlier checkpoint
@@ -377,8 +383,7 @@ class Leader:
             for rank in range(self._num_ranks):
                 (request.folder / record_name(rank)).unlink(missing_ok=True)
             folder.clean(request.folder.parent)
-            kept = self._retention
-            folder.retain(Path(request.save_dir), keep_last=kept.keep_last, keep_every=kept.keep_every)
+            self._retain(Path(request.save_dir))
         except OSError as error:
             logger.warning("checkpoint %s is saved, but old files could not be removed: %s", request.tag, error)
 
@@ -448,7 +453,6 @@ class Follower:
 
     def await_verdict(self, request: SaveRequest) -> None:
         """Wait until rank 0 has published the checkpoint; raise where it could not."""
-
         error: str | None = None
 
         def ready() -> bool:

@@ -6,60 +6,40 @@ Nothing here changes a file. `onefold ckpt` shows what is found.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.format.files import CheckpointError, RemovedError, open_regular, read_into, reason
-from onefold.checkpoint.format.folder import (
-    LATEST,
-    FoundCheckpoint,
-    data_folders,
-    examine,
-    is_deepspeeds,
-    is_tag_folder,
-    list_tags,
-    read_latest,
-    removal,
-)
+from onefold.checkpoint.format import folder as folders
+from onefold.checkpoint.format.files import RemovedError, open_regular, read_into, reason
 from onefold.checkpoint.format.manifest import NAME, RANGE_BYTES, Manifest, ShardFile, StoredPart, checksum
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
 
 # -- what is there ---------------------------------------------------------------------------------------------------
 
 
-def list_all(folder: Path) -> list[FoundCheckpoint]:
+def list_all(folder: Path) -> list[folders.FoundCheckpoint]:
     """Every checkpoint of a folder, DeepSpeed's last; of a tag's own folder, that one."""
-    if is_tag_folder(folder):
-        return [examine(folder)]
-    ours = list_tags(folder)
+    if folders.is_tag_folder(folder):
+        return [folders.examine(folder)]
+    ours = folders.list_tags(folder)
     known = {found.tag for found in ours}
     others = sorted(entry for entry in folder.iterdir() if entry.name not in known and entry.is_dir())
-    return ours + [examine(entry) for entry in others if is_deepspeeds(entry)]
+    return ours + [folders.examine(entry) for entry in others if folders.is_deepspeeds(entry)]
 
 
-def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
-    """What `latest` names, and what is wrong with it."""
-    try:
-        latest = read_latest(save_dir)
-    except CheckpointError as error:
-        return None, str(error)
-    if latest is not None and not (save_dir / latest).is_dir():
-        return latest, f"{save_dir / LATEST}: names {latest}, which is not there"
-    return latest, None
-
-
-def summary(found: FoundCheckpoint) -> dict[str, Any]:
+def summary(found: folders.FoundCheckpoint) -> dict[str, Any]:
     """The facts of one checkpoint for a list."""
     manifest = found.manifest
     if manifest is not None:
         state = "damaged" if found.problems else "complete"
-    elif is_deepspeeds(found.folder):
+    elif folders.is_deepspeeds(found.folder):
         state = "DeepSpeed's"
     else:
-        state = "damaged" if found.is_somebodys else "not published"
+        state = "damaged" if folders.is_tag_folder(found.folder) else "not published"
     return {
         "tag": found.tag,
         "steps": manifest.global_steps if manifest is not None else None,
@@ -73,12 +53,12 @@ def summary(found: FoundCheckpoint) -> dict[str, Any]:
     }
 
 
-def unpublished_bytes(found: FoundCheckpoint) -> int:
+def unpublished_bytes(found: folders.FoundCheckpoint) -> int:
     """The bytes of data that no manifest names: being written, or left over. 0 where a damaged manifest may name it."""
-    if found.manifest is None and found.is_somebodys:
+    if found.manifest is None and folders.is_tag_folder(found.folder):
         return 0
     named = found.manifest.data_folders if found.manifest is not None else set()
-    return sum(bytes_under(found.folder / name) for name in data_folders(found.folder) if name not in named)
+    return sum(bytes_under(found.folder / name) for name in folders.data_folders(found.folder) if name not in named)
 
 
 def bytes_under(folder: Path) -> int:
@@ -112,7 +92,9 @@ def describe(folder: Path, manifest: Manifest, problems: Sequence[str]) -> dict[
         "aliases": dict(manifest.aliases),
         "left_out": list(manifest.left_out),
         "optimizer": state.get("optimizer"),
-        "parameters_by_group": _group_sizes(manifest),
+        "parameters_by_group": Counter(
+            "frozen" if group is None else str(group) for group in manifest.parameters.values()
+        ),
         "lr_scheduler": state.get("lr_scheduler"),
         "loss_scale": state.get("loss_scale"),
         "client_state_keys": _keys(state.get("client_state")),
@@ -156,14 +138,6 @@ def _kind(name: str, manifest: Manifest) -> str:
     if prefix == "optimizer":
         return f"optimizer: {rest.rpartition('/')[2]}"
     return "buffers of ranks" if prefix == "buffer" else "other state"
-
-
-def _group_sizes(manifest: Manifest) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for group in manifest.parameters.values():
-        key = "frozen" if group is None else str(group)
-        sizes[key] = sizes.get(key, 0) + 1
-    return sizes
 
 
 def _keys(tree: Any) -> list[str]:
@@ -212,20 +186,16 @@ class Damage:
         return f"{self.file}: {self.problem}" + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
 
 
-def verify(found: FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
+def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
     """Every damage of a checkpoint; all of its bytes are read. `advance` is told of bytes that are dealt with."""
     if found.manifest is None:
         yield Damage(str(found.folder / NAME), "; ".join(found.problems))
         return
-    parts: dict[int, list[tuple[str, int, StoredPart]]] = {}
-    for name, stored in found.manifest.tensors.items():
-        for part in stored.parts:
-            parts.setdefault(part.file, []).append((name, stored.dtype.itemsize, part))
-    for number, file in enumerate(found.manifest.files):
-        inside = sorted(parts.get(number, []), key=lambda entry: entry[2].offset)
+    for file, parts in zip(found.manifest.files, found.manifest.parts_by_file, strict=True):
+        inside = [(name, stored.dtype.itemsize, part) for name, stored, part in parts]
+        inside.sort(key=lambda entry: entry[2].offset)
         for damage in _verify_file(found.folder / file.name, file, inside, advance):
-            gone = removal(found.folder, found.manifest)
-            if gone:
+            if gone := folders.removal(found.folder, found.manifest):
                 raise RemovedError(gone)
             yield damage
 
@@ -246,8 +216,7 @@ def _verify_file(
         if size != file.nbytes:
             yield Damage(str(path), f"{size} bytes, {file.nbytes} were written: truncated or overwritten")
         header = memoryview(bytearray(file.header_bytes))
-        problem = _read(opened.fileno(), header, 0, file.header_checksum)
-        if problem:
+        if problem := _read(opened.fileno(), header, 0, file.header_checksum):
             yield Damage(str(path), f"the header: {problem}")
         advance(file.header_bytes)
         left = file.nbytes - file.header_bytes
@@ -261,23 +230,20 @@ def _verify_file(
 
 def _verify_part(
     descriptor: int, path: Path, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
-) -> Iterator[Damage]:
+) -> list[Damage]:
     """Check one part of a tensor. Neighbouring ranges with the same problem are told as one."""
     end = part.offset + (part.stop - part.start) * itemsize
     buffer = memoryview(bytearray(min(RANGE_BYTES, end - part.offset)))
-    last: Damage | None = None
+    found: list[Damage] = []
     for number, start in enumerate(range(part.offset, end, RANGE_BYTES)):
         stop = min(start + RANGE_BYTES, end)
         problem = _read(descriptor, buffer[: stop - start], start, part.checksums[number])
         advance(stop - start)
-        if problem and last is not None and (last.problem, last.stop) == (problem, start):
-            last = replace(last, stop=stop)
+        if problem and found and (found[-1].problem, found[-1].stop) == (problem, start):
+            found[-1] = replace(found[-1], stop=stop)
         elif problem:
-            if last is not None:
-                yield last
-            last = Damage(str(path), problem, (name,), start, stop)
-    if last is not None:
-        yield last
+            found.append(Damage(str(path), problem, (name,), start, stop))
+    return found
 
 
 def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> str:

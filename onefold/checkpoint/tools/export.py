@@ -14,16 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from onefold.checkpoint.format import folder as folders
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
-from onefold.checkpoint.format.folder import (
-    FoundCheckpoint,
-    choose,
-    examine,
-    is_deepspeeds,
-    is_tag_folder,
-    list_tags,
-    read_latest,
-)
 from onefold.checkpoint.format.manifest import NAME
 from onefold.checkpoint.format.safetensors_files import ExportFiles, SafetensorsWriter, parse_size
 from onefold.checkpoint.format.shard_files import TRIES, CheckpointReader
@@ -38,6 +30,7 @@ _MAX_NAMED = 5
 
 Progress = Callable[[str, int, int], None]
 """Told after each tensor: its name, the bytes read so far, the bytes there are to read."""
+ReadTensor = Callable[[str], torch.Tensor]
 T = TypeVar("T")
 
 
@@ -58,7 +51,7 @@ class Exported:
 # -- which checkpoint ------------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
+def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> folders.FoundCheckpoint:
     """Find the checkpoint that is meant, complete or not: a tag's folder, or of a folder `tag`, `latest`, the newest.
 
     Never another one in its place: resuming may take an older checkpoint where the latest is damaged, but nobody wants
@@ -67,54 +60,44 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Fou
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
-    if tag is None and is_tag_folder(folder):
-        return examine(folder)
+    if tag is None and folders.is_tag_folder(folder):
+        return folders.examine(folder)
     for _ in range(TRIES):
         found = _find_once(folder, tag)
-        if tag is not None or not found.problems or (not found.removed and _latest(folder) in (None, found.tag)):
+        is_latest = folders.latest_of(folder)[0] in (None, found.tag)
+        if tag is not None or not found.problems or (is_latest and not found.removed):
             break
     return found
 
 
-def _latest(folder: Path) -> str | None:
+def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
     try:
-        return read_latest(folder)
-    except CheckpointError:
-        return None
-
-
-def _find_once(folder: Path, tag: str | None) -> FoundCheckpoint:
-    try:
-        candidates, warnings = choose(folder, tag)
+        candidates, warnings = folders.choose(folder, tag)
     except ValueError as error:  # of a tag that cannot be one
         raise CheckpointError(str(error)) from None
     for warning in warnings:
         logger.warning("%s", warning)
     if candidates:
         return candidates[0]
-    if any(is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
+    if any(folders.is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
         raise CheckpointError(f"{folder}: its checkpoints are DeepSpeed's: onefold import-deepspeed {folder} OUT")
     raise CheckpointError(f"{folder}: holds no checkpoint")
 
 
-def open_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
-    """Open the checkpoint that is meant (see `find_checkpoint`), or raise what is wrong with it."""
-    found = find_checkpoint(path, tag)
-    others = [other.tag for other in list_tags(found.folder.parent) if not other.problems] if found.problems else []
-    hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
-    return CheckpointReader.of(found, hint)
-
-
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
-    """Open the checkpoint that is meant, and work on it.
+    """Open the checkpoint that is meant (see `find_checkpoint`) and work on it, or raise what is wrong with it.
 
     Where a job removes it meanwhile, on the next that is meant, unless one was named; where the job saves to that tag
     again, on what is there then.
     """
-    named = tag is not None or is_tag_folder(Path(path))
+    named = tag is not None or folders.is_tag_folder(Path(path))
     for left in reversed(range(TRIES)):
+        found = find_checkpoint(path, tag)
+        beside = folders.list_tags(found.folder.parent) if found.problems else []
+        others = [other.tag for other in beside if not other.problems]
+        hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
         try:
-            with open_checkpoint(path, tag) as checkpoint:
+            with CheckpointReader.of(found, hint) as checkpoint:
                 return work(checkpoint)
         except RemovedError:
             if not left or (named and not Path(path, tag or "", NAME).exists()):
@@ -165,25 +148,6 @@ class WeightSelection:
         return bool(infinite.any()) and not torch.equal(infinite, self.checkpoint.tensor(f"model/{name}").isinf())
 
 
-class _Reading:
-    """Reads tensors one after another, tells how far it is, and keeps the names of those that the dtype cannot hold."""
-
-    def __init__(self, weights: WeightSelection, progress: Progress | None) -> None:
-        self.beyond: list[str] = []
-        self._weights, self._progress = weights, progress
-        self._sizes = {name: weights.checkpoint.stored(f"model/{name}").nbytes for name in weights.dtypes}
-        self._total, self._done = sum(self._sizes.values()), 0
-
-    def __call__(self, name: str) -> torch.Tensor:
-        tensor = self._weights.read(name)
-        if self._weights.is_beyond(name, tensor):
-            self.beyond.append(name)
-        self._done += self._sizes[name]
-        if self._progress is not None:
-            self._progress(name, self._done, self._total)
-        return tensor
-
-
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -224,13 +188,24 @@ def export(
                 checkpoint.folder,
                 spell_names(checkpoint.manifest.left_out),
             )
-        read = _Reading(weights, progress)
+        sizes = {name: checkpoint.stored(f"model/{name}").nbytes for name in weights.dtypes}
+        beyond: list[str] = []
+        done, total = 0, sum(sizes.values())
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            tensor = weights.read(name)
+            if weights.is_beyond(name, tensor):
+                beyond.append(name)
+            done += sizes[name]
+            if progress is not None:
+                progress(name, done, total)
+            return tensor
+
         write = _write_safetensors if file_format == "safetensors" else _write_bin
         names = write(folder, weights, limit, read)
-        if read.beyond:
-            logger.warning(
-                "finite values beyond what %s can hold became infinite in: %s", dtype, spell_names(read.beyond)
-            )
+        if beyond:
+            logger.warning("finite values beyond what %s can hold became infinite in: %s", dtype, spell_names(beyond))
         nbytes = sum(weights.nbytes(name) for name in weights.dtypes)
         return Exported(checkpoint.folder, tuple(folder / name for name in names), len(weights.dtypes), nbytes)
 
@@ -242,7 +217,7 @@ def spell_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
-def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read: _Reading) -> list[str]:
+def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read: ReadTensor) -> list[str]:
     entries = [(name, dtype, weights.shape(name)) for name, dtype in weights.dtypes.items()]
     try:
         writer = SafetensorsWriter(folder, entries, max_shard_size=limit, aliases=weights.aliases)
@@ -254,7 +229,7 @@ def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read:
     return writer.file_names
 
 
-def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: _Reading) -> list[str]:
+def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: ReadTensor) -> list[str]:
     """Write files of torch.save, cut and named as Hugging Face does. Tied names share a tensor, in one file."""
     sizes = {name: weights.nbytes(name) for name in weights.dtypes}
     weight_map: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.loader import data_loader as DeepSpeedDataLoader
+from onefold.loader import ResumableLoader as DeepSpeedDataLoader
 from onefold.utils import RepeatingLoader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

@@ -1,6 +1,6 @@
 """Masters, gradients and optimizer states of one parameter."""
 
-from onefold.access import (
+from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
