@@ -118,7 +118,7 @@ MUTATIONS = [
     ),
     Mutation(
         "disk-window-before-its-read",
-        "onefold/optim/state_stream.py",
+        "onefold/optim/host_step.py",
         "            _wait(passing)\n            yield",
         "            yield",
         "test_offload_waits.py -k window",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,19 +19,18 @@ from onefold.offload.param_shard import Flat
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
-from onefold.optim.instance import Attributes, InstanceRule, is_torchs
+from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.norm import StepScalars, exchange_scalars, meet_for_call
-from onefold.optim.outside import (
+from onefold.optim.norm import (
     Spelled,
+    StepScalars,
     digest,
-    has_post_hooks,
-    run_post_hooks,
-    run_pre_hooks,
+    exchange_scalars,
+    meet_for_call,
     spell_groups,
     tell_difference,
 )
-from onefold.optim.steppers import HeldState, StateWindow, Step, Stepper, TiledStepper, WholeStepper
+from onefold.optim.steppers import StateWindow, Step, TiledStepper, WholeStepper
 from onefold.optim.written import WriteCheck
 from onefold.plan import Plan, Tier
 from onefold.runtime import FlatParam, Schedule, Unit
@@ -64,13 +63,15 @@ class ShardedStep:
         for param in schedule.trained_params():
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
-        self._stepper: Stepper
+        # Of this its states are asked.
+        self.stepper: TiledStepper | WholeStepper
         if chosen.rule is not None:
-            self._stepper = TiledStepper(chosen.rule, self.groups, self.stores)
+            self.stepper = TiledStepper(chosen.rule, self.groups, self.stores)
         else:
             assert chosen.instance is not None
-            self._stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
-        self._attributes = Attributes(chosen.instance) if chosen.instance is not None else None
+            self.stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
+        # What steps have written to the user's instance.
+        self.attributes = Attributes(chosen.instance)
         # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
         own_class = chosen.instance is not None and not is_torchs(chosen.instance) and chosen.is_stepped
         self._compares = own_class and sharded
@@ -88,16 +89,24 @@ class ShardedStep:
 
         `optimizer` is the one that the user holds: hooks on it run too.
         """
-        run_pre_hooks(optimizer, self.instance)
+        for hook, of in step_hooks("pre", optimizer, self.instance):  # they may change rates
+            result = hook(of, (of,), {})
+            if result is not None and result != ((of,), {}):
+                raise RuntimeError(
+                    "a step pre hook of the optimizer returned other arguments for step(), and engine.step() passes "
+                    "none on: let it return None"
+                )
         self.changing = True
         with torch.no_grad(), self._user_code():
             self._apply(coefficient)
         for stepped in (optimizer, self.instance):
             if stepped is not None:
                 stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
-        if has_post_hooks(optimizer, self.instance):
+        hooks = step_hooks("post", optimizer, self.instance)
+        if hooks:
             self._schedule.wait_for_step()  # a hook may read any parameter
-            run_post_hooks(optimizer, self.instance)
+        for hook, of in hooks:
+            hook(of, (of,), {})
 
     def _apply(self, coefficient: float) -> None:
         schedule = self._schedule
@@ -114,11 +123,11 @@ class ShardedStep:
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
                 if self._host is None or not store.steps_on_host:
-                    self._stepper.step(store, gradient, step)
-            if not self._stepper.whole:
+                    self.stepper.step(store, gradient, step)
+            if isinstance(self.stepper, TiledStepper):
                 schedule.in_flight.start_refresh(batch)
-        if self._stepper.whole:
-            self._stepper.finish()
+        if isinstance(self.stepper, WholeStepper):
+            self.stepper.finish()
             schedule.start_refreshes()
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
@@ -133,13 +142,14 @@ class ShardedStep:
         return self._spelled
 
     def _groups_now(self) -> list[dict[str, Any]]:
-        return [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.groups]
+        """As numbers: a rate may be a tensor that a scheduler writes to while the host still steps."""
+        return [{key: plain_number(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
         self.in_user_code = True
         try:
-            with self._attributes.watched() if self._attributes is not None else nullcontext():
+            with self.attributes.watched():
                 yield
         finally:
             self.in_user_code = False
@@ -184,10 +194,9 @@ class ShardedStep:
             from_host = self._host.rewrite(on_host) if self._host is not None else None
 
             def windows(store: ShardStore) -> Iterable[StateWindow]:
-                is_hosts = from_host is not None and store.steps_on_host
-                return from_host(store) if is_hosts and from_host is not None else [StateWindow.whole(store)]
+                return from_host(store) if from_host and store.steps_on_host else [StateWindow.whole(store)]
 
-            self._stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
+            self.stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
             if isinstance(self._rule, InstanceRule):
                 self._rule.finish(self.groups)
             for arrival in [store.push() for store in self.stores]:
@@ -242,40 +251,12 @@ class ShardedStep:
         """The tensors of one state, each with its place in the shard; none before the optimizer has made them."""
         self.let_change()
         self.wait_for_host()
-        return self._stepper.states_of(store, name)
-
-    def held_states(self, store: ShardStore) -> list[HeldState]:
-        """All states that lie along a shard."""
-        return self._stepper.held_states(store)
-
-    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
-        """The other states, by range of the shard."""
-        return self._stepper.loose_states(store)
-
-    def make_states(
-        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Have the states that a checkpoint names, by parameter, before they are filled."""
-        for store in self.stores:
-            self._stepper.make_states(store, names, loose)
-
-    def remember_states(self) -> Callable[[], None]:
-        """What puts states back that `make_states` has replaced."""
-        return self._stepper.remember_states()
+        return self.stepper.states_of(store, name)
 
     @property
     def keeps_other_keys(self) -> bool:
         """Whether its steps may have added keys to its groups."""
         return self._rule is None or isinstance(self._rule, InstanceRule)
-
-    def own_attributes(self) -> tuple[dict[str, Any], list[str]]:
-        """What steps have written to the user's instance: values for a checkpoint, and names that it cannot hold."""
-        return self._attributes.values() if self._attributes is not None else ({}, [])
-
-    def take_attributes(self, values: Mapping[str, Any]) -> None:
-        """Those of a checkpoint."""
-        if self._attributes is not None:
-            self._attributes.take(values)
 
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
@@ -289,9 +270,6 @@ class ShardedStep:
     def master_bytes(self, tier: Tier) -> int:
         """Masters that are not the parameters themselves."""
         return sum(store.master_bytes(tier) for store in self.stores)
-
-    def state_bytes(self, tier: Tier) -> int:
-        return self._stepper.state_bytes(tier)
 
 
 class StepDecision:
@@ -403,8 +381,3 @@ def _name_units(names: Sequence[str], num_units: int) -> str:
 
 def _is_reduced(param: FlatParam) -> bool:
     return param.grad.shard.value is not None
-
-
-def _now(value: Any) -> Any:
-    """A rate may be a tensor that a scheduler writes to while the host still steps."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -122,44 +122,8 @@ class HeldState:
     memory: Flat
 
 
-class Stepper(Protocol):
-    """Applies one optimizer to shards. `whole`: it must see every shard before any parameter is final."""
-
-    whole: bool
-
-    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
-        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
-        ...
-
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]: ...
-
-    def held_states(self, store: ShardStore) -> list[HeldState]: ...
-
-    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
-        """States that do not lie along a range of the shard."""
-        ...
-
-    def make_states(
-        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Have the states of a checkpoint, by parameter: room for those that lie along it, values for the others."""
-        ...
-
-    def remember_states(self) -> Callable[[], None]:
-        """What undoes `make_states`."""
-        ...
-
-    def state_bytes(self, tier: Tier) -> int: ...
-
-
 class TiledStepper:
     """A known rule: each shard is final once it has been stepped."""
-
-    whole = False
 
     def __init__(self, rule: Rule, groups: Sequence[Hyper], stores: Sequence[ShardStore]) -> None:
         self._tiler = Tiler(rule)
@@ -172,10 +136,8 @@ class TiledStepper:
         window = StateWindow.whole(store)
         self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
 
-    def finish(self) -> None:
-        pass
-
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
         assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
         self._rule.begin(groups, method)
         for store in self._stores:
@@ -183,31 +145,35 @@ class TiledStepper:
                 for segment in store.segments(window.start, window.stop):
                     inside = slice(segment.start - window.start, segment.stop - window.start)
                     states = {name: state[inside] for name, state in window.states.items()}
-                    master = window.master[inside]
-                    tile = Tile(master, torch.empty(0), states, segment.group)
+                    tile = Tile(window.master[inside], torch.empty(0), states, segment.group)
                     self._rule.call(method, tile, has_states=has_states)
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+        """The tensors of one state, each with its place in the shard."""
         return [(0, store.states[name])] if name in store.states else []
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
         return [HeldState(name, 0, state) for name, state in store.states.items()]
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        """States that do not lie along the shard, by range of it."""
         if not isinstance(self._rule, InstanceRule):
             return []
         return [(s.start, s.stop, self._rule.latest(s.group)) for s in store.segments()]
 
     def make_states(
-        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """A rule's states are there from the start."""
+        """Have the states that a checkpoint names, by parameter: room for those that lie along it, which a rule has
+        from the start, and values for the others.
+        """
         if isinstance(self._rule, InstanceRule):
-            for member in store.spec.layout.members:
+            for member in (member for store in self._stores for member in store.spec.layout.members):
                 if member.name in loose:
                     self._rule.take(member.group, dict(loose[member.name]))
 
     def remember_states(self) -> Callable[[], None]:
+        """What undoes `make_states`."""
         return self._rule.remember() if isinstance(self._rule, InstanceRule) else lambda: None
 
     def state_bytes(self, tier: Tier) -> int:
@@ -220,10 +186,8 @@ class WholeStepper:
     parameters, so that what it writes to its groups and to itself stays ([Note: what a step writes]).
 
     Elementwise optimizers get flat ranges, the same in every plan. Others, which only run where every rank steps
-    everything, get views in the parameters' own shapes.
+    everything, get views in the parameters' own shapes. It must see every shard before any parameter is final.
     """
-
-    whole = True
 
     def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
         self._instance = instance
@@ -324,17 +288,19 @@ class WholeStepper:
         ]
 
     def make_states(
-        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        for target, start, stop in self._targets[id(store)]:
-            first, last = store.start + start, store.start + stop
-            inside = [m.name for m in store.spec.layout.members if m.start < last and first < m.stop]
-            state: dict[str, Any] = {}
-            for name in inside:
-                state.update({k: v.to(target.device) if _is_array(v) else v for k, v in loose.get(name, {}).items()})
-                for key, dtype in names.get(name, {}).items():
-                    state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
-            self._state[target] = state
+        for store in self._stores:
+            for target, start, stop in self._targets[id(store)]:
+                state: dict[str, Any] = {}
+                for member in store.spec.layout.members:
+                    if member.start >= store.start + stop or store.start + start >= member.stop:
+                        continue
+                    for key, value in loose.get(member.name, {}).items():
+                        state[key] = value.to(target.device) if _is_array(value) else value
+                    for key, dtype in names.get(member.name, {}).items():
+                        state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
+                self._state[target] = state
 
     def remember_states(self) -> Callable[[], None]:
         before = dict(self._state)

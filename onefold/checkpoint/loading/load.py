@@ -149,7 +149,7 @@ def state_reads(
         stored.setdefault(name, {})[state] = checkpoint.stored(f"optimizer/{key}").dtype
     sources = {member.name: names.find(member.name) or member.name for member in trained}
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
-    step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
+    step.stepper.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[TensorRead] = []
     problems: dict[str, None] = {}
     kept: set[str] = set()
