@@ -365,7 +365,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ratio-of-what-is-offloaded",
-        "onefold/plan/tiers.py",
+        "onefold/plan/memory.py",
         "if used > (1 - budget.ratio) * total:",
         "if used > budget.ratio * total:",
         "test_offload_cases.py -k ratio",

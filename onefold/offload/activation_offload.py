@@ -12,6 +12,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from onefold.offload.host_memory import page_aligned
 _ALIGNMENT = 512  # Bytes: kernels may choose by it, and torch's own CUDA allocations have it.
 
 _buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # One memory of memory, and its free slots.
-_buses: dict[torch.device, Bus] = {}
 
 
 def forget_buffers() -> None:
@@ -95,11 +95,10 @@ class Inputs:
         return plain and tensor.numel() > 0 and tensor.data_ptr() not in self._parameters
 
 
+@cache
 def _bus(device: torch.device) -> Bus:
     """Inputs leave beside what computes, as gradients do."""
-    if device not in _buses:
-        _buses[device] = Bus(device, lambda _way, _num_bytes: None)
-    return _buses[device]
+    return Bus(device, lambda _way, _num_bytes: None)
 
 
 def _check_unchanged(tensor: Tensor, version: int) -> None:

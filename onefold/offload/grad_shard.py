@@ -114,14 +114,7 @@ class HostGrad(GradShard):
     tier = Tier.HOST
 
     def __init__(
-        self,
-        size: int,
-        dtype: torch.dtype,
-        compute: torch.dtype,
-        memory: OffloadMemory,
-        *,
-        alone: bool,
-        delays: bool,
+        self, size: int, dtype: torch.dtype, compute: torch.dtype, memory: OffloadMemory, *, alone: bool, delays: bool
     ) -> None:
         self._size, self._memory, self._alone = size, memory, alone
         self._own = memory.host(size, dtype)

@@ -219,10 +219,7 @@ class DiskTensor:
 
 
 class SwapFiles:
-    """Files of one rank of one job, on one or several drives, that hold flat tensors.
-
-    `count` hears "read" or "write" and the bytes of the tensor, once a transfer and on the caller's thread.
-    """
+    """Files of one rank of one job, on one or several drives. `count` hears "read" or "write" and bytes, at a start."""
 
     def __init__(self, paths: Sequence[str], *, aio: Aio, rank: int, count: Callable[[str, int], None]) -> None:
         assert paths, "a swap needs a path"
@@ -288,19 +285,15 @@ class SwapFiles:
         begin, end = tensor._offset, tensor._offset + tensor.nbytes
         request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))
         transfer = Transfer(request, _cut(begin, end, self._block, tensor._drive.page))
-        transfer.start(
-            self._threads_for(tensor._drive, operation), min(self._num_lanes, -(-tensor.nbytes // self._block))
-        )
+        if (tensor._drive, operation) not in self._threads:
+            threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
+            self._threads[tensor._drive, operation] = threads
+        num_lanes = min(self._num_lanes, -(-tensor.nbytes // self._block))
+        transfer.start(self._threads[tensor._drive, operation], num_lanes)
         self._count(operation, tensor.nbytes)
         if not self._overlaps:
             transfer.finish()
         return transfer
-
-    def _threads_for(self, drive: _Drive, operation: Operation) -> futures.ThreadPoolExecutor:
-        if (drive, operation) not in self._threads:
-            threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
-            self._threads[drive, operation] = threads
-        return self._threads[drive, operation]
 
     @property
     def is_direct(self) -> bool:

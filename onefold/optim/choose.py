@@ -57,18 +57,11 @@ class Chosen:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it is known to treat every element by itself. Of a user's own class only the class can say so, by an
-        attribute `elementwise = True`.
-        """
+        """Whether it treats every element by itself, as a user's own class may say of itself (`elementwise = True`)."""
         # ScheduleFree's classes keep counters in their groups and look at each element by itself.
         known = is_torchs(self.instance) or type(self.instance).__module__.startswith("schedulefree.")
         listed = known and self.name.lower() not in NOT_ELEMENTWISE
         return self.rule is not None or listed or getattr(self.instance, "elementwise", False) is True
-
-    @property
-    def adds_up_itself(self) -> bool:
-        """Whether it adds what it sees of a shard up over all ranks, as Prodigy and D-Adaptation can."""
-        return all(group.get("fsdp_in_use") is True for group in self.groups)
 
     @property
     def is_stepped(self) -> bool:
@@ -105,7 +98,8 @@ def choose(
 def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     """Refuse, by name and by reason, what cannot run on slices of a parameter."""
     reason = NOT_ELEMENTWISE.get(chosen.name.lower())
-    if reason is _ONE_NUMBER and chosen.adds_up_itself:
+    # Prodigy and D-Adaptation can add what they see of a shard up over all ranks.
+    if reason is _ONE_NUMBER and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
     if reason:
         itself = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""

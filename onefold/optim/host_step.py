@@ -13,7 +13,7 @@ All cores work on one tile together, which stays in their caches between the cas
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import StepOutput
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.rules import Rule
-from onefold.optim.steppers import StateWindow, Step, Tiler
+from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
 from onefold.plan import Tier
 from onefold.plan.layout import SHARD_ALIGNMENT
 
@@ -126,7 +126,7 @@ class HostStep:
                 output.leave()
         return store.finish_output(output)
 
-    def rewrite(self, stores: Sequence[ShardStore]) -> Callable[[ShardStore], Iterator[StateWindow]]:
+    def rewrite(self, stores: Sequence[ShardStore]) -> Windows:
         """The windows of each shard, to be changed in this order by something else than a step."""
         self.wait()
         for store in stores:
@@ -137,9 +137,8 @@ class HostStep:
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._stream is not None and store.state_tier is Tier.NVME:
-            yield from self._stream.windows(store)
-        else:
-            yield StateWindow.whole(store)
+            return self._stream.windows(store)
+        return whole_window(store)
 
 
 def _gradient_of(store: ShardStore) -> HostGrad:
@@ -161,17 +160,15 @@ class _Passing:
 
 
 class StateStream:
-    """States on disk pass through memory in windows, in the order of the step: one is read ahead, one is lent to be
-    stepped, one is written back.
-    """
+    """Windows of states on disk, in the order of the step: one is read ahead, one is stepped, one is written back."""
 
     def __init__(self, memory: OffloadMemory, stores: Sequence[ShardStore]) -> None:
-        options = memory.disk_options
+        options = memory.options.optimizer
         per_element = max(sum(flat.itemsize for flat in _parts(store).values()) for store in stores)
         longest = max(store.stop - store.start for store in stores)
         self._size = min(longest, max(options.buffer_size // SHARD_ALIGNMENT, 1) * SHARD_ALIGNMENT)
-        self._buffers = memory.buffers(options.num_buffers, self._size * per_element)
-        self._ahead, self._behind = options.reads_ahead, options.writes_behind
+        self._buffers = memory.buffers(options.buffer_count, self._size * per_element)
+        self._ahead, self._behind = options.pipeline_read is not False, options.pipeline_write is not False
         self._coming: deque[tuple[ShardStore, int, int]] = deque()
         self._reading: deque[_Passing] = deque()
         self._writing: deque[_Passing] = deque()

@@ -1,5 +1,4 @@
-"""The user's own optimizer instance: hooks around its steps, what they write beside parameters, and how it is stepped
-tile by tile.
+"""The user's own optimizer instance: hooks around its steps, what they write, and how it is stepped tile by tile.
 
 [Note: what a step writes]
 A torch optimizer may keep what it likes in its `param_groups` (counters, learning rates) and on itself. Where all of a
@@ -71,9 +70,7 @@ def plain_step(instance: torch.optim.Optimizer) -> None:
 def step_hooks(
     when: Literal["pre", "post"], outer: torch.optim.Optimizer, instance: torch.optim.Optimizer | None
 ) -> list[tuple[Callable[..., Any], torch.optim.Optimizer]]:
-    """Hooks, each with the optimizer it is called with: torch's for all optimizers, which stand outermost, those on the
-    user's instance, those on the one he got.
-    """
+    """Those for all optimizers, outermost, those on the user's instance, those on the one he got; each with its own."""
     each = [outer] if instance is None else [instance, outer]
     own = [(hook, of) for of in each for hook in getattr(of, f"_optimizer_step_{when}_hooks").values()]
     shared = [(hook, outer) for hook in getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()]

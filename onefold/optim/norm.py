@@ -49,10 +49,7 @@ class StepScalars:
 def exchange_scalars(
     params: Iterable[FlatParam], schedule: Schedule, groups: Spelled | None, *, late: bool, alarm: bool = False
 ) -> StepScalars:
-    """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed.
-
-    `groups` are hyperparameters that must be the same on all ranks.
-    """
+    """Square sums of reduced gradients, and whether any rank holds late ones or is alarmed. `groups` must be alike."""
     squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
@@ -81,9 +78,7 @@ def meet_for_call(schedule: Schedule, method: str) -> None:
 
 
 def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
-    """Every rank's numbers, once all ranks make the same call, and programs have done the same to parameters since the
-    last one.
-    """
+    """Every rank's numbers, once all make the same call, and have done the same to parameters since the last one."""
     done = {
         "frozen": ", ".join(schedule.frozen_names()),
         "dropped": ", ".join(schedule.dropped_names()),

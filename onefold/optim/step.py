@@ -7,7 +7,7 @@ stays unsharded to all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from onefold.optim.norm import (
     spell_groups,
     tell_difference,
 )
-from onefold.optim.steppers import StateWindow, Step, TiledStepper, WholeStepper
+from onefold.optim.steppers import Step, TiledStepper, WholeStepper, whole_window
 from onefold.optim.written import WriteCheck
 from onefold.plan import Plan, Tier
 from onefold.runtime import FlatParam, Schedule, Unit
@@ -53,6 +53,8 @@ class ShardedStep:
         self.overflow = False
         # From the first change of a step until the engine has counted it: what is held is no step's state.
         self.changing = False
+        # Whether its steps may have added keys to its groups.
+        self.keeps_other_keys = chosen.is_stepped
         # Called before states are handed out to be written.
         self.let_change: Callable[[], None] = lambda: None
         # The user's class runs, and its methods are its own.
@@ -63,7 +65,6 @@ class ShardedStep:
         for param in schedule.trained_params():
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
-        # Of this its states are asked.
         self.stepper: TiledStepper | WholeStepper
         if chosen.rule is not None:
             self.stepper = TiledStepper(chosen.rule, self.groups, self.stores)
@@ -73,7 +74,7 @@ class ShardedStep:
         # What steps have written to the user's instance.
         self.attributes = Attributes(chosen.instance)
         # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
-        own_class = chosen.instance is not None and not is_torchs(chosen.instance) and chosen.is_stepped
+        own_class = chosen.is_stepped and not is_torchs(chosen.instance)
         self._compares = own_class and sharded
         self._spelled = None if own_class else Spelled(self.groups)
         on_host = [store for store in self.stores if store.steps_on_host]
@@ -85,13 +86,11 @@ class ShardedStep:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def apply(self, optimizer: torch.optim.Optimizer, coefficient: float) -> None:
-        """Step every shard with its gradient times `coefficient`, and start the refresh of stepped units.
-
-        `optimizer` is the one that the user holds: hooks on it run too.
-        """
+        """Step every shard with its gradient times `coefficient`, and start refreshes. Hooks on `optimizer` run too."""
         for hook, of in step_hooks("pre", optimizer, self.instance):  # they may change rates
-            result = hook(of, (of,), {})
-            if result is not None and result != ((of,), {}):
+            given: tuple[Any, dict[str, Any]] = (of,), {}
+            result = hook(of, *given)
+            if result is not None and result != given:
                 raise RuntimeError(
                     "a step pre hook of the optimizer returned other arguments for step(), and engine.step() passes "
                     "none on: let it return None"
@@ -171,10 +170,7 @@ class ShardedStep:
         )
 
     def call(self, method: str) -> None:
-        """A method of the user's class that changes parameters (`train`, `eval`): over masters, then sent to all ranks.
-
-        All ranks call this together.
-        """
+        """A method of the user's class that changes parameters (`train`, `eval`), over masters. All ranks call it."""
         schedule = self._schedule
         if schedule.is_offloaded:
             raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
@@ -191,11 +187,7 @@ class ShardedStep:
                 writes.take_over(store.master, store.comparable)
         with torch.no_grad(), self._user_code():
             on_host = [store for store in self.stores if store.steps_on_host]
-            from_host = self._host.rewrite(on_host) if self._host is not None else None
-
-            def windows(store: ShardStore) -> Iterable[StateWindow]:
-                return from_host(store) if from_host and store.steps_on_host else [StateWindow.whole(store)]
-
+            windows = self._host.rewrite(on_host) if self._host is not None else whole_window
             self.stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
             if isinstance(self._rule, InstanceRule):
                 self._rule.finish(self.groups)
@@ -253,11 +245,6 @@ class ShardedStep:
         self.wait_for_host()
         return self.stepper.states_of(store, name)
 
-    @property
-    def keeps_other_keys(self) -> bool:
-        """Whether its steps may have added keys to its groups."""
-        return self._rule is None or isinstance(self._rule, InstanceRule)
-
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
         groups = [{**group, **new} for group, new in zip(self.groups, values, strict=True)]
@@ -273,9 +260,7 @@ class ShardedStep:
 
 
 class StepDecision:
-    """Whether a step is taken, and with which factor: norm, overflow, loss scale, clipping. `applied`: whether the last
-    gradient was used.
-    """
+    """Whether a step is taken (`applied`: the last one was), and with which factor: norm, loss scale, clipping."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._scaling = plan.scaling
@@ -363,20 +348,16 @@ def _tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
     names = [unit.name for index, unit in enumerate(units) if any(row[index] for row in rows)]
     guilty = {rank: as_float(row[-1]) for rank, row in enumerate(rows) if not math.isfinite(as_float(row[-1]))}
     if guilty:
-        ranks = ", ".join(f"{value} on rank {rank}" for rank, value in guilty.items())
-        whose = f"the loss was {ranks}"
+        whose = "the loss was " + ", ".join(f"{value} on rank {rank}" for rank, value in guilty.items())
     elif all(row[-2] for row in rows):
         whose = "the loss was finite on every rank, so it happened in backward"
     else:
         whose = "no loss is known that was not finite, as backward was called on a loss directly"
-    return f"the gradient of {_name_units(names, len(units))} is not finite; {whose}"
-
-
-def _name_units(names: Sequence[str], num_units: int) -> str:
-    if len(names) == num_units > 1:
-        return f"every unit, {names[0]} first,"
-    rest = len(names) - _NAMED
-    return f"unit {', '.join(names[:_NAMED])}{f' and {rest} more' if rest > 0 else ''}"
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    told = (
+        f"every unit, {names[0]} first," if len(names) == len(units) > 1 else f"unit {', '.join(names[:_NAMED])}{rest}"
+    )
+    return f"the gradient of {told} is not finite; {whose}"
 
 
 def _is_reduced(param: FlatParam) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,14 +32,15 @@ class StateWindow:
     master: torch.Tensor
     states: Mapping[str, torch.Tensor]
 
-    @staticmethod
-    def whole(store: ShardStore) -> StateWindow:
-        assert isinstance(store.master, torch.Tensor)
-        states = {name: state for name, state in store.states.items() if isinstance(state, torch.Tensor)}
-        return StateWindow(0, store.stop - store.start, store.master, states)
+
+Windows = Callable[[ShardStore], Iterator[StateWindow]]
 
 
-Windows = Callable[[ShardStore], Iterable[StateWindow]]
+def whole_window(store: ShardStore) -> Iterator[StateWindow]:
+    """The only window of a shard that is in memory."""
+    assert isinstance(store.master, torch.Tensor)
+    states = {name: state for name, state in store.states.items() if isinstance(state, torch.Tensor)}
+    yield StateWindow(0, store.stop - store.start, store.master, states)
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,16 @@ class Step:
 
 
 class Steppable(Protocol):
-    """What a tiler asks of what it steps."""
+    """What a tiler asks of what it steps: as a `ShardStore` answers."""
 
     @property
-    def comparable(self) -> torch.Tensor | None:
-        """What computes, if writes to it are to be found."""
-        ...
+    def comparable(self) -> torch.Tensor | None: ...
 
-    def stepped_segments(self, first: int, last: int) -> list[Segment]:
-        """Where in [first, last) which optimizer group lies, without what is frozen."""
-        ...
+    def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
 
 
 class Tiler:
-    """A rule, tile by tile: cast and scale the gradient, update, cast the parameter out, all while in cache. One thread
-    uses it at a time.
-    """
+    """A rule, tile by tile: cast and scale the gradient, update, cast out, all while in cache. One thread at a time."""
 
     def __init__(self, rule: Rule, size: int | None = None) -> None:
         self._rule = rule
@@ -85,9 +80,7 @@ class Tiler:
         out: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; it may be the memory of
-        the range's own gradient.
-        """
+        """[start, stop) of a window. `gradient` lies along the shard; `out`, along the range, may be its memory."""
         size = self._size or TILE[window.master.device.type]
         used = shard.comparable
         for segment in shard.stepped_segments(start, stop):
@@ -133,8 +126,8 @@ class TiledStepper:
             store.make_states(rule.state_names(groups))
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        window = StateWindow.whole(store)
-        self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
+        for window in whole_window(store):
+            self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
         """A method of the user's class that changes masters. `has_states`: a step has been taken."""
@@ -164,9 +157,7 @@ class TiledStepper:
     def make_states(
         self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Have the states that a checkpoint names, by parameter: room for those that lie along it, which a rule has
-        from the start, and values for the others.
-        """
+        """Have a checkpoint's states: room for those along a parameter, which a rule has already, values for others."""
         if isinstance(self._rule, InstanceRule):
             for member in (member for store in self._stores for member in store.spec.layout.members):
                 if member.name in loose:
