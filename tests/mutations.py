@@ -572,7 +572,7 @@ MUTATIONS = [
     ),
     Mutation(
         "write-takes-all-over",
-        "onefold/optim/written.py",
+        "onefold/optim/steppers.py",
         "torch.where(rounded == used, master, used.to(master.dtype))",
         "used.to(master.dtype)",
         "test_held_parameters.py -k part_of_a_line",

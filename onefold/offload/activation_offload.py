@@ -62,7 +62,9 @@ class Inputs:
     def pack(self, tensor: Tensor) -> OffloadedInput:
         tensor = tensor.detach()
         device = torch.device("cpu") if self._on_host else tensor.device
-        if not self._is_movable(tensor) or (device == tensor.device and self._num_slots is None):
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
+        movable = plain and tensor.numel() > 0 and tensor.data_ptr() not in self._parameters
+        if not movable or (device == tensor.device and self._num_slots is None):
             return OffloadedInput(tensor, tensor.device, version=tensor._version)
         crosses = tensor.is_cuda and device.type == "cpu"
         if self._num_slots is None:
@@ -89,10 +91,6 @@ class Inputs:
             offloaded.arrived.order()
             _check_unchanged(tensor, version)  # A change in place would have raced with the copy.
         self._copying.clear()
-
-    def _is_movable(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
-        return plain and tensor.numel() > 0 and tensor.data_ptr() not in self._parameters
 
 
 @cache

@@ -102,8 +102,10 @@ class OffloadMemory:
         self.bus = bus
         self.pinned = options.optimizer.pin_memory and options.param.pin_memory and bus.crosses
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
-        self.worker = ThreadPoolExecutor(1, "onefold-host", initializer=_use, initargs=(bus.device,))
-        self._leave_cores()
+        self.worker = ThreadPoolExecutor(1, "onefold-host")
+        if bus.crosses:
+            self.worker.submit(torch.cuda.set_device, bus.device).result()  # a new thread begins with the first GPU
+            self._leave_cores()
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
@@ -127,7 +129,7 @@ class OffloadMemory:
     def _leave_cores(self) -> None:
         """The host waits for its slowest thread: two cores are left to the trainer and its device."""
         num = torch.get_num_threads()
-        if self.bus.crosses and num >= 8:
+        if num >= 8:
             self.worker.submit(torch.set_num_threads, num - 2).result()
             torch.set_num_threads(num)  # threads that are new take the last number that anybody set
 
@@ -169,12 +171,6 @@ class OffloadMemory:
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()
-
-
-def _use(device: torch.device) -> None:
-    """A new thread begins with the first GPU, whichever its process uses."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 # Copies down that may be under way before the oldest holds the compute up.

@@ -14,7 +14,7 @@ from onefold.config import ConfigError
 from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, check_together
 from onefold.config.read import meant_key
-from onefold.optim.instance import InstanceRule, is_forwarded, is_torchs, plain_number
+from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs, plain_number
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments
 
@@ -162,7 +162,7 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
 def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> None:
     """Refuse what a step of ours would leave out."""
     name, patched = type(optimizer).__name__, vars(optimizer).get("step")
-    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched") and not is_forwarded(patched):
+    if patched is not None and not any(hasattr(patched, mark) for mark in ("_wrapped_by_lr_sched", FORWARD_MARK)):
         raise ConfigError(
             f"optimizer {name} was given another `step` on the instance, which would not be called: pass the optimizer "
             "as its class makes it, or override step in a subclass"

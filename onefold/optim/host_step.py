@@ -24,7 +24,7 @@ from onefold.offload.bus import Arrival
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import StepOutput
+from onefold.offload.param_shard import LastUse, StepOutput
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.rules import Rule
 from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
@@ -100,7 +100,7 @@ class HostStep:
                 store.start_step(stepped)
         self._asked = asked
 
-    def _try(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: torch.cuda.Event | None) -> Arrival:
+    def _try(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
         """After an error nothing more is stepped."""
         if self._failed is not None:
             raise self._failed.with_traceback(None)
@@ -111,9 +111,7 @@ class HostStep:
             raise
 
     @torch.no_grad()
-    def _step(
-        self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: torch.cuda.Event | None
-    ) -> Arrival:
+    def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
         if not self._delays:  # with a delay another gradient may be on its way by now
             _gradient_of(store).wait()
         store.wait_for_master()

@@ -26,8 +26,9 @@ from onefold.optim.rules import Hyper, Tile
 
 # Methods that change parameters and states outside a step, where a class has them (ScheduleFree).
 METHODS = ("train", "eval")
-# Methods of the user's instance that speak of gradients and states which are kept elsewhere.
+# Of a method that an engine has put on an instance.
 FORWARD_MARK = "_goes_to_the_engine"
+# Methods of the user's instance that speak of gradients and states which are kept elsewhere.
 FORWARDED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", *METHODS)
 _TORCHS = {
     "param_groups",
@@ -48,11 +49,6 @@ _quiet = threading.RLock()
 def is_torchs(instance: object) -> bool:
     """Of torch itself: such a class writes to parameters and their states, and to nothing else."""
     return type(instance).__module__.startswith("torch.optim")
-
-
-def is_forwarded(method: object) -> bool:
-    """Whether an earlier engine has put it on an instance."""
-    return getattr(method, FORWARD_MARK, False) is True
 
 
 def plain_step(instance: torch.optim.Optimizer) -> None:

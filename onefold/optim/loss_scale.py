@@ -7,6 +7,7 @@ The engine multiplies the loss by `value`, divides the reduced gradients by that
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from onefold.config.schema import Fp16
@@ -32,6 +33,7 @@ class StaticLossScale:
         self.value = float(state["value"])
 
 
+@dataclass(eq=False)
 class DynamicLossScale:
     """Halves on overflow, doubles once `window` steps have passed without one.
 
@@ -40,20 +42,16 @@ class DynamicLossScale:
     overflows in a row. Once spent it stays spent until then: every further overflow halves.
     """
 
-    def __init__(
-        self,
-        initial_scale_power: int = 16,
-        window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_scale: float = 1.0,
-    ) -> None:
-        self.value = 2.0**initial_scale_power
-        self.window = window
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.min_scale = float(min_scale)
-        self.remaining_hysteresis = hysteresis
+    initial_scale_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.value = 2.0**self.initial_scale_power
+        self.min_scale = float(self.min_scale)
+        self.remaining_hysteresis = self.hysteresis
         self.iteration = 0
         self.last_overflow_iteration = -1
 

@@ -186,11 +186,8 @@ class _Warmup:
         self.num_steps: int = max(2, _read("warmup_num_steps", num_steps))
         self.kind: str = _read("warmup_type", kind)
 
-    def covers(self, iteration: int) -> bool:
-        return iteration < self.num_steps
-
     def height_at(self, iteration: int) -> float:
-        """0 at iteration 0 and before; 'log' arrives at 1 in the last covered iteration, 'linear' right after it."""
+        """0 at iteration 0 and before; 'log' arrives at 1 in its last iteration, 'linear' right after it."""
         started = max(0, iteration)
         if self.kind == "log":
             return (1.0 / math.log(self.num_steps)) * math.log(started + 1)  # in DeepSpeed's order of rounding
@@ -218,7 +215,7 @@ class WarmupLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def _height_at(self, iteration: int) -> float:
-        return self.warmup.height_at(iteration) if self.warmup.covers(iteration) else 1.0
+        return self.warmup.height_at(iteration) if iteration < self.warmup.num_steps else 1.0
 
     def _rates_at(self, iteration: int) -> list[float]:
         height = self._height_at(iteration)
@@ -242,7 +239,7 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _height_at(self, iteration: int) -> float:
-        if self.warmup.covers(iteration):
+        if iteration < self.warmup.num_steps:
             return self.warmup.height_at(iteration)
         decay_steps = max(1, self.total_num_steps - self.warmup.num_steps)
         return max(0.0, (self.total_num_steps - iteration) / decay_steps)
@@ -275,7 +272,7 @@ class WarmupCosineLR(LRSchedule):
     def _rates_at(self, iteration: int) -> list[float]:
         if iteration < 0:
             ratio = 0.0
-        elif self.warmup.covers(iteration):
+        elif iteration < self.warmup.num_steps:
             ratio = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.height_at(iteration)
         else:
             cosine_steps = self.total_num_steps - self.warmup.num_steps

@@ -30,8 +30,7 @@ from onefold.optim.norm import (
     spell_groups,
     tell_difference,
 )
-from onefold.optim.steppers import Step, TiledStepper, WholeStepper, whole_window
-from onefold.optim.written import WriteCheck
+from onefold.optim.steppers import Step, TiledStepper, WholeStepper, WriteCheck, whole_window
 from onefold.plan import Plan, Tier
 from onefold.runtime import FlatParam, Schedule, Unit
 
