@@ -366,8 +366,8 @@ MUTATIONS = [
     Mutation(
         "ratio-of-what-is-offloaded",
         "onefold/plan/memory.py",
-        "if used > (1 - budget.ratio) * total:",
-        "if used > budget.ratio * total:",
+        "if used > (1 - ratio) * total:",
+        "if used > ratio * total:",
         "test_offload_cases.py -k ratio",
     ),
     Mutation(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,7 @@ from onefold.offload.bus import Arrival, Bus
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, Flat, HostShard, ParamShard
-from onefold.plan import FlatParamSpec, Plan, Tier, TierBudget, assign_tiers, count_bytes
+from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.memory import master_dtype, stays_unsharded
 from onefold.plan.table import Offload
 from onefold.pool import Pool
@@ -28,15 +28,15 @@ def place(
     """The same flat parameters with their residency; the rank with the least room decides for all."""
     if plan.states.tier is Tier.DEVICE and plan.parameters.tier is Tier.DEVICE:
         return list(specs)
-    free_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    budget = TierBudget.of(plan, free_device=free_device, free_host=available_bytes())
-    rows = agreement.meet("the room in each tier", [budget.device or 0, budget.host or 0])
-    budget = replace(
-        budget,
-        device=min(row[0] for row in rows) if budget.device is not None else None,
-        host=min(row[1] for row in rows) // num_ranks_on_node(agreement.group),
-    )
-    return assign_tiers(specs, plan, budget)
+    on_device, on_host = plan.offload.device_bytes, plan.offload.host_bytes
+    if on_device is None and device.type == "cuda":  # the memory of a CPU is no reason to leave it
+        on_device = torch.cuda.mem_get_info(device)[0] * 3 // 4
+    if on_host is None:
+        on_host = available_bytes() * 9 // 10
+    rows = agreement.meet("the room in each tier", [on_device or 0, on_host])
+    on_device = min(row[0] for row in rows) if on_device is not None else None
+    on_host = min(row[1] for row in rows) // num_ranks_on_node(agreement.group)
+    return assign_tiers(specs, plan, device_bytes=on_device, host_bytes=on_host)
 
 
 def make_memory(

@@ -58,7 +58,7 @@ def exchange_scalars(
     flags = int(late) * _LATE + int(alarm) * _ALARM
     rows = _meet(schedule, _STEP, as_integer(mine.item()), flags, groups.digest if groups else 0)
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
-        one, other = tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
+        one, other = _tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
         raise RuntimeError(
             f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} "
             "before a step, and must be the same on all, as each rank steps a slice of the model: let a schedule see "
@@ -77,6 +77,20 @@ def meet_for_call(schedule: Schedule, method: str) -> None:
     _meet(schedule, 1 + METHODS.index(method))
 
 
+def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
+    agreement, what = schedule.order.agreement, "what the optimizer wrote to its param_groups"
+    mine = _spell_groups(groups)
+    if len({row[0] for row in agreement.meet(what, [_digest(mine)])}) > 1:
+        one, other = _tell_difference(agreement, what, mine)
+        raise RuntimeError(
+            f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
+            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
+            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
+            "where it has such a mode); or use zero_optimization.stage 0"
+        )
+
+
 def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
     """Every rank's numbers, once all make the same call, and have done the same to parameters since the last one."""
     done = {
@@ -84,7 +98,7 @@ def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups
         "dropped": ", ".join(schedule.dropped_names()),
         "written": ", ".join(schedule.written_names()),
     }
-    done_digest = digest(done) if any(done.values()) else 0
+    done_digest = _digest(done) if any(done.values()) else 0
     rows = schedule.meet_for_step([square, flags + call * _CALL, done_digest, groups])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
@@ -95,7 +109,7 @@ def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups
                 f"rank {rank} calls {calls[call]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
     if len({row[_DONE] for row in rows}) > 1:
-        one, other = tell_difference(schedule.order.agreement, "what was done to parameters", done)
+        one, other = _tell_difference(schedule.order.agreement, "what was done to parameters", done)
         raise RuntimeError(
             f"rank {other.rank} has {_WORDS[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
             f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
@@ -115,7 +129,7 @@ _WORDS = {
 # -- groups of all ranks --------------------------------------------------------------------------------------------
 
 
-def spell_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _spell_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Every value that is plain data, under a name that says where it stands."""
     return {
         f"param_groups[{index}][{key!r}]": _spell(value)
@@ -131,7 +145,7 @@ def _spell(value: Any) -> str:
     return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def digest(spelled: Mapping[str, str]) -> int:
+def _digest(spelled: Mapping[str, str]) -> int:
     """A number that fits in a row."""
     text = "\0".join(f"{key}={value}" for key, value in sorted(spelled.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
@@ -150,8 +164,8 @@ class Spelled:
         named = zip(groups, self._keys, strict=True)
         held = [{key: plain_number(group.get(key)) for key in keys} for group, keys in named]
         if held != self._held:
-            self._held, self.text = held, spell_groups(held)
-            self.digest = digest(self.text)
+            self._held, self.text = held, _spell_groups(held)
+            self.digest = _digest(self.text)
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,7 @@ class Held:
     value: str | None
 
 
-def tell_difference(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[Held, Held]:
+def _tell_difference(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[Held, Held]:
     """A key that two ranks hold differently, the same on all ranks, which call this together. They do differ."""
     told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
     for key in dict.fromkeys(key for one in told for key in one):

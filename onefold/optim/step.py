@@ -21,15 +21,7 @@ from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.norm import (
-    Spelled,
-    StepScalars,
-    digest,
-    exchange_scalars,
-    meet_for_call,
-    spell_groups,
-    tell_difference,
-)
+from onefold.optim.norm import Spelled, StepScalars, compare_written_groups, exchange_scalars, meet_for_call
 from onefold.optim.steppers import Step, TiledStepper, WholeStepper, WriteCheck, whole_window
 from onefold.plan import Plan, Tier
 from onefold.runtime import FlatParam, Schedule, Unit
@@ -131,7 +123,8 @@ class ShardedStep:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
             rule.finish(self.groups)
         self.num_steps += 1
-        self._compare_groups()
+        if self._compares:
+            compare_written_groups(schedule, self.name, self.groups)
 
     def groups_to_compare(self) -> Spelled | None:
         """What all ranks must hold alike before a step; the user's own class is looked at after its steps instead."""
@@ -151,22 +144,6 @@ class ShardedStep:
                 yield
         finally:
             self.in_user_code = False
-
-    def _compare_groups(self) -> None:
-        """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
-        if not self._compares:
-            return
-        agreement, what = self._schedule.order.agreement, "what the optimizer wrote to its param_groups"
-        mine = spell_groups(self.groups)
-        if len({row[0] for row in agreement.meet(what, [digest(mine)])}) == 1:
-            return
-        one, other = tell_difference(agreement, what, mine)
-        raise RuntimeError(
-            f"optimizer {self.name}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
-            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
-            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
-            "where it has such a mode); or use zero_optimization.stage 0"
-        )
 
     def call(self, method: str) -> None:
         """A method of the user's class that changes parameters (`train`, `eval`), over masters. All ranks call it."""

@@ -11,7 +11,6 @@ from onefold.plan.memory import (
     FlatParamSpec,
     ModelBytes,
     Residency,
-    TierBudget,
     assign_tiers,
     count_bytes,
     count_crossing,

@@ -191,70 +191,58 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
 # -- which flat parameter rests in which tier -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TierBudget:
-    """How much of each tier model state may take, in bytes, and how much a config asks to be kept from lower ones."""
-
-    ratio: float | None = 1.0
-    """The share of the states that is offloaded; None: as little as the device has room for."""
-    device: int | None = None
-    host: int | None = None
-    states_on_host: int = 0
-    """Elements whose states stay on the host where others go to disk; parameters alike."""
-    parameters_on_host: int = 0
-
-    @staticmethod
-    def of(plan: Plan, *, free_device: int | None, free_host: int) -> TierBudget:
-        """`free_device`: None where the device is the host itself, whose memory is then no reason to leave it."""
-        offload = plan.offload
-        device = free_device * 3 // 4 if free_device is not None else None
-        return TierBudget(
-            ratio=offload.optimizer.ratio,
-            device=offload.device_bytes if offload.device_bytes is not None else device,
-            host=offload.host_bytes if offload.host_bytes is not None else free_host * 9 // 10,
-            states_on_host=offload.optimizer.max_in_cpu,
-            parameters_on_host=offload.param.max_in_cpu,
-        )
-
-
-def assign_tiers(specs: Sequence[FlatParamSpec], plan: Plan, budget: TierBudget) -> list[FlatParamSpec]:
-    """The same flat parameters, each with its residency."""
-    wanted = plan.states.tier
+def assign_tiers(
+    specs: Sequence[FlatParamSpec], plan: Plan, *, device_bytes: int | None = None, host_bytes: int | None = None
+) -> list[FlatParamSpec]:
+    """The same flat parameters, each with its residency. `device_bytes` and `host_bytes`: what model state may take of
+    these tiers where the config names no share (`ratio`); None: as much as it likes.
+    """
+    wanted, ratio = plan.states.tier, plan.offload.optimizer.ratio
     settled = list(specs)
     trained = [place for place, spec in enumerate(specs) if spec.trainable]
     if wanted is not Tier.DEVICE:
-        on_host = trained if wanted is Tier.HOST or budget.ratio is None else []
+        below = Residency(Tier.HOST if ratio is None else wanted)
         for place in trained:
-            settled[place] = replace(specs[place], residency=Residency(Tier.HOST if place in on_host else Tier.NVME))
+            settled[place] = replace(specs[place], residency=below)
         settled = [_with_parameters(spec, plan) for spec in settled]
-        for place in _kept_on_device(settled, trained, plan, budget):
+        for place in _kept_on_device(settled, trained, plan, device_bytes):
             settled[place] = replace(specs[place], residency=Residency())
     left = [place for place in trained if settled[place].residency.offloads_states]
-    if wanted is Tier.NVME and budget.ratio is None:
+    if wanted is Tier.NVME and ratio is None:
         for place in reversed(left):  # what the host has no room for goes to disk, the last first
-            if budget.host is None or count_bytes(settled, plan, Tier.HOST).total <= budget.host:
+            if host_bytes is None or count_bytes(settled, plan, Tier.HOST).total <= host_bytes:
                 break
             settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
     elif wanted is Tier.NVME:
-        spare = budget.states_on_host
+        spare = plan.offload.optimizer.max_in_cpu
         for place in left:
             spare -= specs[place].layout.shard_size
             if spare >= 0:
                 settled[place] = replace(settled[place], residency=Residency(Tier.HOST))
-    return _settle_parameters(settled, plan, budget)
+    settled = [_with_parameters(spec, plan) for spec in settled]
+    spare = plan.offload.param.max_in_cpu
+    for place, spec in enumerate(settled):
+        if spec.residency.parameters is Tier.NVME:
+            spare -= spec.layout.shard_size
+            if spare >= 0:
+                settled[place] = replace(spec, residency=replace(spec.residency, parameters=Tier.HOST))
+    return settled
 
 
-def _kept_on_device(settled: list[FlatParamSpec], trained: list[int], plan: Plan, budget: TierBudget) -> list[int]:
-    """The first ones, as far as the ratio or the budget goes."""
+def _kept_on_device(
+    settled: list[FlatParamSpec], trained: list[int], plan: Plan, device_bytes: int | None
+) -> list[int]:
+    """The first ones, as far as the ratio or the device goes."""
     kept: list[int] = []
-    if budget.ratio is None:
-        if budget.device is None:
+    ratio = plan.offload.optimizer.ratio
+    if ratio is None:
+        if device_bytes is None:
             return trained
         trial = list(settled)
         for place in trained:
             trial[place] = replace(trial[place], residency=Residency())
             bytes_ = count_bytes(trial, plan)
-            if bytes_.total + 2 * bytes_.largest_slot > budget.device:
+            if bytes_.total + 2 * bytes_.largest_slot > device_bytes:
                 break
             kept.append(place)
         return kept
@@ -262,23 +250,10 @@ def _kept_on_device(settled: list[FlatParamSpec], trained: list[int], plan: Plan
     used = 0
     for place in trained:
         used += settled[place].layout.numel
-        if used > (1 - budget.ratio) * total:
+        if used > (1 - ratio) * total:
             break
         kept.append(place)
     return kept
-
-
-def _settle_parameters(settled: list[FlatParamSpec], plan: Plan, budget: TierBudget) -> list[FlatParamSpec]:
-    """Where parameters rest, the first on the host as far as it was asked to keep them."""
-    found, spare = [], budget.parameters_on_host
-    for spec in settled:
-        placed = _with_parameters(spec, plan)
-        if placed.residency.parameters is Tier.NVME:
-            spare -= placed.layout.shard_size
-            if spare >= 0:
-                placed = replace(placed, residency=replace(placed.residency, parameters=Tier.HOST))
-        found.append(placed)
-    return found
 
 
 def _with_parameters(spec: FlatParamSpec, plan: Plan) -> FlatParamSpec:

@@ -29,17 +29,7 @@ from onefold.offload.nvme import SwapFiles
 from onefold.optim.host_step import TILE
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
-from onefold.plan import (
-    Crossing,
-    FlatParamSpec,
-    Layout,
-    Tier,
-    TierBudget,
-    assign_tiers,
-    count_bytes,
-    count_crossing,
-    make_plan,
-)
+from onefold.plan import Crossing, FlatParamSpec, Layout, Tier, assign_tiers, count_bytes, count_crossing, make_plan
 from onefold.plan.layout import Segment
 
 Tell = Callable[[str, int, int], None]
@@ -350,7 +340,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     plan = replace(make_plan(config, world_size=1), num_states=2)
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
     spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False)
-    specs = assign_tiers([spec] * _NUM_UNITS, plan, TierBudget(ratio=plan.offload.optimizer.ratio))
+    specs = assign_tiers([spec] * _NUM_UNITS, plan)
     crossing = count_crossing(specs, plan, 1, device_casts=True)
     stepped = sum(spec.layout.numel for spec in specs if spec.residency.offloads_states)
     bus, disk = measured.bus, measured.disk
