@@ -52,7 +52,6 @@ class GradShard:
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         """Forget what has been reduced."""
-        self.value = None
 
     def tensors(self) -> list[torch.Tensor]:
         """What is held, in the tier of this shard."""

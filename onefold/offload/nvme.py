@@ -211,7 +211,7 @@ class DiskTensor:
 
 
 class SwapFiles:
-    """Files of one rank of one job, on one or several drives. `count` hears "read" or "write" and bytes, at a start."""
+    """Files of one rank, on one or several drives. `count` hears "read" or "write" and bytes on the caller's thread."""
 
     def __init__(self, paths: Sequence[str], *, aio: Aio, rank: int, count: Callable[[str, int], None]) -> None:
         assert paths, "a swap needs a path"

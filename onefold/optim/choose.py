@@ -57,7 +57,7 @@ class Chosen:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it treats every element by itself, as a user's own class may say of itself (`elementwise = True`)."""
+        """Whether it is known to treat every element by itself; a user's own class says so by `elementwise = True`."""
         # ScheduleFree's classes keep counters in their groups and look at each element by itself.
         known = is_torchs(self.instance) or type(self.instance).__module__.startswith("schedulefree.")
         listed = known and self.name.lower() not in NOT_ELEMENTWISE

@@ -66,7 +66,7 @@ def plain_step(instance: torch.optim.Optimizer) -> None:
 def step_hooks(
     when: Literal["pre", "post"], outer: torch.optim.Optimizer, instance: torch.optim.Optimizer | None
 ) -> list[tuple[Callable[..., Any], torch.optim.Optimizer]]:
-    """Those for all optimizers, outermost, those on the user's instance, those on the one he got; each with its own."""
+    """Hooks, each with the optimizer to call it with. Torch's for all optimizers stand outermost."""
     each = [outer] if instance is None else [instance, outer]
     own = [(hook, of) for of in each for hook in getattr(of, f"_optimizer_step_{when}_hooks").values()]
     shared = [(hook, outer) for hook in getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()]

@@ -46,8 +46,8 @@ class LRSchedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Moves to the next iteration, or to the one given, and sets the groups' learning rates."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        given = last_batch_iteration
+        self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
         self._apply()
 
     def get_lr(self) -> list[float]:

@@ -133,7 +133,7 @@ class Tiler:
         out: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """[start, stop) of a window. `gradient` lies along the shard; `out`, along the range, may be its memory."""
+        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
         size = self._size or TILE[window.master.device.type]
         used = shard.comparable
         for segment in shard.stepped_segments(start, stop):
