@@ -338,6 +338,8 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting]})
     plan = replace(make_plan(config, world_size=1), num_states=2)
+    # All of it, whatever the host could keep.
+    plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
     spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False)
     specs = assign_tiers([spec] * _NUM_UNITS, plan)
