@@ -118,7 +118,7 @@ MUTATIONS = [
     ),
     Mutation(
         "disk-window-before-its-read",
-        "onefold/optim/state_stream.py",
+        "onefold/optim/host_step.py",
         "            _wait(passing)\n            yield",
         "            yield",
         "test_offload_waits.py -k window",
@@ -365,9 +365,9 @@ MUTATIONS = [
     ),
     Mutation(
         "ratio-of-what-is-offloaded",
-        "onefold/plan/tiers.py",
-        "if used > (1 - budget.ratio) * total:",
-        "if used > budget.ratio * total:",
+        "onefold/plan/memory.py",
+        "if used > (1 - ratio) * total:",
+        "if used > ratio * total:",
         "test_offload_cases.py -k ratio",
     ),
     Mutation(
@@ -572,7 +572,7 @@ MUTATIONS = [
     ),
     Mutation(
         "write-takes-all-over",
-        "onefold/optim/written.py",
+        "onefold/optim/steppers.py",
         "torch.where(rounded == used, master, used.to(master.dtype))",
         "used.to(master.dtype)",
         "test_held_parameters.py -k part_of_a_line",

@@ -25,7 +25,7 @@ def held(engine: onefold.Engine) -> int:
             tensors += [
                 store.master,
                 store.param_copy,
-                *(state.memory for state in engine.state.step.held_states(store)),
+                *(state.memory for state in engine.state.step.stepper.held_states(store)),
             ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
@@ -74,7 +74,7 @@ def by_kind(engine: onefold.Engine) -> dict[str, int]:
             "lp_params": [run.full],
             "lp_grads": run.grad.device_tensors(),
             "hp_params": [store.master],
-            "optim_states": [state.memory for state in engine.state.step.held_states(store)],
+            "optim_states": [state.memory for state in engine.state.step.stepper.held_states(store)],
         }
         for kind, held in tensors.items():
             found[kind] += sum(tensor.untyped_storage().size() for tensor in held)

@@ -165,7 +165,7 @@ class Loading:
             opened.append(found)
 
         step = self._state.step
-        undo = step.remember_states() if step is not None else lambda: None
+        undo = step.stepper.remember_states() if step is not None else lambda: None
         try:
             problem = self._agree(prepare)
         except Exception:
@@ -280,7 +280,7 @@ class Loading:
                     f"{found.checkpoint.folder}: its optimizer keeps other states than {step.name} here: the "
                     "learning rate and all else that a group has stay as this job's config says"
                 )
-            step.take_attributes(state["optimizer"].get("attributes", {}))
+            step.attributes.take(state["optimizer"].get("attributes", {}))
             self._restore_loss_scale(state["loss_scale"] or {})
         if self._restores_schedule(found, asked):
             self._state.lr_scheduler.load_state_dict(state["lr_scheduler"])

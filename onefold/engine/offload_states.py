@@ -104,7 +104,7 @@ def _tensors(state: TrainState, kinds: set[OffloadStateTypeEnum]) -> Iterator[to
                 *(held[OffloadStateTypeEnum.lp_params] if is_slice else []),
                 store.master,
             ]
-            held[OffloadStateTypeEnum.optim_states] = [s.memory for s in state.step.held_states(store)]
+            held[OffloadStateTypeEnum.optim_states] = [s.memory for s in state.step.stepper.held_states(store)]
         for kind in kinds & held.keys():
             yield from (tensor for tensor in held[kind] if isinstance(tensor, torch.Tensor))
 

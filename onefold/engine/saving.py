@@ -181,7 +181,7 @@ class Saving:
 
     def _optimizer_attributes(self) -> dict[str, Any]:
         step = self._state.step
-        found, unsaved = step.own_attributes() if step is not None else ({}, [])
+        found, unsaved = step.attributes.values() if step is not None else ({}, [])
         for name in unsaved:
             logger.warning(
                 "the optimizer's step writes its attribute %r, and a checkpoint holds numbers, text and containers of "

@@ -12,6 +12,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from onefold.offload.host_memory import page_aligned
 _ALIGNMENT = 512  # Bytes: kernels may choose by it, and torch's own CUDA allocations have it.
 
 _buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # One memory of memory, and its free slots.
-_buses: dict[torch.device, Bus] = {}
 
 
 def forget_buffers() -> None:
@@ -62,7 +62,9 @@ class Inputs:
     def pack(self, tensor: Tensor) -> OffloadedInput:
         tensor = tensor.detach()
         device = torch.device("cpu") if self._on_host else tensor.device
-        if not self._is_movable(tensor) or (device == tensor.device and self._num_slots is None):
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
+        movable = plain and tensor.numel() > 0 and tensor.data_ptr() not in self._parameters
+        if not movable or (device == tensor.device and self._num_slots is None):
             return OffloadedInput(tensor, tensor.device, version=tensor._version)
         crosses = tensor.is_cuda and device.type == "cpu"
         if self._num_slots is None:
@@ -90,16 +92,11 @@ class Inputs:
             _check_unchanged(tensor, version)  # A change in place would have raced with the copy.
         self._copying.clear()
 
-    def _is_movable(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
-        return plain and tensor.numel() > 0 and tensor.data_ptr() not in self._parameters
 
-
+@cache
 def _bus(device: torch.device) -> Bus:
     """Inputs leave beside what computes, as gradients do."""
-    if device not in _buses:
-        _buses[device] = Bus(device, lambda _way, _num_bytes: None)
-    return _buses[device]
+    return Bus(device, lambda _way, _num_bytes: None)
 
 
 def _check_unchanged(tensor: Tensor, version: int) -> None:

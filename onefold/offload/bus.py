@@ -41,8 +41,7 @@ class Bus:
         self.device = device
         self.count = count
         self.crosses = device.type == "cuda"
-        self._down = torch.cuda.Stream(device) if self.crosses else None
-        self._up = torch.cuda.Stream(device) if self.crosses else None
+        self._streams = {way: torch.cuda.Stream(device) for way in ("down", "up")} if self.crosses else {}
 
     def down(self, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> Arrival:
         """`add` only where nothing crosses: a bus cannot add."""
@@ -51,36 +50,27 @@ class Bus:
             self.count("down", source.nbytes)
             target.add_(source)
             return HERE
-        return self._copy("down", self._down, source, target, self.now())
+        return self._copy("down", source, target, self.now())
 
     def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
-        """`after`: the last use of the target, where the caller's own stream does not know it. Another dtype is cast on
-        the device.
-        """
-        return self._copy("up", self._up, source, target, after or self.now())
+        """The device casts. `after`: the last use of the target, where the caller's own stream does not know it."""
+        return self._copy("up", source, target, after or self.now())
 
     def now(self) -> torch.cuda.Event | None:
         """Where the caller's stream stands."""
-        if self._up is None:
+        if not self.crosses:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _copy(
-        self,
-        way: str,
-        stream: torch.cuda.Stream | None,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        after: torch.cuda.Event | None,
-    ) -> Arrival:
+    def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
         self.count(way, source.nbytes)
-        if stream is None:
+        if not self.crosses:
             target.copy_(source)
             return HERE
         assert after is not None
-        arrived = torch.cuda.Event(blocking=True)
+        stream, arrived = self._streams[way], torch.cuda.Event(blocking=True)
         stream.wait_event(after)
         with torch.cuda.stream(stream):
             if source.dtype == target.dtype:

@@ -52,7 +52,6 @@ class GradShard:
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         """Forget what has been reduced."""
-        self.value = None
 
     def tensors(self) -> list[torch.Tensor]:
         """What is held, in the tier of this shard."""
@@ -114,14 +113,7 @@ class HostGrad(GradShard):
     tier = Tier.HOST
 
     def __init__(
-        self,
-        size: int,
-        dtype: torch.dtype,
-        compute: torch.dtype,
-        memory: OffloadMemory,
-        *,
-        alone: bool,
-        delays: bool,
+        self, size: int, dtype: torch.dtype, compute: torch.dtype, memory: OffloadMemory, *, alone: bool, delays: bool
     ) -> None:
         self._size, self._memory, self._alone = size, memory, alone
         self._own = memory.host(size, dtype)

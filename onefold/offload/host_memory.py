@@ -65,7 +65,10 @@ class Arena:
 
 def available_bytes() -> int:
     """Host memory that this process could still have: the machine's, or what its control group leaves."""
-    free = _meminfo("MemAvailable")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    if free is None:
+        raise RuntimeError("/proc/meminfo has no MemAvailable")
     limit = _cgroup_left()
     return free if limit is None else min(free, limit)
 
@@ -80,13 +83,6 @@ def check_room(needed: int, what: str, num_ranks: int) -> None:
             f'{what}. Offload less (zero_optimization.offload_optimizer.ratio, or "auto"), use more ranks, or let '
             "states rest on a disk (offload_optimizer.device nvme)"
         )
-
-
-def _meminfo(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/meminfo has no {field}")
 
 
 def _cgroup_left() -> int | None:

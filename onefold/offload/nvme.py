@@ -76,35 +76,27 @@ class _Drive:
     def page(self) -> int:
         return PAGE if self.folder.direct else 1  # Through the page cache every range is as good as another.
 
-    def read(self, memory: _Memory, offset: int, bounce: Callable[[], _Memory]) -> None:
-        if self._is_straight(memory, offset):
-            self._whole("read", memory.buffer, offset)
+    def move(
+        self, operation: Operation, memory: _Memory, offset: int, bounce: Callable[[], _Memory], tensor_end: int
+    ) -> None:
+        """One request: straight where file range and memory are pages, otherwise by way of a block."""
+        if (offset | len(memory) | memory.address) % self.page == 0:
+            self._whole(operation, memory.buffer, offset)
             return
-        begin, end = self._pages_around(memory, offset)
-        block = bounce()
-        self._whole("read", block.buffer[: end - begin], begin)
-        ctypes.memmove(memory.address, block.address + offset - begin, len(memory))
-
-    def write(self, memory: _Memory, offset: int, bounce: Callable[[], _Memory], tensor_end: int) -> None:
-        if self._is_straight(memory, offset):
-            self._whole("write", memory.buffer, offset)
-            return
-        begin, end = self._pages_around(memory, offset)
-        block = bounce()
         last = offset + len(memory)
+        begin, end = offset - offset % self.page, last + -last % self.page
+        block = bounce()
+        pages, inside = block.buffer[: end - begin], block.address + offset - begin
+        if operation == "read":
+            self._whole("read", pages, begin)
+            ctypes.memmove(memory.address, inside, len(memory))
+            return
         is_shared = begin < offset or (last < end and last != tensor_end)
         with self._shared_page if is_shared else nullcontext():
             if is_shared:
-                self._whole("read", block.buffer[: end - begin], begin)
-            ctypes.memmove(block.address + offset - begin, memory.address, len(memory))
-            self._whole("write", block.buffer[: end - begin], begin)
-
-    def _pages_around(self, memory: _Memory, offset: int) -> tuple[int, int]:
-        end = offset + len(memory)
-        return offset - offset % self.page, end + -end % self.page
-
-    def _is_straight(self, memory: _Memory, offset: int) -> bool:
-        return (offset | len(memory) | memory.address) % self.page == 0
+                self._whole("read", pages, begin)
+            ctypes.memmove(inside, memory.address, len(memory))
+            self._whole("write", pages, begin)
 
     def _whole(self, operation: Operation, buffer: memoryview, offset: int) -> None:
         """One request, however often the kernel stops on the way. Python itself goes on after a signal."""
@@ -219,10 +211,7 @@ class DiskTensor:
 
 
 class SwapFiles:
-    """Files of one rank of one job, on one or several drives, that hold flat tensors.
-
-    `count` hears "read" or "write" and the bytes of the tensor, once a transfer and on the caller's thread.
-    """
+    """Files of one rank, on one or several drives. `count` hears "read" or "write" and bytes on the caller's thread."""
 
     def __init__(self, paths: Sequence[str], *, aio: Aio, rank: int, count: Callable[[str, int], None]) -> None:
         assert paths, "a swap needs a path"
@@ -288,19 +277,15 @@ class SwapFiles:
         begin, end = tensor._offset, tensor._offset + tensor.nbytes
         request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))
         transfer = Transfer(request, _cut(begin, end, self._block, tensor._drive.page))
-        transfer.start(
-            self._threads_for(tensor._drive, operation), min(self._num_lanes, -(-tensor.nbytes // self._block))
-        )
+        if (tensor._drive, operation) not in self._threads:
+            threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
+            self._threads[tensor._drive, operation] = threads
+        num_lanes = min(self._num_lanes, -(-tensor.nbytes // self._block))
+        transfer.start(self._threads[tensor._drive, operation], num_lanes)
         self._count(operation, tensor.nbytes)
         if not self._overlaps:
             transfer.finish()
         return transfer
-
-    def _threads_for(self, drive: _Drive, operation: Operation) -> futures.ThreadPoolExecutor:
-        if (drive, operation) not in self._threads:
-            threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
-            self._threads[drive, operation] = threads
-        return self._threads[drive, operation]
 
     @property
     def is_direct(self) -> bool:
@@ -312,10 +297,7 @@ class SwapFiles:
     ) -> None:
         """One range of the file. `host` is here to stay alive: `memory` is only its address."""
         part = memory.part(begin - tensor._offset, end - tensor._offset)
-        if operation == "read":
-            tensor._drive.read(part, begin, self._bounce)
-        else:
-            tensor._drive.write(part, begin, self._bounce, tensor._tensor_end)
+        tensor._drive.move(operation, part, begin, self._bounce, tensor._tensor_end)
 
     def _bounce(self) -> _Memory:
         """A block of memory for this thread, kept for its next request."""

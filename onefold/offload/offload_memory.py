@@ -1,4 +1,6 @@
-"""The tiers below the device, as one engine has them: host memory, files, the bus, and the thread that works there."""
+"""The tiers below the device, as one engine has them: which flat parameter rests in which, decided by all ranks alike;
+host memory, files, the bus, and the thread that works there.
+"""
 
 from __future__ import annotations
 
@@ -9,70 +11,125 @@ from dataclasses import dataclass
 
 import torch
 
+from onefold.comm import Agreement, Ledger, num_ranks_on_node
 from onefold.offload.bus import Arrival, Bus
-from onefold.offload.host_memory import PAGE, Arena, page_aligned
+from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, Flat, HostShard, ParamShard
-from onefold.plan import Tier
+from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
+from onefold.plan.memory import master_dtype, stays_unsharded
+from onefold.plan.table import Offload
 from onefold.pool import Pool
 
 
-@dataclass(frozen=True)
-class DiskOptions:
-    """How what rests on disk passes through host memory."""
+def place(
+    specs: Sequence[FlatParamSpec], plan: Plan, agreement: Agreement, device: torch.device
+) -> list[FlatParamSpec]:
+    """The same flat parameters with their residency; the rank with the least room decides for all."""
+    if plan.states.tier is Tier.DEVICE and plan.parameters.tier is Tier.DEVICE:
+        return list(specs)
+    on_device, on_host = plan.offload.device_bytes, plan.offload.host_bytes
+    if on_device is None and device.type == "cuda":  # the memory of a CPU is no reason to leave it
+        on_device = torch.cuda.mem_get_info(device)[0] * 3 // 4
+    if on_host is None:
+        on_host = available_bytes() * 9 // 10
+    rows = agreement.meet("the room in each tier", [on_device or 0, on_host])
+    on_device = min(row[0] for row in rows) if on_device is not None else None
+    on_host = min(row[1] for row in rows) // num_ranks_on_node(agreement.group)
+    return assign_tiers(specs, plan, device_bytes=on_device, host_bytes=on_host)
 
-    num_buffers: int
-    buffer_size: int
-    reads_ahead: bool = True
-    writes_behind: bool = True
+
+def make_memory(
+    specs: Sequence[FlatParamSpec], plan: Plan, agreement: Agreement, ledger: Ledger, device: torch.device
+) -> OffloadMemory | None:
+    """Room below the device for what rests there; None where nothing does. What one rank lacks, all raise."""
+    needs = Needs.of(specs, plan)
+    if not (needs.host_bytes or needs.states_on_disk or needs.parameters_on_disk):
+        return None
+
+    def count(way: str, num_bytes: int) -> None:
+        ledger.count(way, "nvme" if way in ("read", "write") else "host", num_bytes)
+
+    on_host = count_bytes(specs, plan, Tier.HOST)
+    what = (
+        f"masters {on_host.masters / 1e9:.2f}, states {on_host.states / 1e9:.2f}, gradients "
+        f"{on_host.gradients / 1e9:.2f}, parameters {on_host.parameters / 1e9:.2f} GB"
+    )
+    try:
+        check_room(needs.host_bytes, what, num_ranks_on_node(agreement.group))
+        memory = OffloadMemory(needs, plan.offload, Bus(device, count), agreement.group.rank)
+    except (OSError, MemoryError, ValueError):
+        agreement.meet("the room below the device", [1])
+        raise
+    failed = [rank for rank, row in enumerate(agreement.meet("the room below the device", [0])) if row[0]]
+    if failed:
+        memory.close()
+        raise RuntimeError(f"rank {failed[0]} could not make room below the device: see its error")
+    return memory
+
+
+Need = tuple[int, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Needs:
     """What the tiers below the device have to hold, by arithmetic: bytes, and tensors as (elements, dtype)."""
 
-    host_bytes: int = 0
-    states_on_disk: Sequence[tuple[int, torch.dtype]] = ()
-    parameters_on_disk: Sequence[tuple[int, torch.dtype]] = ()
+    host_bytes: int
+    states_on_disk: Sequence[Need]
+    parameters_on_disk: Sequence[Need]
+
+    @staticmethod
+    def of(specs: Sequence[FlatParamSpec], plan: Plan) -> Needs:
+        """What is taken of each tier below the device while the engine is built."""
+        states: list[Need] = []
+        parameters: list[Need] = []
+        for spec in specs:
+            if spec.trainable and spec.residency.states is Tier.NVME:
+                # Where the master is what is gathered, it is reserved among the parameters.
+                num = plan.num_states + (0 if spec.master_is_shard else 1)
+                states += [(spec.layout.shard_size, master_dtype(spec.dtype))] * num
+            if not stays_unsharded(plan, spec) and spec.residency.parameters is Tier.NVME:
+                parameters.append((spec.layout.shard_size, spec.dtype))
+        return Needs(count_bytes(specs, plan, Tier.HOST).total, states, parameters)
 
 
 class OffloadMemory:
     """What an engine's runs and its optimizer take from below the device."""
 
-    def __init__(
-        self,
-        needs: Needs,
-        bus: Bus,
-        *,
-        pinned: bool,
-        states: DiskOptions,
-        parameters: DiskOptions,
-        swap_states: SwapFiles | None,
-        swap_parameters: SwapFiles | None,
-    ) -> None:
+    def __init__(self, needs: Needs, options: Offload, bus: Bus, rank: int) -> None:
+        self.options = options
         self.bus = bus
-        self.pinned = pinned and bus.crosses
-        self.disk_options = states
-        self._parameter_options = parameters
+        self.pinned = options.optimizer.pin_memory and options.param.pin_memory and bus.crosses
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
-        self.worker = ThreadPoolExecutor(1, "onefold-host", initializer=_use, initargs=(bus.device,))
-        self._leave_cores()
+        self.worker = ThreadPoolExecutor(1, "onefold-host")
+        if bus.crosses:
+            self.worker.submit(torch.cuda.set_device, bus.device).result()  # a new thread begins with the first GPU
+            self._leave_cores()
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
-        self._swaps = [swap for swap in (swap_states, swap_parameters) if swap is not None]
-        self._states = _Reserved(swap_states, needs.states_on_disk)
-        self._parameters = _Reserved(swap_parameters, needs.parameters_on_disk)
+        self._swaps: list[SwapFiles] = []
+        self._states = self._reserve(needs.states_on_disk, options.optimizer.nvme_path, rank)
+        self._parameters = self._reserve(needs.parameters_on_disk, options.param.nvme_path, rank)
         for swap in self._swaps:
             swap.open()
         self._parameter_buffers: Buffers | None = None
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
 
+    def _reserve(self, needs: Sequence[Need], paths: Sequence[str], rank: int) -> dict[Need, list[DiskTensor]]:
+        """Tensors on disk are reserved before the files are made."""
+        reserved: dict[Need, list[DiskTensor]] = {}
+        if needs:
+            swap = SwapFiles(paths, aio=self.options.aio, rank=rank, count=self.bus.count)
+            self._swaps.append(swap)
+            for need in needs:
+                reserved.setdefault(need, []).append(swap.reserve(*need))
+        return reserved
+
     def _leave_cores(self) -> None:
-        """Every operation of the host waits for its slowest thread: two cores are left to the trainer and its device,
-        which would take them anyway.
-        """
+        """The host waits for its slowest thread: two cores are left to the trainer and its device."""
         num = torch.get_num_threads()
-        if self.bus.crosses and num >= 8:
+        if num >= 8:
             self.worker.submit(torch.set_num_threads, num - 2).result()
             torch.set_num_threads(num)  # threads that are new take the last number that anybody set
 
@@ -93,18 +150,15 @@ class OffloadMemory:
             return DeviceShard(torch.empty(numel, dtype=dtype, device=self.bus.device), self.bus)
         if tier is Tier.HOST:
             return HostShard(self.host(numel, dtype), self.bus)
-        return DiskShard(self._parameters.take(numel, dtype), self._buffers_of_parameters(), self.bus)
+        if self._parameter_buffers is None:
+            options = self.options.param
+            size = min(options.buffer_size * 2 // PAGE * PAGE or PAGE, self._longest_parameter)
+            self._parameter_buffers = self.buffers(options.buffer_count, size)
+        return DiskShard(self._parameters[numel, dtype].pop(0), self._parameter_buffers, self.bus)
 
     def state(self, tier: Tier, numel: int, dtype: torch.dtype) -> Flat:
         """Room for a master or an optimizer state below the device, all zero."""
-        return self._states.take(numel, dtype) if tier is Tier.NVME else self.host(numel, dtype)
-
-    def _buffers_of_parameters(self) -> Buffers:
-        if self._parameter_buffers is None:
-            options = self._parameter_options
-            size = min(options.buffer_size * 2 // PAGE * PAGE or PAGE, self._longest_parameter)
-            self._parameter_buffers = self.buffers(options.num_buffers, size)
-        return self._parameter_buffers
+        return self._states[numel, dtype].pop(0) if tier is Tier.NVME else self.host(numel, dtype)
 
     def forget_prefetched(self) -> None:
         """Shards are about to change: what was read ahead is old."""
@@ -117,25 +171,6 @@ class OffloadMemory:
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()
-
-
-def _use(device: torch.device) -> None:
-    """A new thread begins with the first GPU, whichever its process uses."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-class _Reserved:
-    """Tensors on disk that were reserved before the files were made."""
-
-    def __init__(self, swap: SwapFiles | None, needs: Sequence[tuple[int, torch.dtype]]) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[DiskTensor]] = {}
-        for need in needs:
-            assert swap is not None
-            self._free.setdefault(need, []).append(swap.reserve(*need))
-
-    def take(self, numel: int, dtype: torch.dtype) -> DiskTensor:
-        return self._free[numel, dtype].pop(0)
 
 
 # Copies down that may be under way before the oldest holds the compute up.
@@ -172,42 +207,30 @@ class GradOffload:
         if not add and total.dtype == target.dtype:
             arriving = arrival = bus.down(total, target)
         elif bus.crosses:
-            landings = self._landings or self._make_landings()
-            buffer = landings.take()
+            if self._landings is None:
+                self._landings = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
+            buffer = self._landings.take()
             landed = buffer[: total.nbytes].view(total.dtype)
             arrival = bus.down(total, landed)
-            arriving = self._worker.submit(_take_over, arrival, landings, buffer, landed, target, add)
+            arriving = self._worker.submit(_take_over, arrival, self._landings, buffer, landed, target, add)
         else:
             arriving = arrival = bus.down(total, target, add=add)
         self._under_way.append((arrival, total, slot, pool, key))
-        while len(self._under_way) > (COPIES_IN_FLIGHT if bus.crosses else 0):
-            self._give_back()
+        self.finish(COPIES_IN_FLIGHT if bus.crosses else 0)
         return arriving
 
-    def finish(self) -> None:
-        """The device's buffers are free again, as the compute stream sees it."""
-        while self._under_way:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        arrival, total, slot, pool, key = self._under_way.popleft()
-        arrival.order()
-        pool.give_back(slot, key)
-        if total is not slot:
-            pool.give_back(total)
-
-    def _make_landings(self) -> Buffers:
-        self._landings = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
-        return self._landings
+    def finish(self, num_left: int = 0) -> None:
+        """The device's buffers are free again, as the compute stream sees it, but for the newest `num_left`."""
+        while len(self._under_way) > num_left:
+            arrival, total, slot, pool, key = self._under_way.popleft()
+            arrival.order()
+            pool.give_back(slot, key)
+            if total is not slot:
+                pool.give_back(total)
 
 
 def _take_over(
-    arrival: Arrival,
-    landings: Buffers,
-    buffer: torch.Tensor,
-    landed: torch.Tensor,
-    target: torch.Tensor,
-    add: bool,
+    arrival: Arrival, landings: Buffers, buffer: torch.Tensor, landed: torch.Tensor, target: torch.Tensor, add: bool
 ) -> None:
     """On the host's thread: what has come down joins what waits there."""
     try:

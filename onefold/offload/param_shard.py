@@ -12,7 +12,6 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +24,11 @@ from onefold.plan.memory import master_dtype
 
 # A flat tensor in any tier.
 Flat = torch.Tensor | DiskTensor
+
+# Until then the caller's stream may read what is on the device.
+LastUse = torch.cuda.Event | None
+# Ranges that belong to no parameter, counted from the start of what is stepped.
+Padding = Sequence[tuple[int, int]]
 
 # Elements of a master that are copied up and cast at once: a wide copy of them is on the device meanwhile.
 _CAST_SIZE = 1 << 23
@@ -42,20 +46,8 @@ def write(flat: Flat, values: torch.Tensor) -> None:
         flat.store(values.to("cpu", flat.dtype))
 
 
-@dataclass(frozen=True)
-class OutputContext:
-    """What a tier may need to know to take updated parameters."""
-
-    last_use: torch.cuda.Event | None
-    """Until then the caller's stream may read what is on the device."""
-    padding: Sequence[tuple[int, int]]
-    """Ranges that belong to no parameter, counted from the start of what is stepped."""
-
-
 class StepOutput:
-    """Where the host's step leaves the parameters that it updates, some elements at a time. This one leaves nothing:
-    the master is what is gathered, or what computes is told later.
-    """
+    """Where the host's step leaves what it updates, some elements at a time. This one leaves all in the master."""
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """What these elements are cast into; None: nothing, the master is sent as it is."""
@@ -99,7 +91,7 @@ class ParamShard:
     def order(self) -> None:
         """What the caller's stream does next comes after copies into the shard that are under way."""
 
-    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
         """Where the host's step leaves updated values. The gradient's memory may be used for them."""
         raise NotImplementedError
 
@@ -124,9 +116,9 @@ class DeviceShard(ParamShard):
     def write(self, values: torch.Tensor) -> None:
         self.values.copy_(values)
 
-    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
         assert self._bus is not None
-        return DeviceOutput(self.values, self._bus, step.last_use)
+        return DeviceOutput(self.values, self._bus, last_use)
 
 
 class HostShard(ParamShard):
@@ -177,7 +169,7 @@ class HostShard(ParamShard):
     def order(self) -> None:
         self._copying.order()
 
-    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
         if self._bus.crosses and isinstance(master, torch.Tensor):
             return _CastLater(self, master)
         return _InMemory(self.values)
@@ -258,8 +250,8 @@ class DiskShard(ParamShard):
         self.forget_prefetched()
         self.values.store(values.to("cpu", self.values.dtype))
 
-    def output(self, master: Flat, gradient: torch.Tensor, step: OutputContext) -> StepOutput:
-        return _ToDisk(self.values, gradient, step.padding)
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
+        return _ToDisk(self.values, gradient, padding)
 
     def in_own_memory(self) -> ParamShard:
         return HostShard(self.values.load(), self._bus)
@@ -273,24 +265,23 @@ class Buffers:
         self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
         # Who has read ahead, the oldest first: whoever is used now may take a buffer from one who is not.
         self.holders: list[DiskShard] = []
-        memory = page_aligned(num * num_bytes, pinned=pinned)
-        for buffer in memory.split(num_bytes):
+        for buffer in page_aligned(num * num_bytes, pinned=pinned).split(num_bytes):
             self._free.put((buffer, None))
 
     def take(self, user: DiskShard | None = None) -> torch.Tensor:
         for holder in reversed(self.holders):
             if self._free.empty() and holder is not user:
                 holder.forget_prefetched()
-        buffer, read = self._free.get()
-        if read is not None:
-            read.synchronize()
-        return buffer
+        return self._take(block=True)
 
     def try_take(self) -> torch.Tensor | None:
         try:
-            buffer, read = self._free.get_nowait()
+            return self._take(block=False)
         except queue.Empty:
             return None
+
+    def _take(self, *, block: bool) -> torch.Tensor:
+        buffer, read = self._free.get(block)
         if read is not None:
             read.synchronize()
         return buffer
@@ -305,7 +296,7 @@ class Buffers:
 class DeviceOutput(StepOutput):
     """Sent up to the device as the fp32 master, which the device casts. Where the device is the host, cast in place."""
 
-    def __init__(self, target: torch.Tensor, bus: Bus, last_use: torch.cuda.Event | None) -> None:
+    def __init__(self, target: torch.Tensor, bus: Bus, last_use: LastUse) -> None:
         self._target, self._bus, self._last_use = target, bus, last_use
         self._arrival: Arrival = HERE
 
@@ -349,7 +340,7 @@ class _InMemory(StepOutput):
 class _ToDisk(StepOutput):
     """Cast over the gradient it was made of, which is read by then, and stored from there."""
 
-    def __init__(self, target: DiskTensor, gradient: torch.Tensor, padding: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, target: DiskTensor, gradient: torch.Tensor, padding: Padding) -> None:
         self._target, self._gradient, self._padding = target, gradient, padding
         self._stores: list[Transfer] = []
 

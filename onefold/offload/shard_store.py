@@ -24,16 +24,7 @@ import torch
 from onefold.offload.bus import HERE, Arrival
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import (
-    DeviceOutput,
-    DeviceShard,
-    Flat,
-    OutputContext,
-    ParamShard,
-    StepOutput,
-    read,
-    write,
-)
+from onefold.offload.param_shard import DeviceOutput, DeviceShard, Flat, ParamShard, StepOutput, read, write
 from onefold.plan import FlatParamSpec, Plan, Tier
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
@@ -98,16 +89,14 @@ class ShardStore:
     def write_back(self, values: torch.Tensor) -> None:
         """This rank's slice of the unsharded parameters becomes the shard."""
         if self.param is None:
-            self.param = self._new_param_shard()
+            spec = self.spec
+            tier, size = spec.residency.parameters, spec.layout.shard_size
+            dtype = master_dtype(spec.dtype) if tier is Tier.DEVICE and spec.master_is_shard else spec.dtype
+            if self._memory is not None:
+                self.param = self._memory.param_shard(tier, size, dtype)
+            else:
+                self.param = DeviceShard(torch.empty(size, dtype=dtype, device=self.device))
         self.param.write(values)
-
-    def _new_param_shard(self) -> ParamShard:
-        spec = self.spec
-        tier, size = spec.residency.parameters, spec.layout.shard_size
-        dtype = master_dtype(spec.dtype) if tier is Tier.DEVICE and spec.master_is_shard else spec.dtype
-        if self._memory is not None:
-            return self._memory.param_shard(tier, size, dtype)
-        return DeviceShard(torch.empty(size, dtype=dtype, device=self.device))
 
     def prefetch(self) -> bool:
         """A gather comes soon. False where its shard cannot be read ahead yet."""
@@ -145,16 +134,15 @@ class ShardStore:
             self.computes = used
         self.take_fingerprint()
 
-    def new_state(self) -> Flat:
-        """Room for a state beside the master, all zero."""
-        if isinstance(self.master, torch.Tensor) and not self.steps_on_host:
-            return torch.zeros_like(self.master)
-        assert self._memory is not None
-        return self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)
-
     def make_states(self, names: Iterable[str]) -> None:
-        """The states that a rule keeps beside the master."""
-        self.states = {name: self.new_state() for name in names}
+        """Room for the states that a rule keeps beside the master, all zero."""
+        self.states = {}
+        for name in names:
+            if isinstance(self.master, torch.Tensor) and not self.steps_on_host:
+                self.states[name] = torch.zeros_like(self.master)
+            else:
+                assert self._memory is not None
+                self.states[name] = self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)
 
     def make_grad(self, dtype: torch.dtype, *, in_place: bool) -> GradShard:
         """Where reduced gradients go, in the tier where they are stepped with."""
@@ -182,7 +170,7 @@ class ShardStore:
             return StepOutput()
         padding = [(low - self.start, high - self.start) for low, high in self.spec.layout.gaps]
         if self.param is not None:
-            return self.param.output(self.master, gradient, OutputContext(last_use, padding))
+            return self.param.output(self.master, gradient, last_use, padding)
         assert self.computes is not None
         assert self._memory is not None
         return DeviceOutput(self.computes, self._memory.bus, last_use)
@@ -213,37 +201,33 @@ class ShardStore:
             self.grad.read_by(None)
 
     def push(self) -> Arrival:
-        """What computes becomes what the master is, as the caller's stream sees it; a master in host memory is read
-        until the arrival.
-        """
+        """What computes becomes what the master is, for the caller's stream; the master is read until the arrival."""
         if self.param is not None:
             self.param.forget_prefetched()  # also where the master itself is what was read ahead
         copy = self.param_copy
         if copy is None:
             return HERE
-        goes_up = self.steps_on_host and (self.param is None or self.param.tier is Tier.DEVICE)
-        if not goes_up and self.param is not None:
+        if self.steps_on_host and (self.param is None or self.param.tier is Tier.DEVICE):
+            assert self._memory is not None
+            assert isinstance(copy, torch.Tensor)
+            arrival = self._memory.bus.up(read(self.master), copy)
+            arrival.order()
+            self.take_fingerprint()
+            return arrival
+        if self.param is not None:
             self.param.write(read(self.master))
-            return HERE
-        if not goes_up:
+        else:
             write(copy, read(self.master))
-            return HERE
-        assert self._memory is not None
-        assert isinstance(copy, torch.Tensor)
-        arrival = self._memory.bus.up(read(self.master), copy)
-        arrival.order()
-        self.take_fingerprint()
-        return arrival
+        return HERE
 
     def pull(self) -> None:
         """What computes was written from outside: the master becomes it."""
         copy = self.param_copy
-        if copy is None:
-            return
-        if self.param is not None:
-            self.param.refresh()
-        write(self.master, read(copy).to(self.master.dtype))
-        self.take_fingerprint()
+        if copy is not None:
+            if self.param is not None:
+                self.param.refresh()
+            write(self.master, read(copy).to(self.master.dtype))
+            self.take_fingerprint()
 
     # -- writes to unsharded parameters from outside ------------------------------------------------------------
 
@@ -297,24 +281,19 @@ class ShardStore:
 
     def param_bytes(self, tier: Tier) -> int:
         """Of a parameter shard that is not the master."""
-        own = self.param is not None and self.param.tier is tier and not self.spec.master_is_shard
-        return self.param.values.nbytes if own and self.param is not None else 0
+        if self.param is None or self.param.tier is not tier or self.spec.master_is_shard:
+            return 0
+        return self.param.values.nbytes
 
     def master_bytes(self, tier: Tier) -> int:
         """Of a master that is not a slice of the flat parameter itself."""
         is_slice = self.param is None and self.computes is None
         return self.master.nbytes if self.state_tier is tier and not is_slice else 0
 
-    def grad_bytes(self, tier: Tier) -> int:
-        held = self.grad.tensors() if self.grad is not None and self.grad.tier is tier else []
-        return sum(tensor.nbytes for tensor in held)
-
     def device_params(self) -> list[torch.Tensor]:
         """Parameters on the device that are not the master."""
-        copy = self.param_copy
-        return (
-            [copy] if isinstance(copy, torch.Tensor) and (self.param is None or self.param.tier is Tier.DEVICE) else []
-        )
+        copy, on_device = self.param_copy, self.param is None or self.param.tier is Tier.DEVICE
+        return [copy] if isinstance(copy, torch.Tensor) and on_device else []
 
     def cast(self, dtype: torch.dtype) -> None:
         """Another dtype, while nobody trains it. What is unsharded casts itself."""

@@ -107,16 +107,14 @@ class SwapFolder:
 
 def check_space(folders: Sequence[tuple[SwapFolder, int]]) -> None:
     """Every file system must have room for all that this rank puts there; paths may share one."""
-    needed: dict[int, int] = {}
-    path_of: dict[int, str] = {}
+    on_device: dict[int, list[tuple[SwapFolder, int]]] = {}
     for folder, num_bytes in folders:
-        device = os.stat(folder.path).st_dev
-        needed[device] = needed.get(device, 0) + num_bytes
-        path_of.setdefault(device, folder.path)
-    for device, path in path_of.items():
+        on_device.setdefault(os.stat(folder.path).st_dev, []).append((folder, num_bytes))
+    for found in on_device.values():
+        path, needed = found[0][0].path, sum(num_bytes for _, num_bytes in found)
         free = _free_bytes(path)
-        if free is not None and needed[device] > free:
-            raise _too_small(path, needed[device], free)
+        if free is not None and needed > free:
+            raise _too_small(path, needed, free)
 
 
 def _open_direct(path: str) -> int | None:
@@ -134,19 +132,13 @@ def _open_direct(path: str) -> int | None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            if fd >= 0:
-                os.close(fd)
-            return None
-    os.close(fd)
+    if fd >= 0:
+        os.close(fd)
     return None
 
 
 def _remove_leftovers(shelf: str) -> None:
-    try:
-        names = sorted(os.listdir(shelf))
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in sorted(_names(shelf)):
         folder = os.path.join(shelf, name)
         if _OURS.fullmatch(name) and os.path.isdir(folder) and not os.path.islink(folder):
             _remove_if_dead(folder)
@@ -167,11 +159,9 @@ def _remove_if_dead(folder: str) -> None:
         return
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unknown = _names(folder) - {_LOCK, _DATA}
+        unknown = ", ".join(sorted(_names(folder) - {_LOCK, _DATA}))
         if unknown:
-            logger.warning(
-                "left alone, as it holds files that onefold did not make (%s): %s", ", ".join(sorted(unknown)), folder
-            )
+            logger.warning("left alone, as it holds files that onefold did not make (%s): %s", unknown, folder)
         else:
             _empty(folder)
     except BlockingIOError:  # Its job lives.

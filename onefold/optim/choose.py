@@ -14,7 +14,7 @@ from onefold.config import ConfigError
 from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, check_together
 from onefold.config.read import meant_key
-from onefold.optim.instance import InstanceRule, is_forwarded, is_torchs
+from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs, plain_number
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments
 
@@ -29,32 +29,20 @@ RULES: dict[str, Rule] = {
 }
 
 _ONE_NUMBER = "makes one step size of sums over all parameters"
+_ADAPTIVE = ("prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dog")
 NOT_ELEMENTWISE = {
-    "lamb": "scales each parameter by its own norm",
-    "fusedlamb": "scales each parameter by its own norm",
-    "onebitlamb": "scales each parameter by its own norm",
-    "lars": "scales each parameter by its own norm",
+    **dict.fromkeys(("lamb", "fusedlamb", "onebitlamb", "lars"), "scales each parameter by its own norm"),
     "muon": "orthogonalises whole matrices",
     "adafactor": "keeps row and column sums of whole matrices",
-    "shampoo": "preconditions whole matrices",
-    "soap": "preconditions whole matrices",
-    "prodigy": _ONE_NUMBER,
-    "dadaptadagrad": _ONE_NUMBER,
-    "dadaptadam": _ONE_NUMBER,
-    "dadaptadan": _ONE_NUMBER,
-    "dadaptlion": _ONE_NUMBER,
-    "dadaptsgd": _ONE_NUMBER,
-    "dog": _ONE_NUMBER,
+    **dict.fromkeys(("shampoo", "soap"), "preconditions whole matrices"),
+    **dict.fromkeys(_ADAPTIVE, _ONE_NUMBER),
     "ldog": "makes a step size of sums over each parameter",
 }
 NOWHERE = {
     "lbfgs": "calls the loss again and again inside its step, which the engine cannot do",
     "sparseadam": "needs sparse gradients, and runs keep dense ones",
-    "onebitadam": "compresses its own communication, which ZeRO replaces",
-    "zerooneadam": "compresses its own communication, which ZeRO replaces",
-    "muadam": "needs the `mup` package; pass an instance instead",
-    "muadamw": "needs the `mup` package; pass an instance instead",
-    "musgd": "needs the `mup` package; pass an instance instead",
+    **dict.fromkeys(("onebitadam", "zerooneadam"), "compresses its own communication, which ZeRO replaces"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "needs the `mup` package; pass an instance instead"),
 }
 
 
@@ -69,18 +57,11 @@ class Chosen:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it is known to treat every element by itself. Of a user's own class only the class can say so, by an
-        attribute `elementwise = True`.
-        """
+        """Whether it is known to treat every element by itself; a user's own class says so by `elementwise = True`."""
         # ScheduleFree's classes keep counters in their groups and look at each element by itself.
         known = is_torchs(self.instance) or type(self.instance).__module__.startswith("schedulefree.")
         listed = known and self.name.lower() not in NOT_ELEMENTWISE
         return self.rule is not None or listed or getattr(self.instance, "elementwise", False) is True
-
-    @property
-    def adds_up_itself(self) -> bool:
-        """Whether it adds what it sees of a shard up over all ranks, as Prodigy and D-Adaptation can."""
-        return all(group.get("fsdp_in_use") is True for group in self.groups)
 
     @property
     def is_stepped(self) -> bool:
@@ -117,7 +98,8 @@ def choose(
 def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     """Refuse, by name and by reason, what cannot run on slices of a parameter."""
     reason = NOT_ELEMENTWISE.get(chosen.name.lower())
-    if reason is _ONE_NUMBER and chosen.adds_up_itself:
+    # Prodigy and D-Adaptation can add what they see of a shard up over all ranks.
+    if reason is _ONE_NUMBER and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
     if reason:
         itself = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
@@ -165,30 +147,22 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     kind = type(optimizer)
     name = kind.__name__
     _check_anywhere(name)
-    known = {
-        torch.optim.Adam: "adam",
-        torch.optim.AdamW: "adamw",
-        torch.optim.SGD: "sgd",
-        torch.optim.Adagrad: "adagrad",
-    }
-    rule = RULES[known[kind]] if kind in known else None
-    _check_own_class(optimizer, has_rule=rule is not None)
-    groups: Groups = optimizer.param_groups
-    if rule is not None:
-        for index, group in enumerate(groups):
-            if isinstance(rule, AdamRule):
-                group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
-            # torch checks what its constructor gets, not what stands in a group.
-            _read_group(OPTIMIZERS[known[kind]], group, f"optimizer.param_groups[{index}]")
-            check_together(group, f"optimizer.param_groups[{index}]")
-        return Chosen(name, groups, rule, optimizer)
-    return Chosen(name, groups, None, optimizer)
+    has_rule = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    _check_own_class(optimizer, has_rule=has_rule)
+    rule = RULES[name.lower()] if has_rule else None
+    for index, group in enumerate(optimizer.param_groups if has_rule else ()):
+        if isinstance(rule, AdamRule):
+            group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
+        # torch checks what its constructor gets, not what stands in a group.
+        _read_group(OPTIMIZERS[name.lower()], group, f"optimizer.param_groups[{index}]")
+        check_together(group, f"optimizer.param_groups[{index}]")
+    return Chosen(name, optimizer.param_groups, rule, optimizer)
 
 
 def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> None:
     """Refuse what a step of ours would leave out."""
     name, patched = type(optimizer).__name__, vars(optimizer).get("step")
-    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched") and not is_forwarded(patched):
+    if patched is not None and not any(hasattr(patched, mark) for mark in ("_wrapped_by_lr_sched", FORWARD_MARK)):
         raise ConfigError(
             f"optimizer {name} was given another `step` on the instance, which would not be called: pass the optimizer "
             "as its class makes it, or override step in a subclass"
@@ -258,15 +232,11 @@ def _check_names(group: Mapping[str, Any], known: Sequence[str], path: str) -> N
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else plain_number(value)
 
 
 def _has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, list | tuple) and any(isinstance(inner, torch.Tensor) for inner in value)
-    )
+    return any(isinstance(inner, torch.Tensor) for inner in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _torch_class(name: str) -> type[torch.optim.Optimizer]:
@@ -275,30 +245,26 @@ def _torch_class(name: str) -> type[torch.optim.Optimizer]:
         for attribute, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
-    found = classes.get(name.lower())
-    if found is None:
+    if name.lower() not in classes:
         known = sorted({*OPTIMIZERS, *classes})
         near = meant_key(name, known)
         hint = f"; did you mean {near}?" if near else ""
         extra = f" ({NOT_ELEMENTWISE[name.lower()]})" if name.lower() in NOT_ELEMENTWISE else ""
         raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint}; known: {', '.join(known)}")
-    return found
+    return classes[name.lower()]
 
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:
     items = list(parameters)
     if items and all(isinstance(item, dict) for item in items):
-        return [{**item, "params": _as_list(item["params"])} for item in items]
+        return [{**item, "params": _only_parameters(item["params"])} for item in items]
     return [{"params": _only_parameters(items)}]
 
 
-def _as_list(value: Any) -> list[nn.Parameter]:
-    return _only_parameters([value] if isinstance(value, torch.Tensor) else list(value))
-
-
-def _only_parameters(items: Sequence[Any]) -> list[nn.Parameter]:
+def _only_parameters(items: Any) -> list[nn.Parameter]:
+    each: Any = [items] if isinstance(items, torch.Tensor) else items
     # Hugging Face passes (name, parameter) pairs in places; accept them.
-    plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in each]
     for item in plain:
         if not isinstance(item, torch.Tensor):
             raise TypeError(f"model_parameters must hold parameters or parameter groups, not {type(item).__name__}")

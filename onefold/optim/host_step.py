@@ -12,21 +12,24 @@ All cores work on one tile together, which stays in their caches between the cas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from onefold.offload.bus import Arrival
 from onefold.offload.grad_shard import HostGrad
+from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import StepOutput
+from onefold.offload.param_shard import LastUse, StepOutput
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.rules import Rule
-from onefold.optim.state_stream import StateStream
-from onefold.optim.steppers import StateWindow, Step, Tiler
+from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
 from onefold.plan import Tier
+from onefold.plan.layout import SHARD_ALIGNMENT
 
 # Elements of a tile where many cores share it.
 TILE = 1 << 22
@@ -97,7 +100,7 @@ class HostStep:
                 store.start_step(stepped)
         self._asked = asked
 
-    def _try(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: torch.cuda.Event | None) -> Arrival:
+    def _try(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
         """After an error nothing more is stepped."""
         if self._failed is not None:
             raise self._failed.with_traceback(None)
@@ -108,23 +111,20 @@ class HostStep:
             raise
 
     @torch.no_grad()
-    def _step(
-        self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: torch.cuda.Event | None
-    ) -> Arrival:
+    def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
         if not self._delays:  # with a delay another gradient may be on its way by now
             _gradient_of(store).wait()
         store.wait_for_master()
         output = StepOutput() if self._delays else store.output(gradient, last_use)
         for window in self._windows(store):
-            edges = [*range(window.start, window.stop, CHUNK), window.stop]
-            for start, stop in pairwise(edges):
+            for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                 self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
                 output.send(window.master[start - window.start : stop - window.start], start, stop)
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)
 
-    def rewrite(self, stores: Sequence[ShardStore]) -> Callable[[ShardStore], Iterator[StateWindow]]:
+    def rewrite(self, stores: Sequence[ShardStore]) -> Windows:
         """The windows of each shard, to be changed in this order by something else than a step."""
         self.wait()
         for store in stores:
@@ -135,11 +135,113 @@ class HostStep:
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._stream is not None and store.state_tier is Tier.NVME:
-            yield from self._stream.windows(store)
-        else:
-            yield StateWindow.whole(store)
+            return self._stream.windows(store)
+        return whole_window(store)
 
 
 def _gradient_of(store: ShardStore) -> HostGrad:
     assert isinstance(store.grad, HostGrad)
     return store.grad
+
+
+# -- states on disk ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """A window in a buffer, with the transfers that fill or empty it."""
+
+    store: ShardStore
+    buffer: torch.Tensor
+    window: StateWindow
+    transfers: list[Transfer]
+
+
+class StateStream:
+    """Windows of states on disk, in the order of the step: one is read ahead, one is stepped, one is written back."""
+
+    def __init__(self, memory: OffloadMemory, stores: Sequence[ShardStore]) -> None:
+        options = memory.options.optimizer
+        per_element = max(sum(flat.itemsize for flat in _parts(store).values()) for store in stores)
+        longest = max(store.stop - store.start for store in stores)
+        self._size = min(longest, max(options.buffer_size // SHARD_ALIGNMENT, 1) * SHARD_ALIGNMENT)
+        self._buffers = memory.buffers(options.buffer_count, self._size * per_element)
+        self._ahead, self._behind = options.pipeline_read is not False, options.pipeline_write is not False
+        self._coming: deque[tuple[ShardStore, int, int]] = deque()
+        self._reading: deque[_Passing] = deque()
+        self._writing: deque[_Passing] = deque()
+
+    def plan(self, stores: Sequence[ShardStore]) -> None:
+        """What the next step goes through."""
+        for store in stores:
+            if store.state_tier is Tier.NVME:
+                length = store.stop - store.start
+                self._coming.extend((store, low, min(low + self._size, length)) for low in range(0, length, self._size))
+
+    def windows(self, store: ShardStore) -> Iterator[StateWindow]:
+        """All windows of a shard. Each is written back when the next is asked for."""
+        while self._next_is(store):
+            while not self._reading:
+                if not self._read_next():
+                    self._reclaim()
+            passing = self._reading.popleft()
+            while self._ahead and self._read_next():
+                pass
+            _wait(passing)
+            yield passing.window
+            stores = [part.start_store(memory) for part, memory in _on_disk_and_here(store, passing.window)]
+            self._writing.append(replace(passing, transfers=stores))
+            if not self._behind:
+                self._reclaim()
+        # What is gathered from the master itself must be there; and nothing is under way when a step is over.
+        is_last = not self._coming and not self._reading
+        while self._writing and (store.param_copy is None or is_last):
+            self._reclaim()
+
+    def _next_is(self, store: ShardStore) -> bool:
+        if self._reading:
+            return self._reading[0].store is store
+        return bool(self._coming) and self._coming[0][0] is store
+
+    def _read_next(self) -> bool:
+        """Start reading another window, if there is one and a buffer for it."""
+        while self._writing and all(transfer.is_done for transfer in self._writing[0].transfers):
+            self._reclaim()
+        buffer = self._buffers.try_take() if self._coming else None
+        if buffer is None:
+            return False
+        store, start, stop = self._coming.popleft()
+        window = _window(store, start, stop, buffer)
+        loads = [part.start_load(memory) for part, memory in _on_disk_and_here(store, window)]
+        self._reading.append(_Passing(store, buffer, window, loads))
+        return True
+
+    def _reclaim(self) -> None:
+        """The oldest write is over: its buffer is free."""
+        passing = self._writing.popleft()
+        _wait(passing)
+        self._buffers.give_back(passing.buffer)
+
+
+def _parts(store: ShardStore) -> dict[str, DiskTensor]:
+    parts = {"master": store.master, **store.states}
+    return {name: flat for name, flat in parts.items() if isinstance(flat, DiskTensor)}
+
+
+def _on_disk_and_here(store: ShardStore, window: StateWindow) -> list[tuple[DiskTensor, torch.Tensor]]:
+    parts = zip(_parts(store).values(), [window.master, *window.states.values()], strict=True)
+    return [(flat[window.start : window.stop], memory) for flat, memory in parts]
+
+
+def _window(store: ShardStore, start: int, stop: int, buffer: torch.Tensor) -> StateWindow:
+    found, used = {}, 0
+    for name, flat in _parts(store).items():
+        size = (stop - start) * flat.itemsize
+        found[name] = buffer[used : used + size].view(flat.dtype)
+        used += size
+    return StateWindow(start, stop, found.pop("master"), found)
+
+
+def _wait(passing: _Passing) -> None:
+    for transfer in passing.transfers:
+        transfer.wait()

@@ -1,4 +1,4 @@
-"""The user's own optimizer instance: what its steps write beside parameters, and how it is stepped tile by tile.
+"""The user's own optimizer instance: hooks around its steps, what they write, and how it is stepped tile by tile.
 
 [Note: what a step writes]
 A torch optimizer may keep what it likes in its `param_groups` (counters, learning rates) and on itself. Where all of a
@@ -15,8 +15,8 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from operator import methodcaller
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,8 +26,9 @@ from onefold.optim.rules import Hyper, Tile
 
 # Methods that change parameters and states outside a step, where a class has them (ScheduleFree).
 METHODS = ("train", "eval")
-# Methods of the user's instance that speak of gradients and states which are kept elsewhere.
+# Of a method that an engine has put on an instance.
 FORWARD_MARK = "_goes_to_the_engine"
+# Methods of the user's instance that speak of gradients and states which are kept elsewhere.
 FORWARDED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", *METHODS)
 _TORCHS = {
     "param_groups",
@@ -50,11 +51,6 @@ def is_torchs(instance: object) -> bool:
     return type(instance).__module__.startswith("torch.optim")
 
 
-def is_forwarded(method: object) -> bool:
-    """Whether an earlier engine has put it on an instance."""
-    return getattr(method, FORWARD_MARK, False) is True
-
-
 def plain_step(instance: torch.optim.Optimizer) -> None:
     """The class's own step. Hooks around it are the outer optimizer's, which calls them once a step."""
     step: Any = type(instance).step
@@ -65,6 +61,16 @@ def plain_step(instance: torch.optim.Optimizer) -> None:
         return
     with _quiet, _without_hooks(instance):  # a step may call that of its base class, which has a wrapper of its own
         step(instance)
+
+
+def step_hooks(
+    when: Literal["pre", "post"], outer: torch.optim.Optimizer, instance: torch.optim.Optimizer | None
+) -> list[tuple[Callable[..., Any], torch.optim.Optimizer]]:
+    """Hooks, each with the optimizer to call it with. Torch's for all optimizers stand outermost."""
+    each = [outer] if instance is None else [instance, outer]
+    own = [(hook, of) for of in each for hook in getattr(of, f"_optimizer_step_{when}_hooks").values()]
+    shared = [(hook, outer) for hook in getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()]
+    return shared + own if when == "pre" else own + shared
 
 
 @contextmanager
@@ -98,6 +104,11 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return all(is_plain(inner) for inner in value)
     return value is None or isinstance(value, bool | int | float | complex | str | bytes)
+
+
+def plain_number(value: Any) -> Any:
+    """A tensor of one element as the number that it holds; anything else as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _copied(value: Any) -> Any:
@@ -136,8 +147,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or bool(one != one and other != other)
 
 
-def _attributes(instance: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(instance).items() if name not in _TORCHS}
+def _not_torchs(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _TORCHS}
 
 
 def _written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +160,9 @@ def _written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 class Attributes:
     """Which attributes of an instance its steps write: a checkpoint holds those, where they are plain data."""
 
-    def __init__(self, instance: torch.optim.Optimizer) -> None:
-        self._instance = instance
+    def __init__(self, instance: torch.optim.Optimizer | None) -> None:
+        self._held = vars(instance) if instance is not None else {}
+        self._is_torchs = is_torchs(instance)
         self._known: dict[str, None] = {}
 
     @contextmanager
@@ -162,17 +174,17 @@ class Attributes:
     def values(self) -> tuple[dict[str, Any], list[str]]:
         """Those to save, and the names of those that a checkpoint does not hold."""
         found = {name: value for name, value in self._all().items() if name in self._known}
-        return {n: value for n, value in found.items() if is_plain(value)}, [
-            name for name, value in found.items() if not is_plain(value)
-        ]
+        plain = {name: value for name, value in found.items() if is_plain(value)}
+        return plain, [name for name in found if name not in plain]
 
     def take(self, values: Mapping[str, Any]) -> None:
-        taken = {name: value for name, value in values.items() if name not in _TORCHS}
+        """Those of a checkpoint."""
+        taken = _not_torchs(values)
         self._known |= dict.fromkeys(taken)
-        vars(self._instance).update(taken)
+        self._held.update(taken)
 
     def _all(self) -> dict[str, Any]:
-        return {} if is_torchs(self._instance) else _attributes(self._instance)
+        return {} if self._is_torchs else _not_torchs(self._held)
 
 
 # -- tile by tile ---------------------------------------------------------------------------------------------------
@@ -181,10 +193,9 @@ class Attributes:
 def _hollow(instance: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """A copy of the user's instance with other parameters and no states."""
     inner = object.__new__(type(instance))
-    kept = {name: value for name, value in vars(instance).items() if name not in FORWARDED}
-    inner.__dict__.update(kept)
+    vars(inner).update({name: value for name, value in vars(instance).items() if name not in FORWARDED})
     if not is_torchs(instance):
-        inner.__dict__.update({name: _copied(value) for name, value in _attributes(instance).items()})
+        vars(inner).update({name: _copied(value) for name, value in _not_torchs(vars(instance)).items()})
     inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     inner.param_groups = groups
     inner.state = defaultdict(dict)
@@ -201,6 +212,9 @@ class InstanceRule:
 
     def __init__(self, instance: torch.optim.Optimizer) -> None:
         self._instance = instance
+        self._name = type(instance).__name__
+        # Whether it may write to its groups or to itself.
+        self.writes = not is_torchs(instance)
         self._turn = threading.Lock()
         self.loose: dict[int, dict[str, Any]] = {}
         self._next: dict[int, dict[str, Any]] = {}
@@ -212,11 +226,6 @@ class InstanceRule:
         self._to_own: dict[int, dict[str, Any]] = {}
         self._to_others: dict[int, dict[str, Any]] = {}
         self._to_instance: dict[str, Any] | None = None
-
-    @property
-    def writes(self) -> bool:
-        """Whether it may write to its groups or to itself."""
-        return not is_torchs(self._instance)
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         """Found by a step on something small."""
@@ -236,16 +245,15 @@ class InstanceRule:
         self._groups = groups
         self._to_own, self._to_others, self._to_instance = {}, {}, None
         if self.writes:
-            call = plain_step if method is None else partial(_call, method)
-            small = torch.zeros(64)
-            _, self._to_each, self._to_itself = self._run(call, small, torch.zeros(64), {}, 0, groups)
+            call = plain_step if method is None else methodcaller(method)
+            _, self._to_each, self._to_itself = self._run(call, torch.zeros(64), torch.zeros(64), {}, 0, groups)
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         self._over(tile, plain_step, tile.gradient, has_states=step > 1)
 
     def call(self, method: str, tile: Tile, *, has_states: bool) -> None:
         """Another method of the class, one that changes parameters."""
-        self._over(tile, partial(_call, method), None, has_states=has_states)
+        self._over(tile, methodcaller(method), None, has_states=has_states)
 
     def finish(self, groups: Sequence[dict[str, Any]]) -> None:
         """After the last tile: the user's groups and instance get what tiles have written."""
@@ -293,10 +301,6 @@ class InstanceRule:
                     "across elements, and what rests on a disk is stepped a tile at a time. Offload to cpu"
                 )
 
-    @property
-    def _name(self) -> str:
-        return type(self._instance).__name__
-
     def latest(self, group: int) -> dict[str, Any]:
         """States that do not lie along a parameter, after the last step."""
         return self._next.get(group, self.loose.get(group, {}))
@@ -339,16 +343,11 @@ class InstanceRule:
             call(inner)
             return dict(inner.state[target]), [], {}
         before = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in inner_groups]
-        itself = _attributes(self._instance)
+        itself = _not_torchs(vars(self._instance))
         call(inner)
         after = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
         to_groups = [_written(one, other) for one, other in zip(before, after, strict=True)]
-        to_instance = _written(itself, _attributes(inner))
-        return dict(inner.state[target]), to_groups, to_instance
-
-
-def _call(method: str, inner: Any) -> None:
-    getattr(inner, method)()
+        return dict(inner.state[target]), to_groups, _written(itself, _not_torchs(vars(inner)))
 
 
 def _probe(inner: Any) -> None:

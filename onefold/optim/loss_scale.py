@@ -7,24 +7,10 @@ The engine multiplies the loss by `value`, divides the reduced gradients by that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-
-class LossScale(Protocol):
-    """What the engine needs of a loss scale."""
-
-    @property
-    def value(self) -> float:
-        """The factor now in force."""
-        ...
-
-    def update(self, overflow: bool) -> None:
-        """Takes note of one optimizer step: `overflow` means that it was skipped, on all ranks alike."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+from onefold.config.schema import Fp16
 
 
 class LossScaleError(FloatingPointError):
@@ -47,6 +33,7 @@ class StaticLossScale:
         self.value = float(state["value"])
 
 
+@dataclass(eq=False)
 class DynamicLossScale:
     """Halves on overflow, doubles once `window` steps have passed without one.
 
@@ -55,24 +42,21 @@ class DynamicLossScale:
     overflows in a row. Once spent it stays spent until then: every further overflow halves.
     """
 
-    def __init__(
-        self,
-        initial_scale_power: int = 16,
-        window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_scale: float = 1.0,
-    ) -> None:
-        self.value = 2.0**initial_scale_power
-        self.window = window
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.min_scale = float(min_scale)
-        self.remaining_hysteresis = hysteresis
+    initial_scale_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.value = 2.0**self.initial_scale_power
+        self.min_scale = float(self.min_scale)
+        self.remaining_hysteresis = self.hysteresis
         self.iteration = 0
         self.last_overflow_iteration = -1
 
     def update(self, overflow: bool) -> None:
+        """Takes note of one optimizer step: `overflow` means that it was skipped, on all ranks alike."""
         if overflow:
             self._shrink()
             self.last_overflow_iteration = self.iteration
@@ -117,31 +101,13 @@ class DynamicLossScale:
         self.last_overflow_iteration = int(state["last_overflow_iteration"])
 
 
-class Fp16Section(Protocol):
-    """The keys of a config's `fp16` section that this file reads."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def initial_scale_power(self) -> int: ...
-    @property
-    def loss_scale_window(self) -> int: ...
-    @property
-    def hysteresis(self) -> int: ...
-    @property
-    def consecutive_hysteresis(self) -> bool: ...
-    @property
-    def min_loss_scale(self) -> float: ...
+LossScale = StaticLossScale | DynamicLossScale
 
 
-def build_loss_scale(fp16: Fp16Section) -> StaticLossScale | DynamicLossScale:
+def build_loss_scale(fp16: Fp16) -> LossScale:
     """The loss scale of a config: 1 without fp16, the given one, or a dynamic one where `loss_scale` is 0."""
-    if not fp16.enabled:
-        return StaticLossScale(1.0)
-    if fp16.loss_scale:
-        return StaticLossScale(fp16.loss_scale)
+    if not fp16.enabled or fp16.loss_scale:
+        return StaticLossScale(fp16.loss_scale if fp16.enabled else 1.0)
     return DynamicLossScale(
         initial_scale_power=fp16.initial_scale_power,
         window=fp16.loss_scale_window,

@@ -1,20 +1,23 @@
-"""The gradient norm: partial sums of each rank's shards, added in rank order. One host sync a step over several ranks;
-a rank that is alone reads the device's sum only where somebody asks.
+"""What ranks exchange at a step: the gradient norm as partial sums of each rank's shards, added in rank order, and
+groups of the optimizer as text that ranks compare. One host sync a step over several ranks; a rank that is alone reads
+the device's sum only where somebody asks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from onefold.comm import Agreement
 from onefold.comm.agreement import as_float, as_integer
-from onefold.optim.instance import METHODS
-from onefold.optim.outside import Spelled, tell_difference
+from onefold.optim.instance import METHODS, is_plain, plain_number
 from onefold.runtime import FlatParam, Schedule
 
 # What a row of a step says it is for; others are methods of the optimizer.
@@ -46,24 +49,22 @@ class StepScalars:
 def exchange_scalars(
     params: Iterable[FlatParam], schedule: Schedule, groups: Spelled | None, *, late: bool, alarm: bool = False
 ) -> StepScalars:
-    """Square sums of this rank's reduced gradients, whether any rank holds late ones, and whether any is alarmed.
-
-    `groups` are hyperparameters that must be the same on all ranks.
-    """
+    """Square sums of reduced gradients, and whether any rank holds late ones or is alarmed. `groups` must be alike."""
     squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
         return StepScalars(mine, late, alarm)
-    rows = _meet(
-        schedule,
-        _STEP,
-        as_integer(mine.item()),
-        int(late) * _LATE + int(alarm) * _ALARM,
-        groups.digest if groups else 0,
-    )
+    flags = int(late) * _LATE + int(alarm) * _ALARM
+    rows = _meet(schedule, _STEP, as_integer(mine.item()), flags, groups.digest if groups else 0)
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
-        _name_difference(schedule, groups.text)
+        one, other = _tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
+        raise RuntimeError(
+            f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} "
+            "before a step, and must be the same on all, as each rank steps a slice of the model: let a schedule see "
+            "the same numbers on all ranks (a metric reduced over them, as by torch.distributed.all_reduce), and set "
+            "rates alike"
+        )
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
@@ -76,36 +77,39 @@ def meet_for_call(schedule: Schedule, method: str) -> None:
     _meet(schedule, 1 + METHODS.index(method))
 
 
-def _name_difference(schedule: Schedule, groups: Mapping[str, str]) -> None:
-    agreement = schedule.order.agreement
-    one, other = tell_difference(agreement, "the optimizer's param_groups", groups)
-    raise RuntimeError(
-        f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} before a "
-        "step, and must be the same on all, as each rank steps a slice of the model: let a schedule see the same "
-        "numbers on all ranks (a metric reduced over them, as by torch.distributed.all_reduce), and set rates alike"
-    )
+def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
+    agreement, what = schedule.order.agreement, "what the optimizer wrote to its param_groups"
+    mine = _spell_groups(groups)
+    if len({row[0] for row in agreement.meet(what, [_digest(mine)])}) > 1:
+        one, other = _tell_difference(agreement, what, mine)
+        raise RuntimeError(
+            f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
+            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
+            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
+            "where it has such a mode); or use zero_optimization.stage 0"
+        )
 
 
 def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
-    """Every rank's numbers, once all ranks make the same call, and programs have done the same to parameters since the
-    last one.
-    """
+    """Every rank's numbers, once all make the same call, and have done the same to parameters since the last one."""
     done = {
         "frozen": ", ".join(schedule.frozen_names()),
         "dropped": ", ".join(schedule.dropped_names()),
         "written": ", ".join(schedule.written_names()),
     }
-    rows = schedule.meet_for_step([square, flags + call * _CALL, _digest(done), groups])
+    done_digest = _digest(done) if any(done.values()) else 0
+    rows = schedule.meet_for_step([square, flags + call * _CALL, done_digest, groups])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]
-    for rank in range(len(rows)):
-        if made[rank] != made[0]:
+    for rank, call in enumerate(made):
+        if call != made[0]:
             raise RuntimeError(
-                f"rank {rank} calls {calls[made[rank]]} where rank 0 calls {calls[made[0]]}: call the same on all"
+                f"rank {rank} calls {calls[call]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
     if len({row[_DONE] for row in rows}) > 1:
-        one, other = tell_difference(schedule.order.agreement, "what was done to parameters", done)
+        one, other = _tell_difference(schedule.order.agreement, "what was done to parameters", done)
         raise RuntimeError(
             f"rank {other.rank} has {_WORDS[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
             f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
@@ -122,7 +126,62 @@ _WORDS = {
 }
 
 
-def _digest(done: Mapping[str, str]) -> int:
-    if not any(done.values()):
-        return 0
-    return int.from_bytes(hashlib.blake2b("\0".join(done.values()).encode(), digest_size=8).digest(), signed=True)
+# -- groups of all ranks --------------------------------------------------------------------------------------------
+
+
+def _spell_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Every value that is plain data, under a name that says where it stands."""
+    return {
+        f"param_groups[{index}][{key!r}]": _spell(value)
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if key != "params" and is_plain(value)
+    }
+
+
+def _spell(value: Any) -> str:
+    # One rank may hold as a tensor what another holds as a number, or 1 as 1.0.
+    value = plain_number(value)
+    return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _digest(spelled: Mapping[str, str]) -> int:
+    """A number that fits in a row."""
+    text = "\0".join(f"{key}={value}" for key, value in sorted(spelled.items()))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+class Spelled:
+    """The keys that groups began with, whoever writes to them, as text. It is made anew when a value has changed."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._keys = [[key for key in group if key != "params"] for group in groups]
+        self._held: list[dict[str, Any]] | None = None
+        self.text: dict[str, str] = {}
+        self.digest = 0
+
+    def update(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        named = zip(groups, self._keys, strict=True)
+        held = [{key: plain_number(group.get(key)) for key in keys} for group, keys in named]
+        if held != self._held:
+            self._held, self.text = held, _spell_groups(held)
+            self.digest = _digest(self.text)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds under a key."""
+
+    key: str
+    rank: int
+    value: str | None
+
+
+def _tell_difference(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[Held, Held]:
+    """A key that two ranks hold differently, the same on all ranks, which call this together. They do differ."""
+    told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
+    for key in dict.fromkeys(key for one in told for key in one):
+        for rank, one in enumerate(told):
+            if one.get(key) != told[0].get(key):
+                return Held(key, 0, told[0].get(key)), Held(key, rank, one.get(key))
+    raise AssertionError("ranks hold the same")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,16 +24,10 @@ PerGroup = float | Sequence[float]
 _PATH = "scheduler.params"
 
 
-class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer: torch's and onefold's own both have it."""
-
-    param_groups: list[dict[str, Any]]
-
-
 class LRSchedule:
     """The bookkeeping that all five share. A subclass says what the rates are, in `_rates_at`."""
 
-    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
         self.last_batch_iteration: int = _read("last_batch_iteration", last_batch_iteration)
         self._last_lr: list[float] = []
@@ -52,9 +46,8 @@ class LRSchedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Moves to the next iteration, or to the one given, and sets the groups' learning rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        given = last_batch_iteration
+        self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -79,7 +72,7 @@ class LRRangeTest(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasParamGroups,
+        optimizer: torch.optim.Optimizer,
         lr_range_test_min_lr: PerGroup = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -104,7 +97,7 @@ class OneCycle(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasParamGroups,
+        optimizer: torch.optim.Optimizer,
         cycle_min_lr: PerGroup,
         cycle_max_lr: PerGroup,
         decay_lr_rate: float = 0.0,
@@ -127,22 +120,17 @@ class OneCycle(LRSchedule):
         self.decay_mom_rate: float = _read("decay_mom_rate", decay_mom_rate)
         self.decay_step_size: int = _read("decay_step_size", decay_step_size)
         self.first_size: int = _read("cycle_first_step_size", cycle_first_step_size)
-        self.second_size: int = (
-            self.first_size
-            if cycle_second_step_size is None
-            else _read("cycle_second_step_size", cycle_second_step_size)
-        )
+        self.second_size: int = self.first_size
+        if cycle_second_step_size is not None:
+            self.second_size = _read("cycle_second_step_size", cycle_second_step_size)
         self.first_stairs: int = _read("cycle_first_stair_count", cycle_first_stair_count)
-        self.second_stairs: int = (
-            self.first_stairs
-            if cycle_second_stair_count is None
-            else _read("cycle_second_stair_count", cycle_second_stair_count)
-        )
+        self.second_stairs: int = self.first_stairs
+        if cycle_second_stair_count is not None:
+            self.second_stairs = _read("cycle_second_stair_count", cycle_second_stair_count)
         self.cycle_momentum: bool = _read("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
-            logger.warning(
-                "OneCycle: cycle_momentum has nothing to do, since %s has no betas", type(optimizer).__name__
-            )
+            kind = type(optimizer).__name__
+            logger.warning("OneCycle: cycle_momentum has nothing to do, since %s has no betas", kind)
             self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
@@ -170,10 +158,8 @@ class OneCycle(LRSchedule):
 
     def _momenta_at(self, iteration: int) -> list[float]:
         position = iteration + 1
-        if position == 0:
-            return (
-                self.min_moms
-            )  # DeepSpeed documents the lower bound as the initial momentum; the curve starts after it
+        if position == 0:  # DeepSpeed documents the lower bound as the initial momentum; the curve starts after it
+            return self.min_moms
         if position > self.first_size + self.second_size:
             factor = 1 + self.decay_mom_rate * self._decay_at(position)
             return [high * factor for high in self.max_moms]
@@ -200,11 +186,8 @@ class _Warmup:
         self.num_steps: int = max(2, _read("warmup_num_steps", num_steps))
         self.kind: str = _read("warmup_type", kind)
 
-    def covers(self, iteration: int) -> bool:
-        return iteration < self.num_steps
-
     def height_at(self, iteration: int) -> float:
-        """0 at iteration 0 and before; 'log' arrives at 1 in the last covered iteration, 'linear' right after it."""
+        """0 at iteration 0 and before; 'log' arrives at 1 in its last iteration, 'linear' right after it."""
         started = max(0, iteration)
         if self.kind == "log":
             return (1.0 / math.log(self.num_steps)) * math.log(started + 1)  # in DeepSpeed's order of rounding
@@ -216,7 +199,7 @@ class WarmupLR(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasParamGroups,
+        optimizer: torch.optim.Optimizer,
         warmup_min_lr: PerGroup = 0.0,
         warmup_max_lr: PerGroup | None = None,
         warmup_num_steps: int = 1000,
@@ -224,16 +207,15 @@ class WarmupLR(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self.max_lrs = (
-            _initial_rates(optimizer, last_batch_iteration)
-            if warmup_max_lr is None
-            else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        )
+        if warmup_max_lr is None:
+            self.max_lrs = _initial_rates(optimizer, last_batch_iteration)
+        else:
+            self.max_lrs = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def _height_at(self, iteration: int) -> float:
-        return self.warmup.height_at(iteration) if self.warmup.covers(iteration) else 1.0
+        return self.warmup.height_at(iteration) if iteration < self.warmup.num_steps else 1.0
 
     def _rates_at(self, iteration: int) -> list[float]:
         height = self._height_at(iteration)
@@ -245,7 +227,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: HasParamGroups,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_lr: PerGroup = 0.0,
         warmup_max_lr: PerGroup | None = 0.001,
@@ -257,7 +239,7 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _height_at(self, iteration: int) -> float:
-        if self.warmup.covers(iteration):
+        if iteration < self.warmup.num_steps:
             return self.warmup.height_at(iteration)
         decay_steps = max(1, self.total_num_steps - self.warmup.num_steps)
         return max(0.0, (self.total_num_steps - iteration) / decay_steps)
@@ -272,7 +254,7 @@ class WarmupCosineLR(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasParamGroups,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -287,18 +269,16 @@ class WarmupCosineLR(LRSchedule):
         self.initial_lrs = _initial_rates(optimizer, last_batch_iteration)
         super().__init__(optimizer, last_batch_iteration)
 
-    def _ratio_at(self, iteration: int) -> float:
-        if iteration < 0:
-            return 0.0
-        if self.warmup.covers(iteration):
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.height_at(iteration)
-        cosine_steps = self.total_num_steps - self.warmup.num_steps
-        done = iteration - self.warmup.num_steps + 1
-        height = (1 + math.cos(math.pi * done / cosine_steps)) / 2 if done < cosine_steps else 0.0
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
-
     def _rates_at(self, iteration: int) -> list[float]:
-        ratio = self._ratio_at(iteration)
+        if iteration < 0:
+            ratio = 0.0
+        elif iteration < self.warmup.num_steps:
+            ratio = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.height_at(iteration)
+        else:
+            cosine_steps = self.total_num_steps - self.warmup.num_steps
+            done = iteration - self.warmup.num_steps + 1
+            height = (1 + math.cos(math.pi * done / cosine_steps)) / 2 if done < cosine_steps else 0.0
+            ratio = max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
         return [rate * ratio for rate in self.initial_lrs]
 
 
@@ -311,7 +291,7 @@ def _read(name: str, value: Any) -> Any:
     return read_value(f"{_PATH}.{name}", value, _ENTRIES[name])
 
 
-def _per_group(optimizer: HasParamGroups, name: str, value: Any) -> list[float]:
+def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[float]:
     num_groups = len(optimizer.param_groups)
     read: float | tuple[float, ...] = _read(name, value)
     if not isinstance(read, tuple):
@@ -323,7 +303,7 @@ def _per_group(optimizer: HasParamGroups, name: str, value: Any) -> list[float]:
     return list(read)
 
 
-def _initial_rates(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
+def _initial_rates(optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> list[float]:
     """The rates the groups were made with; torch's schedulers leave them in the groups as 'initial_lr'."""
     fresh = last_batch_iteration == -1
     return [float(group["lr"] if fresh else group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
@@ -341,32 +321,24 @@ _SCHEDULES: dict[str, type[LRSchedule]] = {
 }
 VALID_LR_SCHEDULES: list[str] = list(_SCHEDULES)
 
-_CALLABLE = (
-    "it needs a Python function, which JSON cannot hold: pass a scheduler or a callable as `lr_scheduler` instead"
-)
-_NESTED = "it is made of other schedulers, which JSON cannot hold: pass it as `lr_scheduler` instead"
+_CALLABLE = "it needs a Python function, which JSON cannot hold: pass a scheduler or a callable as `lr_scheduler`"
+_NESTED = "it is made of other schedulers, which JSON cannot hold: pass it as `lr_scheduler`"
 _REFUSED = {
-    "LambdaLR": _CALLABLE,
-    "MultiplicativeLR": _CALLABLE,
-    "SequentialLR": _NESTED,
-    "ChainedScheduler": _NESTED,
+    **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), _CALLABLE),
+    **dict.fromkeys(("SequentialLR", "ChainedScheduler"), _NESTED),
 }
-
-
-def _torch_schedules() -> dict[str, type[torch.optim.lr_scheduler.LRScheduler]]:
-    base = torch.optim.lr_scheduler.LRScheduler
-    return {
-        name: kind
-        for name, kind in vars(torch.optim.lr_scheduler).items()
-        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and not name.startswith("_")
-    }
 
 
 def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The class that a config's `scheduler` section names, one of DeepSpeed's five or torch's, and its parameters."""
     if type in _REFUSED:
-        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]}")
-    known: dict[str, Any] = {**_torch_schedules(), **_SCHEDULES}
+        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]} instead")
+    base = torch.optim.lr_scheduler.LRScheduler
+    known: dict[str, Any] = {
+        name: kind
+        for name, kind in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and not name.startswith("_")
+    } | _SCHEDULES
     if type not in known:
         near = meant_key(type, known)
         raise ConfigError(
@@ -379,9 +351,8 @@ def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., A
     given = read_params(SCHEDULES[type], given, _PATH)
     for name, held in inspect.signature(known[type]).parameters.items():
         if held.default is inspect.Parameter.empty and name not in ("optimizer", *given):
-            raise ConfigError(
-                f"{_PATH}.{name} is missing: {type} needs it; known: {', '.join(entries(SCHEDULES[type]))}"
-            )
+            names = ", ".join(entries(SCHEDULES[type]))
+            raise ConfigError(f"{_PATH}.{name} is missing: {type} needs it; known: {names}")
     return known[type], given
 
 
@@ -399,14 +370,7 @@ def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
         ) from error
 
 
-def build_scheduler(
-    type: str,
-    params: Mapping[str, Any],
-    optimizer: Any,
-) -> LRSchedule | torch.optim.lr_scheduler.LRScheduler:
+def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
     """Makes the scheduler of a config's `scheduler` section."""
     kind, read = read_schedule(type, params)
-    built: LRSchedule | torch.optim.lr_scheduler.LRScheduler = build(
-        kind, lambda values: kind(optimizer, **values), read, _PATH
-    )
-    return built
+    return build(kind, lambda values: kind(optimizer, **values), read, _PATH)

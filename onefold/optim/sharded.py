@@ -37,8 +37,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._loss_scale = loss_scale
         self._drop_gradients = drop_gradients
-        if sharded.instance is not None:
-            _forward(sharded.instance, weakref.ref(self))
+        # The user's instance has neither gradients nor states: what he asks of it goes to the one that has.
+        if (instance := sharded.instance) is not None:
+            for name in FORWARDED:
+                if callable(own := getattr(instance, name, None)):
+                    vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), weakref.ref(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -67,8 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("engine.step() steps the optimizer: it also clips, checks for overflow and moves parameters")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        drop = self._drop_gradients()
-        if drop is not None:
+        if (drop := self._drop_gradients()) is not None:
             drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,14 +102,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer cannot be pickled: its shards belong to this rank and its engine")
-
-
-def _forward(instance: torch.optim.Optimizer, outer: weakref.ref[ShardedOptimizer]) -> None:
-    """The user's instance has neither gradients nor states: what he asks of it goes to the one that has."""
-    for name in FORWARDED:
-        own = getattr(instance, name, None)
-        if callable(own):
-            vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), outer)
 
 
 def _forwarding(

@@ -12,30 +12,12 @@ from onefold.config import ConfigError
 from onefold.config.keys import Key, is_readable, read_as, shown
 from onefold.config.read import unknown_param
 
-_ANY = Key("")
-_RATE = Key("", minimum=0)
-_COUNT = Key("", minimum=1)
 # What torch itself does not check, by the names that its classes share: what would divide by zero, or climb.
+_RATES = ("lr", "weight_decay", "gamma", "eta_min", "min_lr", "base_lr", "max_lr", "factor", "power")
 _RANGES = {
-    "lr": _RATE,
-    "weight_decay": _RATE,
-    "gamma": _RATE,
-    "eta_min": _RATE,
-    "min_lr": _RATE,
-    "base_lr": _RATE,
-    "max_lr": _RATE,
-    "T_max": _COUNT,
-    "step_size": _COUNT,
-    "step_size_up": _COUNT,
-    "step_size_down": _COUNT,
-    "total_iters": _COUNT,
-    "milestones": Key("", minimum=0),
-    "patience": Key("", minimum=0),
-    "cooldown": Key("", minimum=0),
-    "factor": _RATE,
-    "power": _RATE,
-    "div_factor": Key("", above=0),
-    "final_div_factor": Key("", above=0),
+    **dict.fromkeys((*_RATES, "milestones", "patience", "cooldown"), Key("", minimum=0)),
+    **dict.fromkeys(("T_max", "step_size", "step_size_up", "step_size_down", "total_iters"), Key("", minimum=1)),
+    **dict.fromkeys(("div_factor", "final_div_factor"), Key("", above=0)),
     "last_epoch": Key("", minimum=-1),
 }
 # torch has no error of its own for a wrong argument.
@@ -52,7 +34,9 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
             raise unknown_param(path, name, kind.__name__, known)
         if name in hints and not is_readable(hints[name]):
             raise ConfigError(f"{path}.{name} = {shown(value)}: {kind.__name__} wants what a config cannot hold there")
-        read[name] = read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, _ANY)) if name in hints else value
+        read[name] = (
+            read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, Key(""))) if name in hints else value
+        )
     missing = [n for n, held in known.items() if held.default is inspect.Parameter.empty and n not in read]
     if missing:
         raise ConfigError(f"{path}.{missing[0]} is missing: {kind.__name__} needs it; known: {', '.join(known)}")

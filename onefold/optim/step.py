@@ -7,8 +7,8 @@ stays unsharded to all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,20 +19,10 @@ from onefold.offload.param_shard import Flat
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
-from onefold.optim.instance import Attributes, InstanceRule, is_torchs
+from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.norm import StepScalars, exchange_scalars, meet_for_call
-from onefold.optim.outside import (
-    Spelled,
-    digest,
-    has_post_hooks,
-    run_post_hooks,
-    run_pre_hooks,
-    spell_groups,
-    tell_difference,
-)
-from onefold.optim.steppers import HeldState, StateWindow, Step, Stepper, TiledStepper, WholeStepper
-from onefold.optim.written import WriteCheck
+from onefold.optim.norm import Spelled, StepScalars, compare_written_groups, exchange_scalars, meet_for_call
+from onefold.optim.steppers import Step, TiledStepper, WholeStepper, WriteCheck, whole_window
 from onefold.plan import Plan, Tier
 from onefold.runtime import FlatParam, Schedule, Unit
 
@@ -54,6 +44,8 @@ class ShardedStep:
         self.overflow = False
         # From the first change of a step until the engine has counted it: what is held is no step's state.
         self.changing = False
+        # Whether its steps may have added keys to its groups.
+        self.keeps_other_keys = chosen.is_stepped
         # Called before states are handed out to be written.
         self.let_change: Callable[[], None] = lambda: None
         # The user's class runs, and its methods are its own.
@@ -64,15 +56,16 @@ class ShardedStep:
         for param in schedule.trained_params():
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
-        self._stepper: Stepper
+        self.stepper: TiledStepper | WholeStepper
         if chosen.rule is not None:
-            self._stepper = TiledStepper(chosen.rule, self.groups, self.stores)
+            self.stepper = TiledStepper(chosen.rule, self.groups, self.stores)
         else:
             assert chosen.instance is not None
-            self._stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
-        self._attributes = Attributes(chosen.instance) if chosen.instance is not None else None
+            self.stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
+        # What steps have written to the user's instance.
+        self.attributes = Attributes(chosen.instance)
         # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
-        own_class = chosen.instance is not None and not is_torchs(chosen.instance) and chosen.is_stepped
+        own_class = chosen.is_stepped and not is_torchs(chosen.instance)
         self._compares = own_class and sharded
         self._spelled = None if own_class else Spelled(self.groups)
         on_host = [store for store in self.stores if store.steps_on_host]
@@ -84,20 +77,26 @@ class ShardedStep:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def apply(self, optimizer: torch.optim.Optimizer, coefficient: float) -> None:
-        """Step every shard with its gradient times `coefficient`, and start the refresh of stepped units.
-
-        `optimizer` is the one that the user holds: hooks on it run too.
-        """
-        run_pre_hooks(optimizer, self.instance)
+        """Step every shard with its gradient times `coefficient`, and start refreshes. Hooks on `optimizer` run too."""
+        for hook, of in step_hooks("pre", optimizer, self.instance):  # they may change rates
+            given: tuple[Any, dict[str, Any]] = (of,), {}
+            result = hook(of, *given)
+            if result is not None and result != given:
+                raise RuntimeError(
+                    "a step pre hook of the optimizer returned other arguments for step(), and engine.step() passes "
+                    "none on: let it return None"
+                )
         self.changing = True
         with torch.no_grad(), self._user_code():
             self._apply(coefficient)
         for stepped in (optimizer, self.instance):
             if stepped is not None:
                 stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
-        if has_post_hooks(optimizer, self.instance):
+        hooks = step_hooks("post", optimizer, self.instance)
+        if hooks:
             self._schedule.wait_for_step()  # a hook may read any parameter
-            run_post_hooks(optimizer, self.instance)
+        for hook, of in hooks:
+            hook(of, (of,), {})
 
     def _apply(self, coefficient: float) -> None:
         schedule = self._schedule
@@ -114,17 +113,18 @@ class ShardedStep:
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
                 if self._host is None or not store.steps_on_host:
-                    self._stepper.step(store, gradient, step)
-            if not self._stepper.whole:
+                    self.stepper.step(store, gradient, step)
+            if isinstance(self.stepper, TiledStepper):
                 schedule.in_flight.start_refresh(batch)
-        if self._stepper.whole:
-            self._stepper.finish()
+        if isinstance(self.stepper, WholeStepper):
+            self.stepper.finish()
             schedule.start_refreshes()
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
             rule.finish(self.groups)
         self.num_steps += 1
-        self._compare_groups()
+        if self._compares:
+            compare_written_groups(schedule, self.name, self.groups)
 
     def groups_to_compare(self) -> Spelled | None:
         """What all ranks must hold alike before a step; the user's own class is looked at after its steps instead."""
@@ -133,38 +133,20 @@ class ShardedStep:
         return self._spelled
 
     def _groups_now(self) -> list[dict[str, Any]]:
-        return [{key: _now(value) for key, value in group.items() if key != "params"} for group in self.groups]
+        """As numbers: a rate may be a tensor that a scheduler writes to while the host still steps."""
+        return [{key: plain_number(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
         self.in_user_code = True
         try:
-            with self._attributes.watched() if self._attributes is not None else nullcontext():
+            with self.attributes.watched():
                 yield
         finally:
             self.in_user_code = False
 
-    def _compare_groups(self) -> None:
-        """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
-        if not self._compares:
-            return
-        agreement, what = self._schedule.order.agreement, "what the optimizer wrote to its param_groups"
-        mine = spell_groups(self.groups)
-        if len({row[0] for row in agreement.meet(what, [digest(mine)])}) == 1:
-            return
-        one, other = tell_difference(agreement, what, mine)
-        raise RuntimeError(
-            f"optimizer {self.name}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
-            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
-            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
-            "where it has such a mode); or use zero_optimization.stage 0"
-        )
-
     def call(self, method: str) -> None:
-        """A method of the user's class that changes parameters (`train`, `eval`): over masters, then sent to all ranks.
-
-        All ranks call this together.
-        """
+        """A method of the user's class that changes parameters (`train`, `eval`), over masters. All ranks call it."""
         schedule = self._schedule
         if schedule.is_offloaded:
             raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
@@ -181,13 +163,8 @@ class ShardedStep:
                 writes.take_over(store.master, store.comparable)
         with torch.no_grad(), self._user_code():
             on_host = [store for store in self.stores if store.steps_on_host]
-            from_host = self._host.rewrite(on_host) if self._host is not None else None
-
-            def windows(store: ShardStore) -> Iterable[StateWindow]:
-                is_hosts = from_host is not None and store.steps_on_host
-                return from_host(store) if is_hosts and from_host is not None else [StateWindow.whole(store)]
-
-            self._stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
+            windows = self._host.rewrite(on_host) if self._host is not None else whole_window
+            self.stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
             if isinstance(self._rule, InstanceRule):
                 self._rule.finish(self.groups)
             for arrival in [store.push() for store in self.stores]:
@@ -242,40 +219,7 @@ class ShardedStep:
         """The tensors of one state, each with its place in the shard; none before the optimizer has made them."""
         self.let_change()
         self.wait_for_host()
-        return self._stepper.states_of(store, name)
-
-    def held_states(self, store: ShardStore) -> list[HeldState]:
-        """All states that lie along a shard."""
-        return self._stepper.held_states(store)
-
-    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
-        """The other states, by range of the shard."""
-        return self._stepper.loose_states(store)
-
-    def make_states(
-        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Have the states that a checkpoint names, by parameter, before they are filled."""
-        for store in self.stores:
-            self._stepper.make_states(store, names, loose)
-
-    def remember_states(self) -> Callable[[], None]:
-        """What puts states back that `make_states` has replaced."""
-        return self._stepper.remember_states()
-
-    @property
-    def keeps_other_keys(self) -> bool:
-        """Whether its steps may have added keys to its groups."""
-        return self._rule is None or isinstance(self._rule, InstanceRule)
-
-    def own_attributes(self) -> tuple[dict[str, Any], list[str]]:
-        """What steps have written to the user's instance: values for a checkpoint, and names that it cannot hold."""
-        return self._attributes.values() if self._attributes is not None else ({}, [])
-
-    def take_attributes(self, values: Mapping[str, Any]) -> None:
-        """Those of a checkpoint."""
-        if self._attributes is not None:
-            self._attributes.take(values)
+        return self.stepper.states_of(store, name)
 
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
@@ -290,14 +234,9 @@ class ShardedStep:
         """Masters that are not the parameters themselves."""
         return sum(store.master_bytes(tier) for store in self.stores)
 
-    def state_bytes(self, tier: Tier) -> int:
-        return self._stepper.state_bytes(tier)
-
 
 class StepDecision:
-    """Whether a step is taken, and with which factor: norm, overflow, loss scale, clipping. `applied`: whether the last
-    gradient was used.
-    """
+    """Whether a step is taken (`applied`: the last one was), and with which factor: norm, loss scale, clipping."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._scaling = plan.scaling
@@ -385,26 +324,17 @@ def _tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
     names = [unit.name for index, unit in enumerate(units) if any(row[index] for row in rows)]
     guilty = {rank: as_float(row[-1]) for rank, row in enumerate(rows) if not math.isfinite(as_float(row[-1]))}
     if guilty:
-        ranks = ", ".join(f"{value} on rank {rank}" for rank, value in guilty.items())
-        whose = f"the loss was {ranks}"
+        whose = "the loss was " + ", ".join(f"{value} on rank {rank}" for rank, value in guilty.items())
     elif all(row[-2] for row in rows):
         whose = "the loss was finite on every rank, so it happened in backward"
     else:
         whose = "no loss is known that was not finite, as backward was called on a loss directly"
-    return f"the gradient of {_name_units(names, len(units))} is not finite; {whose}"
-
-
-def _name_units(names: Sequence[str], num_units: int) -> str:
-    if len(names) == num_units > 1:
-        return f"every unit, {names[0]} first,"
-    rest = len(names) - _NAMED
-    return f"unit {', '.join(names[:_NAMED])}{f' and {rest} more' if rest > 0 else ''}"
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    told = (
+        f"every unit, {names[0]} first," if len(names) == len(units) > 1 else f"unit {', '.join(names[:_NAMED])}{rest}"
+    )
+    return f"the gradient of {told} is not finite; {whose}"
 
 
 def _is_reduced(param: FlatParam) -> bool:
     return param.grad.shard.value is not None
-
-
-def _now(value: Any) -> Any:
-    """A rate may be a tensor that a scheduler writes to while the host still steps."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from onefold.log import logger
 from onefold.offload.param_shard import Flat
-from onefold.offload.shard_store import ShardStore
+from onefold.offload.shard_store import ShardStore, as_integers
 from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import Hyper, Rule, Tile
-from onefold.optim.written import WriteCheck
 from onefold.plan import Tier
 from onefold.plan.layout import Segment
 
@@ -32,14 +34,15 @@ class StateWindow:
     master: torch.Tensor
     states: Mapping[str, torch.Tensor]
 
-    @staticmethod
-    def whole(store: ShardStore) -> StateWindow:
-        assert isinstance(store.master, torch.Tensor)
-        states = {name: state for name, state in store.states.items() if isinstance(state, torch.Tensor)}
-        return StateWindow(0, store.stop - store.start, store.master, states)
+
+Windows = Callable[[ShardStore], Iterator[StateWindow]]
 
 
-Windows = Callable[[ShardStore], Iterable[StateWindow]]
+def whole_window(store: ShardStore) -> Iterator[StateWindow]:
+    """The only window of a shard that is in memory."""
+    assert isinstance(store.master, torch.Tensor)
+    states = {name: state for name, state in store.states.items() if isinstance(state, torch.Tensor)}
+    yield StateWindow(0, store.stop - store.start, store.master, states)
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,68 @@ class Step:
     groups: Sequence[Hyper]
 
 
+class WriteCheck:
+    """Compares masters with what computes, a range at a time. One thread uses it at a time.
+
+    [Note: a write that no counter shows]
+    Writes to parameters from outside (`p.clamp_()`, `p.data.mul_()` and their kin) are to reach the master. Where a
+    master of its own stands behind an unsharded parameter, the parameter is the master's rounding from one step to the
+    next, unless somebody has written to it; and writes through `.data` change no version counter. So the step compares:
+    an element that is not its master's rounding has been written, and becomes the master's value. That reads two bytes
+    a parameter beside the four that the update reads anyway. Where the master is on the host and the parameter on a GPU
+    they cannot be compared; a fingerprint of the parameter is taken when it arrives and again at the next step instead.
+    """
+
+    def __init__(self) -> None:
+        self._scratch: torch.Tensor | None = None
+
+    def take_over(self, master: torch.Tensor, used: torch.Tensor) -> None:
+        """Elements of `used` that are not the master's rounding become the master's."""
+        if master.is_cuda and (kernels := _kernels()):
+            kernels.take_over(master, used)
+            return
+        rounded = self._rounded(master, used.dtype)
+        if master.is_cuda or not torch.equal(as_integers(rounded), as_integers(used)):
+            master.copy_(torch.where(rounded == used, master, used.to(master.dtype)))
+
+    def _rounded(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if master.dtype == dtype:
+            return master
+        fits = self._scratch is not None and self._scratch.dtype == dtype and self._scratch.device == master.device
+        if self._scratch is None or not fits or self._scratch.numel() < master.numel():
+            self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
+        return self._scratch[: master.numel()].copy_(master)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernel, once it has been seen to build and to run."""
+    try:
+        from onefold.optim import write_kernels
+
+        write_kernels.try_out()
+    except Exception as error:  # whatever a compiler may raise
+        logger.warning(
+            "the check for written parameters: Triton's kernel cannot be used (%s: %s); torch compares, in more "
+            "passes over memory (onefold.honour_writes false turns the check off)",
+            type(error).__name__,
+            error,
+        )
+        return None
+    return write_kernels
+
+
 class Steppable(Protocol):
-    """What a tiler asks of what it steps."""
+    """What a tiler asks of what it steps: as a `ShardStore` answers."""
 
     @property
-    def comparable(self) -> torch.Tensor | None:
-        """What computes, if writes to it are to be found."""
-        ...
+    def comparable(self) -> torch.Tensor | None: ...
 
-    def stepped_segments(self, first: int, last: int) -> list[Segment]:
-        """Where in [first, last) which optimizer group lies, without what is frozen."""
-        ...
+    def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
 
 
 class Tiler:
-    """A rule, tile by tile: cast and scale the gradient, update, cast the parameter out, all while in cache. One thread
-    uses it at a time.
-    """
+    """A rule, tile by tile: cast and scale the gradient, update, cast out, all while in cache. One thread at a time."""
 
     def __init__(self, rule: Rule, size: int | None = None) -> None:
         self._rule = rule
@@ -85,9 +133,7 @@ class Tiler:
         out: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; it may be the memory of
-        the range's own gradient.
-        """
+        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
         size = self._size or TILE[window.master.device.type]
         used = shard.comparable
         for segment in shard.stepped_segments(start, stop):
@@ -122,44 +168,8 @@ class HeldState:
     memory: Flat
 
 
-class Stepper(Protocol):
-    """Applies one optimizer to shards. `whole`: it must see every shard before any parameter is final."""
-
-    whole: bool
-
-    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
-        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
-        ...
-
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]: ...
-
-    def held_states(self, store: ShardStore) -> list[HeldState]: ...
-
-    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
-        """States that do not lie along a range of the shard."""
-        ...
-
-    def make_states(
-        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Have the states of a checkpoint, by parameter: room for those that lie along it, values for the others."""
-        ...
-
-    def remember_states(self) -> Callable[[], None]:
-        """What undoes `make_states`."""
-        ...
-
-    def state_bytes(self, tier: Tier) -> int: ...
-
-
 class TiledStepper:
     """A known rule: each shard is final once it has been stepped."""
-
-    whole = False
 
     def __init__(self, rule: Rule, groups: Sequence[Hyper], stores: Sequence[ShardStore]) -> None:
         self._tiler = Tiler(rule)
@@ -169,13 +179,11 @@ class TiledStepper:
             store.make_states(rule.state_names(groups))
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        window = StateWindow.whole(store)
-        self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
-
-    def finish(self) -> None:
-        pass
+        for window in whole_window(store):
+            self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
         assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
         self._rule.begin(groups, method)
         for store in self._stores:
@@ -183,31 +191,33 @@ class TiledStepper:
                 for segment in store.segments(window.start, window.stop):
                     inside = slice(segment.start - window.start, segment.stop - window.start)
                     states = {name: state[inside] for name, state in window.states.items()}
-                    master = window.master[inside]
-                    tile = Tile(master, torch.empty(0), states, segment.group)
+                    tile = Tile(window.master[inside], torch.empty(0), states, segment.group)
                     self._rule.call(method, tile, has_states=has_states)
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+        """The tensors of one state, each with its place in the shard."""
         return [(0, store.states[name])] if name in store.states else []
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
         return [HeldState(name, 0, state) for name, state in store.states.items()]
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        """States that do not lie along the shard, by range of it."""
         if not isinstance(self._rule, InstanceRule):
             return []
         return [(s.start, s.stop, self._rule.latest(s.group)) for s in store.segments()]
 
     def make_states(
-        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """A rule's states are there from the start."""
+        """Have a checkpoint's states: room for those along a parameter, which a rule has already, values for others."""
         if isinstance(self._rule, InstanceRule):
-            for member in store.spec.layout.members:
+            for member in (member for store in self._stores for member in store.spec.layout.members):
                 if member.name in loose:
                     self._rule.take(member.group, dict(loose[member.name]))
 
     def remember_states(self) -> Callable[[], None]:
+        """What undoes `make_states`."""
         return self._rule.remember() if isinstance(self._rule, InstanceRule) else lambda: None
 
     def state_bytes(self, tier: Tier) -> int:
@@ -220,10 +230,8 @@ class WholeStepper:
     parameters, so that what it writes to its groups and to itself stays ([Note: what a step writes]).
 
     Elementwise optimizers get flat ranges, the same in every plan. Others, which only run where every rank steps
-    everything, get views in the parameters' own shapes.
+    everything, get views in the parameters' own shapes. It must see every shard before any parameter is final.
     """
-
-    whole = True
 
     def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
         self._instance = instance
@@ -324,17 +332,19 @@ class WholeStepper:
         ]
 
     def make_states(
-        self, store: ShardStore, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        for target, start, stop in self._targets[id(store)]:
-            first, last = store.start + start, store.start + stop
-            inside = [m.name for m in store.spec.layout.members if m.start < last and first < m.stop]
-            state: dict[str, Any] = {}
-            for name in inside:
-                state.update({k: v.to(target.device) if _is_array(v) else v for k, v in loose.get(name, {}).items()})
-                for key, dtype in names.get(name, {}).items():
-                    state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
-            self._state[target] = state
+        for store in self._stores:
+            for target, start, stop in self._targets[id(store)]:
+                state: dict[str, Any] = {}
+                for member in store.spec.layout.members:
+                    if member.start >= store.start + stop or store.start + start >= member.stop:
+                        continue
+                    for key, value in loose.get(member.name, {}).items():
+                        state[key] = value.to(target.device) if _is_array(value) else value
+                    for key, dtype in names.get(member.name, {}).items():
+                        state[key] = torch.zeros_like(target, dtype=dtype, requires_grad=False)
+                self._state[target] = state
 
     def remember_states(self) -> Callable[[], None]:
         before = dict(self._state)

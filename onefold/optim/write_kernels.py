@@ -1,6 +1,4 @@
-"""The comparison of `optim/written.py` in Triton: master and parameter are read once, and only what differs is
-written.
-"""
+"""The comparison of `WriteCheck` in Triton: master and parameter are read once, and only what differs is written."""
 
 from __future__ import annotations
 

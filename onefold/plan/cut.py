@@ -12,7 +12,7 @@ blocks share belongs to the root, their common ancestor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -41,10 +41,7 @@ def cut(
     leaves: LeafModule | None = None,
     numel: Callable[[nn.Parameter], int] = nn.Parameter.numel,
 ) -> list[UnitCut]:
-    """Cut a model into units, the root's leftovers first, then blocks in the order of the module tree.
-
-    `numel` knows the size of parameters that are placeholders.
-    """
+    """Units: the root's leftovers, then blocks in the order of the module tree. `numel` knows placeholders' sizes."""
     blocks = _blocks(model, names, leaves or LeafModule(), numel)
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -85,8 +82,8 @@ def _blocks(
     model: nn.Module, names: Sequence[str], leaves: LeafModule, numel: Callable[[nn.Parameter], int]
 ) -> list[str]:
     """Paths of the blocks, in the order of the module tree."""
-    chosen = _named(model, names) if names else _no_split(model) or _outermost(model, _repeated(model))
-    chosen = _outermost(model, chosen | _leaves(model, leaves))
+    chosen = _named(model, names) if names else _no_split(model) or _outermost(_repeated(model))
+    chosen = _outermost(chosen | _leaves(model, leaves))
     large = {
         path
         for path, module in model.named_modules()
@@ -113,19 +110,14 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
                 f"its classes are {', '.join(classes)}"
             )
         found |= hits
-    return _outermost(model, found)
+    return _outermost(found)
 
 
 def _leaves(model: nn.Module, leaves: LeafModule) -> set[str]:
     """Modules named in the config, each name an error if nothing answers to it, and those marked on themselves."""
     found = {path for path, module in model.named_modules() if getattr(module, LEAF_MARK, False)}
-    kinds: list[tuple[str, Iterable[str]]] = [
-        ("classes", leaves.classes),
-        ("names", leaves.names),
-        ("name_suffixes", leaves.name_suffixes),
-    ]
-    for kind, wanted in kinds:
-        for name in wanted:
+    for kind in ("classes", "names", "name_suffixes"):
+        for name in getattr(leaves, kind):
             hits = {path for path, module in model.named_modules() if path and _answers(path, module, kind, name)}
             if not hits:
                 raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model answers to {name!r}")
@@ -141,10 +133,8 @@ def _answers(path: str, module: nn.Module, kind: str, name: str) -> bool:
 
 
 def _no_split(model: nn.Module) -> set[str]:
-    classes: set[str] = set()
-    for module in model.modules():
-        classes.update(getattr(module, "_no_split_modules", None) or ())
-    return _outermost(model, {path for path, module in model.named_modules() if type(module).__name__ in classes})
+    classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return _outermost({path for path, module in model.named_modules() if type(module).__name__ in classes})
 
 
 def _repeated(model: nn.Module) -> set[str]:
@@ -160,6 +150,6 @@ def _repeated(model: nn.Module) -> set[str]:
     return found
 
 
-def _outermost(model: nn.Module, paths: set[str]) -> set[str]:
+def _outermost(paths: set[str]) -> set[str]:
     """Without those that lie inside another; the root itself is never a block."""
     return {path for path in paths if path and not _owner(path, paths - {path})}

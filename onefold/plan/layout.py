@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,11 +54,8 @@ class Layout:
         members = []
         end = 0
         for name, shape, group in sorted(parameters, key=lambda parameter: parameter[2]):
-            numel = 1
-            for size in shape:
-                numel *= size
             start = round_up(end, PARAMETER_ALIGNMENT)
-            end = start + numel
+            end = start + math.prod(shape)
             members.append(Member(name, shape, group, start, end))
         return Layout(tuple(members), num_shards, round_up(end, SHARD_ALIGNMENT * num_shards))
 

@@ -1,9 +1,13 @@
-"""Bytes of model state per rank and tier, by arithmetic: what the runtime allocates is equal to this, to the byte."""
+"""Bytes of model state per rank and tier, by arithmetic: what the runtime allocates is equal to this, to the byte.
+
+And which flat parameter rests in which tier: the device is filled first, then the host, then the disks. Units are taken
+in their order, so what stays on the device is used first: its forward runs while the host still steps the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -182,3 +186,82 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         if not unsharded and residency.parameters is Tier.NVME and not spec.master_is_shard:
             written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)
+
+
+# -- which flat parameter rests in which tier -----------------------------------------------------------------------
+
+
+def assign_tiers(
+    specs: Sequence[FlatParamSpec], plan: Plan, *, device_bytes: int | None = None, host_bytes: int | None = None
+) -> list[FlatParamSpec]:
+    """The same flat parameters, each with its residency. `device_bytes` and `host_bytes`: what model state may take of
+    these tiers where the config names no share (`ratio`); None: as much as it likes.
+    """
+    wanted, ratio = plan.states.tier, plan.offload.optimizer.ratio
+    settled = list(specs)
+    trained = [place for place, spec in enumerate(specs) if spec.trainable]
+    if wanted is not Tier.DEVICE:
+        below = Residency(Tier.HOST if ratio is None else wanted)
+        for place in trained:
+            settled[place] = replace(specs[place], residency=below)
+        settled = [_with_parameters(spec, plan) for spec in settled]
+        for place in _kept_on_device(settled, trained, plan, device_bytes):
+            settled[place] = replace(specs[place], residency=Residency())
+    left = [place for place in trained if settled[place].residency.offloads_states]
+    if wanted is Tier.NVME and ratio is None:
+        for place in reversed(left):  # what the host has no room for goes to disk, the last first
+            if host_bytes is None or count_bytes(settled, plan, Tier.HOST).total <= host_bytes:
+                break
+            settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
+    elif wanted is Tier.NVME:
+        spare = plan.offload.optimizer.max_in_cpu
+        for place in left:
+            spare -= specs[place].layout.shard_size
+            if spare >= 0:
+                settled[place] = replace(settled[place], residency=Residency(Tier.HOST))
+    settled = [_with_parameters(spec, plan) for spec in settled]
+    spare = plan.offload.param.max_in_cpu
+    for place, spec in enumerate(settled):
+        if spec.residency.parameters is Tier.NVME:
+            spare -= spec.layout.shard_size
+            if spare >= 0:
+                settled[place] = replace(spec, residency=replace(spec.residency, parameters=Tier.HOST))
+    return settled
+
+
+def _kept_on_device(
+    settled: list[FlatParamSpec], trained: list[int], plan: Plan, device_bytes: int | None
+) -> list[int]:
+    """The first ones, as far as the ratio or the device goes."""
+    kept: list[int] = []
+    ratio = plan.offload.optimizer.ratio
+    if ratio is None:
+        if device_bytes is None:
+            return trained
+        trial = list(settled)
+        for place in trained:
+            trial[place] = replace(trial[place], residency=Residency())
+            bytes_ = count_bytes(trial, plan)
+            if bytes_.total + 2 * bytes_.largest_slot > device_bytes:
+                break
+            kept.append(place)
+        return kept
+    total = sum(settled[place].layout.numel for place in trained)
+    used = 0
+    for place in trained:
+        used += settled[place].layout.numel
+        if used > (1 - ratio) * total:
+            break
+        kept.append(place)
+    return kept
+
+
+def _with_parameters(spec: FlatParamSpec, plan: Plan) -> FlatParamSpec:
+    """What stays unsharded stays on the device, and so does what is cast from a master there: it is held once."""
+    states, tier = spec.residency.states, plan.parameters.tier
+    has_master_dtype = spec.trainable and master_dtype(spec.dtype) == spec.dtype
+    if not plan.shards_parameters or spec.persistent or (spec.trainable and states is Tier.DEVICE):
+        tier = Tier.DEVICE
+    elif tier is Tier.NVME and states is Tier.HOST and has_master_dtype:
+        tier = Tier.HOST  # the master there is what is gathered
+    return replace(spec, residency=Residency(states, tier, apart=plan.delays_host))

@@ -71,9 +71,7 @@ class Precision:
 
     def of_reduced(self, dtype: torch.dtype, num_micro_steps: int, num_ranks: int) -> torch.dtype:
         """The narrowest dtype that holds a reduced gradient exactly (contract point 3)."""
-        if num_micro_steps == 1 and num_ranks == 1:
-            return dtype
-        return self._accumulate(dtype)
+        return dtype if num_micro_steps == 1 and num_ranks == 1 else self._accumulate(dtype)
 
     def of_wire(self, dtype: torch.dtype) -> torch.dtype:
         """Gradients travel as the parameters compute unless `communication_data_type` says otherwise."""
@@ -217,14 +215,12 @@ class Plan:
                 parameters += f", a secondary shard among every {self.node_shard_size} ranks"
         else:
             parameters = "replicated: every rank holds all of them"
+        gradients = "sharded after every micro-step"
         if self.keeps_whole_gradient:
             gradients = "whole until the accumulation boundary, then sharded"
-        else:
-            gradients = "sharded after every micro-step"
+        states = "replicated: every rank steps everything"
         if self.shards_states:
             states = "sharded: every rank holds and steps its own part"
-        else:
-            states = "replicated: every rank steps everything"
         if self.delays_host:
             states += ", stepped beside the next forward and backward (INEXACT: delayed_host_step)"
         frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
@@ -278,8 +274,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     elif not travels:
         # Nothing is gained by reducing a gradient to the only shard before the boundary.
         gradients = replace(gradients, placement=Placement.REPLICATED)
-    loco = zero.zeropp_loco_param
-    feeds_back = loco is not None and zero.zero_quantized_gradients and travels
+    loco = zero.zeropp_loco_param if zero.zero_quantized_gradients and travels else None
     overlap = sharded if zero.overlap_comm is None else zero.overlap_comm
     own, replicas = config.onefold, num_replicas(config, world_size)
     return Plan(
@@ -317,7 +312,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         node_size=own.node_size,
         node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
         frozen_wire=frozen_wire,
-        feedback=Feedback(loco.err_beta, loco.reset_T) if feeds_back and loco is not None else None,
+        feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None else None,
         overlap=overlap,
         honours_writes=own.honour_writes,
         delays_host=own.delayed_host_step and optimizer_tier is not Tier.DEVICE,
@@ -356,9 +351,8 @@ def make_precision(config: Config) -> Precision:
 
 def _scaling(config: Config, world_size: int) -> Scaling:
     scales_loss = config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
-    if config.gradient_allreduce_op == "sum":
-        before, after = 1.0, 1.0
-    else:
+    before = after = 1.0
+    if config.gradient_allreduce_op != "sum":
         before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor
         after = 1.0 / (world_size * before)
     return Scaling(

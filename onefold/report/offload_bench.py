@@ -29,17 +29,7 @@ from onefold.offload.nvme import SwapFiles
 from onefold.optim.host_step import TILE
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
-from onefold.plan import (
-    Crossing,
-    FlatParamSpec,
-    Layout,
-    Tier,
-    TierBudget,
-    assign_tiers,
-    count_bytes,
-    count_crossing,
-    make_plan,
-)
+from onefold.plan import Crossing, FlatParamSpec, Layout, Tier, assign_tiers, count_bytes, count_crossing, make_plan
 from onefold.plan.layout import Segment
 
 Tell = Callable[[str, int, int], None]
@@ -346,9 +336,11 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting]})
     plan = replace(make_plan(config, world_size=1), num_states=2)
+    # All of it, whatever the host could keep.
+    plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
     spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False)
-    specs = assign_tiers([spec] * _NUM_UNITS, plan, TierBudget(ratio=plan.offload.optimizer.ratio))
+    specs = assign_tiers([spec] * _NUM_UNITS, plan)
     crossing = count_crossing(specs, plan, 1, device_casts=True)
     stepped = sum(spec.layout.numel for spec in specs if spec.residency.offloads_states)
     bus, disk = measured.bus, measured.disk

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from onefold.comm import Agreement, Group, Ledger, broadcast_from
-from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.placement import make_memory, place
+from onefold.offload.offload_memory import OffloadMemory, make_memory, place
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import plain_class

@@ -50,7 +50,7 @@ def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: i
 def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
     if not param.trainable or step is None:
         return
-    for state in step.held_states(param.store):
+    for state in step.stepper.held_states(param.store):
         first = param.store.start + state.start
         last = first + state.memory.numel()
         for member, low, high in member_ranges(param.layout, max(start, first), min(stop, last)):
@@ -88,7 +88,7 @@ def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, d
         return found
     for param in (param for unit in units for param in unit.trained):
         first = param.store.start
-        for start, stop, values in step.loose_states(param.store):
+        for start, stop, values in step.stepper.loose_states(param.store):
             for member, _, _ in member_ranges(param.layout, first + start, first + stop):
                 found.setdefault(member.name, {}).update(values)
     return found
