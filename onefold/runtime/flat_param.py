@@ -183,7 +183,9 @@ class FlatParam:
                 if parameter.is_meta:
                     # `.data` refuses a tensor of another kind; swapping the payload keeps the object. The payload is no
                     # view of `full`: it would share its version with it, and every gather writes to that.
-                    torch.utils.swap_tensors(parameter, _as_parameter(view.new_empty(0), parameter))
+                    payload = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+                    payload.__dict__.update(parameter.__dict__)
+                    torch.utils.swap_tensors(parameter, payload)
                     set_data(parameter, view)
                 elif not _is_same_memory(parameter, view):
                     view.copy_(parameter)
@@ -290,14 +292,5 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-def _as_parameter(payload: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    parameter = nn.Parameter(payload, requires_grad=like.requires_grad)
-    parameter.__dict__.update(like.__dict__)
-    return parameter
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor.is_meta and not wrapped
