@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,8 @@ class InFlightCollectives:
         self._guard = guard
         self._memory = memory
 
-    @contextmanager
-    def _waiting(self, operation: str, units: Iterable[Unit]) -> Iterator[None]:
-        with self._guard.waiting(operation, [unit.name for unit in units]):
-            yield
+    def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
+        return self._guard.waiting(operation, [unit.name for unit in units])
 
     # -- gathers that unshard -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ and the next forward or step looks at the model once. What no hook tells of (a c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -53,7 +53,7 @@ class ModelWatch:
         ]
 
     def _remember(self, model: nn.Module) -> None:
-        self._known = {name: id(parameter) for name, parameter in _own_parameters(model)}
+        self._known = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         self._containers = [
             (weakref.ref(module), len(module._modules))
             for module in model.modules()
@@ -71,7 +71,9 @@ class ModelWatch:
         if model is None or not (self._changed or self._looks_changed() or self._newcomer_trains()):
             return
         problems = [
-            problem for name, parameter in _own_parameters(model) if (problem := self._problem(name, parameter))
+            problem
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if (problem := self._problem(name, parameter))
         ]
         if problems:
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
@@ -82,7 +84,7 @@ class ModelWatch:
             )
         self._newcomers = [
             weakref.ref(parameter)
-            for _, parameter in _own_parameters(model)
+            for _, parameter in model.named_parameters(remove_duplicate=False)
             if id(parameter) not in self._first and not parameter.requires_grad
         ]
         self._remember(model)
@@ -119,11 +121,6 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter under every one of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
 
 
 def _registered(module: nn.Module, name: str, taken: Any) -> None:

@@ -30,7 +30,13 @@ on_detach: list[Callable[[nn.Parameter], None]] = []
 
 
 class Owner(Protocol):
-    """The engine, as far as handles know it."""
+    """The engine, as far as handles and hooks know it."""
+
+    def begin_bare_backward(self) -> None:
+        """Somebody called `backward` on a loss; begin it on the schedule."""
+
+    def abort_backward(self) -> None:
+        """A bare backward raised and will not end."""
 
     def about_to_write(self) -> None:
         """Parameters are about to be written from outside."""

@@ -62,7 +62,7 @@ class Schedule:
         self.depth = 0
         # Numbers the calls of units that have a backward.
         self.calls = count(1)
-        self._backward_number = 0
+        self.num_backwards = 0
 
     # -- passes -------------------------------------------------------------------------------------------------
 
@@ -90,13 +90,6 @@ class Schedule:
                 unit.uses.calls = 0 if forward else unit.uses.calls
                 unit.reshard_unused()
 
-    def pre_root_forward(self) -> None:
-        self.depth += 1
-
-    def post_root_forward(self) -> None:
-        self.depth -= 1
-        self.reshard_after_evaluation()
-
     def reshard_after_evaluation(self) -> None:
         if self.depth == 0 and not self.order.open:
             self.reshard_all()
@@ -112,7 +105,7 @@ class Schedule:
     def begin_backward(self, *, boundary: bool) -> None:
         """`boundary`: a step follows. Plans that keep unsharded gradients reduce only then."""
         self.in_backward = True
-        self._backward_number += 1
+        self.num_backwards += 1
         if not self.sharded or not self.order.open:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_whole_gradient
@@ -121,10 +114,6 @@ class Schedule:
         if not boundary:
             for param in self.trained_params():
                 param.grad.accumulate(self.in_flight.pool)
-
-    def land(self, unit: Unit, param: FlatParam, index: int) -> None:
-        """Autograd has produced one parameter's gradient."""
-        unit.land(param, index, self._backward_number)
 
     def end_backward(self, *, aborted: bool = False) -> None:
         """Every gradient of this backward has landed. What got none is reduced with zeros."""
