@@ -23,9 +23,8 @@ def close_engine(
     *,
     lingers: bool = True,
 ) -> None:
-    """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model.
-
-    `lingers`: rank 0 may still be about to save, and gets this rank's part.
+    """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model. `lingers`: rank
+    0 may still be about to save, and gets this rank's part.
     """
     if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
         saving.linger(LINGER)

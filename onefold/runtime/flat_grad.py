@@ -136,9 +136,8 @@ class FlatGrad:
         return held and len(self.dropped) < len(self._parameters)
 
     def of_parameter(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it.
-
-        In fp16 it carries the loss scale until the step: clipping it would clip to something else.
+        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it. In
+        fp16 it carries the loss scale until the step: clipping it would clip to something else.
         """
         landed = self.slot is not None and bool(self._filled[index])
         if index in self.dropped or not (landed or self.shard.value is not None):

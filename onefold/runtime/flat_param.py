@@ -1,6 +1,4 @@
-"""Flat parameters: the parameters of a unit that share dtype and treatment, flattened into one tensor, unsharded while
-they are used and resting as shards in between.
-"""
+"""Flat parameters: parameters of a unit, flattened into one tensor, unsharded while used and shards in between."""
 
 from __future__ import annotations
 
@@ -65,11 +63,9 @@ class FlatParam:
         self._versions: list[int] = []
         self._read_through_data: dict[int, torch.Tensor] = {}
         # This rank's slice of `full` among neighbouring ranks, as it was when it was last gathered from all.
-        span = plan.node_shard_size
-        has_secondary = span > 1 and not self.stays_unsharded
-        self.secondary = (
-            torch.empty(self.layout.total // span, dtype=spec.dtype, device=device) if has_secondary else None
-        )
+        self.secondary: torch.Tensor | None = None
+        if plan.node_shard_size > 1 and not self.stays_unsharded:
+            self.secondary = self.full.new_empty(self.layout.total // plan.node_shard_size)
         self._secondary_serves = False
         self._fills_secondary = False
         # What `full` holds came in a form that rounds it.
@@ -146,10 +142,7 @@ class FlatParam:
     # -- reshard ------------------------------------------------------------------------------------------------
 
     def reshard(self, *, drop: bool = False) -> None:
-        """Placeholders instead of parameters, no memory behind the flat parameter.
-
-        `drop`: nothing has to see the next values through the present memory.
-        """
+        """Placeholders instead of parameters. `drop`: nothing has to see the next values through the present memory."""
         if self.store.param is not None:
             self.store.param.order()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -279,9 +272,7 @@ class FlatParam:
         """Bytes of parameters held now; a shard that is the master is counted there."""
         held = self.store.param_bytes(tier)
         if tier is Tier.DEVICE:
-            held += int(self.full.untyped_storage().size()) + (
-                self.secondary.nbytes if self.secondary is not None else 0
-            )
+            held += self.full.untyped_storage().size() + (self.secondary.nbytes if self.secondary is not None else 0)
         return held
 
 

@@ -223,9 +223,8 @@ class RestingValues(torch.Tensor):
 
 
 class HeldGradient(torch.Tensor):
-    """Stands for a gradient that is sharded over the ranks, or scaled: it has a shape and no values.
-
-    What clears gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
+    """Stands for a gradient that is sharded over the ranks, or scaled: it has a shape and no values. What clears
+    gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
     """
 
     _onefold_parameter: nn.Parameter
@@ -297,9 +296,7 @@ def _words(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
-    return (
-        f"{name.removeprefix('_')}() on a parameter" if not name.startswith((".", "__")) else f"{name} of a parameter"
-    )
+    return f"{name} of a parameter" if name.startswith((".", "__")) else f"{name.removeprefix('_')}() on a parameter"
 
 
 def reads_no_values(func: Callable[..., Any]) -> bool:

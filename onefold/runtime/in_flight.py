@@ -33,9 +33,7 @@ class PendingCollective:
 
 
 class InFlightCollectives:
-    """Starts and finishes the three collectives of units: all-gathers that unshard, reduce-scatters of gradients, and
-    refreshes, the all-gathers after a step of parameters that stay unsharded.
-    """
+    """Starts and finishes the three collectives of units: unshards, reductions of gradients, refreshes after a step."""
 
     def __init__(
         self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, memory: OffloadMemory | None = None
@@ -62,9 +60,8 @@ class InFlightCollectives:
             param.store.finish_step()
         try:
             with self._waiting("gather of", [unit]):
-                pending = self.collective.start_gather(
-                    unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
-                )
+                gatherings = unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
+                pending = self.collective.start_gather(gatherings)
         except BaseException:
             unit.undo_unshard()
             raise
@@ -191,9 +188,7 @@ class InFlightCollectives:
         """The reduced gradients of each batch, gathered, one batch ahead."""
         ahead = deque(self._start_gathering_gradients(batch) for batch in batches[:1])
         for position, batch in enumerate(batches):
-            ahead.extend(
-                self._start_gathering_gradients(following) for following in batches[position + 1 : position + 2]
-            )
+            ahead.extend(self._start_gathering_gradients(after) for after in batches[position + 1 : position + 2])
             gathered, pending = ahead.popleft()
             with self._waiting("gather of gradients of", batch):
                 pending.finish()

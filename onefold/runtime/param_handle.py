@@ -49,9 +49,7 @@ class Owner(Protocol):
 
 
 class ParamHandle:
-    """Some flat parameters that are unsharded and resharded together. `number`: that of its first parameter, the same
-    on every rank.
-    """
+    """Flat parameters that are unsharded and resharded together. `number`: of the first, the same on every rank."""
 
     def __init__(self, params: Sequence[FlatParam], collective: Collective, ledger: Ledger) -> None:
         global _next_number
@@ -248,9 +246,7 @@ class ParamHandle:
         self._tell()
 
     def leave_unsharded(self) -> None:
-        """Do not give back: the next forward or step of the engine reshards the unit, and without an engine the
-        parameters are plain from now on.
-        """
+        """Do not give back: the engine's next forward or step reshards; without an engine parameters are plain now."""
         unit = self.unit
         if unit is not None:
             self.lent -= 1
@@ -273,9 +269,8 @@ class ParamHandle:
         return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
 
     def take_values_of(self, rank: int) -> None:
-        """One rank has written: its values become everybody's.
-
-        A parameter that was given data of another shape leaves for good, and is laid out anew by `initialize`.
+        """One rank has written: its values become everybody's. A parameter that was given data of another shape leaves
+        for good, and is laid out anew by `initialize`.
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for param in self.params:
