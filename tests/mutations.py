@@ -509,28 +509,28 @@ MUTATIONS = [
     ),
     Mutation(
         "operation-not-resharded",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "            unit.post_backward([self._call])",
         "            pass",
         "test_held_parameters.py -k released_after",
     ),
     Mutation(
         "operation-backward-at-rest",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "                node.register_prehook(recorded.begin)",
         "                pass",
         "test_held_parameters.py -k operations_on_parameters",
     ),
     Mutation(
         "operation-view-freed",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "                unit.keep_for_pass()\n                unit.hand_out()",
         "                pass",
         "test_held_parameters.py -k views",
     ),
     Mutation(
         "operation-write-lost",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "        if written:",
         "        if False:",
         "test_held_parameters.py -k inside_a_pass_raises",
@@ -552,8 +552,8 @@ MUTATIONS = [
     Mutation(
         "fixed-storage-emptied",
         "onefold/runtime/flat_param.py",
-        "if drop or self._handed_out or not storage.resizable() or",
-        "if drop or self._handed_out or",
+        "if drop or self.handed_out or not storage.resizable() or",
+        "if drop or self.handed_out or",
         "test_held_parameters.py -k was_kept_inside",
     ),
     Mutation(

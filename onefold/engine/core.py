@@ -85,22 +85,14 @@ class Engine(nn.Module):
         units, memory = lay_out(model, plan, groups, group, self.ledger, device)
         schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
         trained = {id(parameter) for param in schedule.trained_params() for parameter in param.parameters}
-        self.state = TrainState(
-            model=model,
-            config=config,
-            plan=plan,
-            group=group,
-            device=device,
-            schedule=schedule,
-            window=window,
-            decision=StepDecision(plan, schedule),
-            step=ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None,
-            left_alone=[p for p in model.parameters() if p.requires_grad and id(p) not in trained],
-        )
+        decision = StepDecision(plan, schedule)
+        step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
+        left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+        self.state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone)
         self.optimizer: ShardedOptimizer | None = None
-        if self.state.step is not None:
+        if step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
-            self.optimizer = ShardedOptimizer(self.state.step, self.state.decision.loss_scale, drop)
+            self.optimizer = ShardedOptimizer(step, decision.loss_scale, drop)
         self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.

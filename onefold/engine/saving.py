@@ -83,17 +83,10 @@ class Saving:
         state = self._state
         state.check_present()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
-        options = SaveOptions(
-            save_dir=str(save_dir),
-            tag=tag,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen,
-            background=state.plan.loop.checkpoint.async_save if background is None else background,
-        )
+        background = state.plan.loop.checkpoint.async_save if background is None else background
+        options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background)
         self.saver.save(
-            options,
-            lambda: self._header(client_state, exclude_frozen),
-            lambda theirs: self._validate_tag(tag, theirs),
+            options, lambda: self._header(client_state, exclude_frozen), lambda theirs: self._validate_tag(tag, theirs)
         )
 
     def raise_failed(self) -> None:

@@ -29,7 +29,7 @@ class TrainState:
     window: AccumulationWindow
     decision: StepDecision
     step: ShardedStep | None
-    left_alone: list[nn.Parameter] = field(default_factory=list)
+    left_alone: list[nn.Parameter]
     """Parameters that require gradients and that no optimizer has."""
     lr_scheduler: Any = None
     training_dataloader: Any = None

@@ -84,23 +84,16 @@ def build_units(
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
     units: list[Unit] = []
     for index, spec in enumerate(specs):
-        names = [[member.name for member in param.layout.members] for param in spec.params]
-        with unsharded([parameters[name] for some in names for name in some]):
+        members = [[parameters[member.name] for member in param.layout.members] for param in spec.params]
+        with unsharded(parameter for some in members for parameter in some):
             params = [
-                FlatParam(
-                    param,
-                    [parameters[name] for name in some],
-                    plan=plan,
-                    rank=group.shard,
-                    device=device,
-                    memory=memory,
-                )
-                for param, some in zip(spec.params, names, strict=True)
+                FlatParam(param, some, plan=plan, rank=group.shard, device=device, memory=memory)
+                for param, some in zip(spec.params, members, strict=True)
             ]
         detach(parameter for param in params for parameter in param.parameters)
-        found = spec.found
-        unit = Unit(found.module, modules[found.module], params, index=index, shared=found.shared)
-        _initialise(modules, on_meta & {member.name for param in params for member in param.layout.members}, units)
+        path = spec.found.module
+        unit = Unit(path, modules[path], params, index=index, shared=spec.found.shared)
+        _initialise(modules, on_meta & {name for param in params for name, _ in param.named_parameters()}, units)
         for param in params:
             broadcast_from(group, 0, param.full, ledger)
             param.write_back()
@@ -214,13 +207,9 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
                 f"parameters of {path or 'the root module'} ({type(modules[path]).__name__}) are on the meta device "
                 "and the class has no reset_parameters to give them values: define one, or build it off meta"
             )
-        resting = {
-            member.name
-            for unit in earlier
-            for param in unit.sharded
-            for member, parameter in zip(param.layout.members, param.parameters, strict=True)
-            if any(parameter is own for own in modules[path].parameters(recurse=False))
-        }
+        own = {id(parameter) for parameter in modules[path].parameters(recurse=False)}
+        sharded = [param for unit in earlier for param in unit.sharded]
+        resting = {name for param in sharded for name, parameter in param.named_parameters() if id(parameter) in own}
         if resting:
             raise ValueError(
                 f"{path} shares {', '.join(sorted(resting))} with another module and is on the meta device: "

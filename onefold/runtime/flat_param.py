@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -59,7 +59,8 @@ class FlatParam:
         self.store = ShardStore(spec, plan, rank, device, memory)
         self.full = torch.zeros(self.layout.total, dtype=spec.dtype, device=device)
         self._rank = rank
-        self._handed_out = False
+        # Somebody got a view of `full`, and may keep it.
+        self.handed_out = False
         self._versions: list[int] = []
         self._read_through_data: dict[int, torch.Tensor] = {}
         # This rank's slice of `full` among neighbouring ranks, as it was when it was last gathered from all.
@@ -87,6 +88,9 @@ class FlatParam:
     def own_range(self) -> tuple[int, int]:
         """Where this rank's shard begins and ends in the flat parameter."""
         return self.layout.shard_range(self._rank)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip((member.name for member in self.layout.members), self.parameters, strict=True)
 
     @property
     def is_sharded(self) -> bool:
@@ -152,20 +156,16 @@ class FlatParam:
             if parameter.untyped_storage()._cdata == storage._cdata:
                 set_data(parameter, placeholder)
                 hold(parameter, resting=True)
-        if drop or self._handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
+        if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder
         else:
             storage.resize_(0)
-        self._handed_out = False
+        self.handed_out = False
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors lies in the flat parameter."""
         here = self.full.untyped_storage()._cdata
         return any(tensor.untyped_storage()._cdata == here for tensor in tensors if _has_memory(tensor))
-
-    def hand_out(self) -> None:
-        """Somebody got a view of the flat parameter, and may keep it."""
-        self._handed_out = True
 
     # -- writes from outside ------------------------------------------------------------------------------------
 

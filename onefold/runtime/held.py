@@ -9,8 +9,8 @@ Parameter.
   into the flat parameter; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out
   of the step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what
   stands for it, and setting it to None drops it.
-* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An
-  operation on values is seen by `__torch_function__`: inside a pass it unshards (`operations.py`), elsewhere it raises.
+* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation
+  on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`), elsewhere it raises.
 """
 
 from __future__ import annotations

@@ -57,12 +57,7 @@ class Hooks:
         self._watched: list[weakref.ref[nn.Module]] = []
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
-        owner = {
-            id(parameter): unit.index
-            for unit in schedule.units
-            for param in unit.params
-            for parameter in param.parameters
-        }
+        owner = {id(p): unit.index for unit in schedule.units for param in unit.params for p in param.parameters}
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
             for param in unit.trained:

@@ -30,12 +30,7 @@ class ModelWatch:
         self._model = weakref.ref(model)
         self._changed = False
         # The name under which a parameter of ours is known.
-        self._names = {
-            id(parameter): member.name
-            for unit in units
-            for param in unit.params
-            for member, parameter in zip(param.layout.members, param.parameters, strict=True)
-        }
+        self._names = {id(p): name for unit in units for param in unit.params for name, p in param.named_parameters()}
         self._known: dict[str, int] = {}
         # Taken since, and not to be trained: a layer that is unfrozen later would be no more trained than a new one.
         self._newcomers: list[weakref.ref[nn.Parameter]] = []

@@ -73,12 +73,7 @@ class Order:
     """This rank's place in the order of collectives."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        plan: Plan,
-        in_flight: InFlightCollectives,
-        agreement: Agreement,
-        ledger: Ledger,
+        self, units: Sequence[Unit], plan: Plan, in_flight: InFlightCollectives, agreement: Agreement, ledger: Ledger
     ) -> None:
         self.units = list(units)
         self.open = False

@@ -50,12 +50,8 @@ class Schedule:
             unit.join(self)
         self._plan = plan
         self._memory = memory
-        self._frozen = [
-            (parameter, member.name)
-            for param in (param for unit in units for param in unit.params if not param.trainable)
-            for parameter, member in zip(param.parameters, param.layout.members, strict=True)
-            if not parameter.requires_grad
-        ]
+        frozen = [param for unit in units for param in unit.params if not param.trainable]
+        self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
         # The engine has given the device's memory up for a while.
         self.is_offloaded = False
         # Forwards under way, of the outermost module and of units.
@@ -246,7 +242,7 @@ class Schedule:
 
     def check_in_place(self) -> None:
         """Someone may have cast, moved or unfrozen the bare model: what is stepped would not be what computes."""
-        for parameter, name in self._frozen:
+        for name, parameter in self._frozen:
             if raw_grad(parameter) is not None:
                 raise RuntimeError(
                     f"parameter {name} was frozen at initialize and has a gradient now: it has no optimizer state. "

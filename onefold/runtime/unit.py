@@ -228,7 +228,7 @@ class Unit:
     def hand_out(self) -> None:
         """Somebody got a view of these parameters, and may keep it."""
         for param in self.sharded:
-            param.hand_out()
+            param.handed_out = True
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
 
