@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from onefold.engine.core import Engine
 
 
-# -- weights and data -------------------------------------------------------------------------------------------
-
-
 def module_state_dict(self: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
     """The model's unsharded state dict. All ranks call this together. Where parameters are sharded it is gathered unit
     by unit into host memory of rank 0; other ranks get an empty dict.
@@ -83,9 +80,6 @@ def deepspeed_io(
         num_workers=num_local_io_workers,
         pin_memory=self.device.type == "cuda",
     )
-
-
-# -- facts ------------------------------------------------------------------------------------------------------
 
 
 def train_batch_size(self: Engine) -> int:

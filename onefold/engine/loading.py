@@ -267,8 +267,6 @@ class Loading:
             raise CheckpointError(f"{checkpoint.folder / NAME}: {error}") from error
         return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)
 
-    # -- going on -----------------------------------------------------------------------------------------------
-
     def _take_up(self, found: Opened, asked: Asked) -> dict[str, Any]:
         """Everything that was read is in place: tell the rest of the engine, and go on from there."""
         state, step = found.state, self._state.step

@@ -69,8 +69,6 @@ class Saving:
         if self._state.step is not None:
             self._state.step.finish()
 
-    # -- saving -------------------------------------------------------------------------------------------------
-
     def save(
         self,
         save_dir: str,

@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from onefold.plan import Moment
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import is_resting, raw_grad, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
@@ -65,7 +66,8 @@ class Hooks:
                     land = _while_alive(Hooks.land, me, weakref.ref(unit), weakref.ref(param), index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(land))
                     if not param.stays_unsharded:
-                        read = _while_alive(_read_in_backward, me, weakref.ref(unit))
+                        # A gradient may come from an operation that no hook has seen: unsharded, it can be taken.
+                        read = _while_alive(partial(Unit.read, backward=True), weakref.ref(unit))
                         self._handles.append(parameter.register_hook(read))
         for module in model.modules():
             units = sorted({owner[id(p)] for p in module._parameters.values() if id(p) in owner})
@@ -182,7 +184,7 @@ class Hooks:
     def before_forward(self, index: int, *arguments: Any) -> None:
         unit = self._schedule.units[index]
         if not unit.sharded:
-            unit.pre_unsharded_forward()
+            unit.unshard(Moment.FORWARD)
             return
         again = inside_backward()
         unit.pre_forward(recompute=again)
@@ -193,27 +195,8 @@ class Hooks:
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
             call = unit.begin_call()
-            inputs, seen = self._watch_end(index, call, arguments)
+            inputs, seen = _watch_end(unit, call, arguments)
             unit.uses.stack[-1] = (call if seen else -call, inputs)
-
-    def _watch_end(self, index: int, call: int, arguments: Any) -> tuple[list[Any], bool]:
-        """Have the schedule told when this call's backward is over: the nodes of its inputs, and whether it will be."""
-        end = _while_alive(Hooks._after_backward, weakref.ref(self), index, call)
-        nodes, seen = [], False
-        for tensor in tensors_in(arguments):
-            node: Any = tensor.grad_fn
-            if node is not None:
-                nodes.append(node)
-                node.metadata.setdefault(_ENDS, []).append(end)
-                node.register_prehook(end)
-            elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
-                once: list[RemovableHandle] = []
-                once.append(tensor.register_hook(partial(_after_graph_task, end, once)))
-            else:
-                continue
-            seen = True
-        return nodes, seen
 
     def after_forward(self, index: int, args: Any, output: Any) -> None:
         unit = self._schedule.units[index]
@@ -223,22 +206,13 @@ class Hooks:
             produced = list(_producers([output, _left_on_modules(unit.module)]))
             nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
             for node in nodes:
-                begin = _while_alive(Hooks._before_backward, weakref.ref(self), index, call)
+                begin = _while_alive(Unit.pre_backward, weakref.ref(unit), call)
                 node.register_prehook(_ends_first(node.metadata.setdefault(_ENDS, []), begin))
             if again:
                 unit.uses.backwards.add(call)  # inside the backward that will run through it at once
             elif not produced and (unit.trained or call > 0) and output is not None:
                 unit.keep_for_pass()  # nothing tells when its backward begins, so it must stay
         unit.post_forward(recompute=again)
-
-    def _before_backward(self, index: int, call: int) -> None:
-        unit = self._schedule.units[index]
-        unit.pre_backward(call)
-        if torch.is_grad_enabled():
-            unit.keep_for_pass()
-
-    def _after_backward(self, index: int, call: int) -> None:
-        self._schedule.units[index].post_backward([call])
 
     # -- reads and writes from outside --------------------------------------------------------------------------
 
@@ -363,12 +337,27 @@ def _while_alive(act: Callable[..., None], *given: Any) -> Callable[..., None]:
     return hook
 
 
-def _read_in_backward(hooks: Hooks, unit: Unit) -> None:
-    """A gradient comes to a parameter, perhaps from an operation that no hook has seen: unsharded, it can take it."""
-    unit.read(backward=True)
-
-
 _ENDS = "onefold ends"
+
+
+def _watch_end(unit: Unit, call: int, arguments: Any) -> tuple[list[Any], bool]:
+    """Have the unit told when this call's backward is over: the nodes of its inputs, and whether it will be."""
+    end = _while_alive(Unit.post_backward, weakref.ref(unit), [call])
+    nodes, seen = [], False
+    for tensor in tensors_in(arguments):
+        node: Any = tensor.grad_fn
+        if node is not None:
+            nodes.append(node)
+            node.metadata.setdefault(_ENDS, []).append(end)
+            node.register_prehook(end)
+        elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
+            once: list[RemovableHandle] = []
+            once.append(tensor.register_hook(partial(_after_graph_task, end, once)))
+        else:
+            continue
+        seen = True
+    return nodes, seen
 
 
 def _ends_first(ends: list[Callable[..., None]], begin: Callable[..., None]) -> Callable[..., None]:

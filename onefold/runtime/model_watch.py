@@ -63,7 +63,8 @@ class ModelWatch:
     def check(self) -> None:
         """Raise, by name, where the model has parameters that would not be trained as the user expects."""
         model = self._model()
-        if model is None or not (self._changed or self._looks_changed() or self._newcomer_trains()):
+        trains = any((new := reference()) is not None and new.requires_grad for reference in self._newcomers)
+        if model is None or not (self._changed or trains or self._looks_changed()):
             return
         problems = [
             problem
@@ -96,9 +97,6 @@ class ModelWatch:
         if not parameter.requires_grad:
             return None
         return f"{name} was {'replaced' if name in self._known else 'added'} and requires a gradient"
-
-    def _newcomer_trains(self) -> bool:
-        return any((found := new()) is not None and found.requires_grad for new in self._newcomers)
 
     def _looks_changed(self) -> bool:
         for reference, length in self._containers:

@@ -411,8 +411,6 @@ class _Recorded:
         if unit is not None and self._call not in unit.uses.backwards:
             self._left = self._num_nodes
             unit.pre_backward(self._call)
-            if torch.is_grad_enabled():
-                unit.keep_for_pass()
 
     def end(self, *_: Any) -> None:
         unit = self._unit()

@@ -133,11 +133,6 @@ class Unit:
             self.reshard_unused()
         schedule.reshard_after_evaluation()
 
-    def pre_unsharded_forward(self) -> None:
-        """The module of a unit that stays unsharded is about to run."""
-        self.schedule.order.note_use(self)
-        self.schedule.in_flight.wait_for_refresh(self)
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: int) -> None:
@@ -145,6 +140,8 @@ class Unit:
         if not self.uses.backwards:
             self.unshard(Moment.BACKWARD)
         self.uses.backwards.add(call)
+        if torch.is_grad_enabled():  # a backward that is itself recorded leaves nodes that no hook knows
+            self.keep_for_pass()
 
     def expect_gradients(self) -> None:
         """A backward begins: so many parameters may get a gradient."""
