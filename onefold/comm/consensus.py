@@ -101,10 +101,8 @@ class _Round:
         if digests.index(self._mine) == watch.rank:
             store.set(self._key("text", watch.rank), zlib.compress(_text(self._items), 1))
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        first, second = (
-            json.loads(zlib.decompress(store.get(self._key("text", rank))))  # waits until it is there
-            for rank in (0, other)
-        )
+        texts = [store.get(self._key("text", rank)) for rank in (0, other)]  # waits until they are there
+        first, second = (json.loads(zlib.decompress(text)) for text in texts)
         differing = [rank for rank, digest in enumerate(digests) if digest == digests[other]]
         verb = "differs" if len(differing) == 1 else "differ"
         return (

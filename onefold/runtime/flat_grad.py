@@ -127,6 +127,12 @@ class FlatGrad:
         slot, self.slot = self.slot, None
         self.shard.finish(slot, pool, self.layout.shape_key)
 
+    @property
+    def reduced(self) -> torch.Tensor:
+        """This rank's sum."""
+        assert self.shard.value is not None, "a step comes after a backward"
+        return self.shard.value
+
     # -- p.grad, as a user sees it ------------------------------------------------------------------------------
 
     @property

@@ -50,6 +50,14 @@ class InFlightCollectives:
     def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
         return self._guard.waiting(operation, [unit.name for unit in units])
 
+    def _finish(self, operation: str, queue: deque[PendingCollective]) -> list[Unit]:
+        """Wait for the first collective of a queue: the units it has carried."""
+        first = queue.popleft()
+        assert first.pending is not None
+        with self._waiting(operation, first.units):
+            first.pending.finish()
+        return first.units
+
     # -- gathers that unshard -----------------------------------------------------------------------------------
 
     def start_unshard(self, unit: Unit, *, lossless: bool = False, use_secondary: bool = False) -> None:
@@ -74,11 +82,7 @@ class InFlightCollectives:
                 return
 
     def _finish_unshard(self) -> None:
-        gather = self.gathers.popleft()
-        assert gather.pending is not None
-        with self._waiting("gather of", gather.units):
-            gather.pending.finish()
-        for unit in gather.units:
+        for unit in self._finish("gather of", self.gathers):
             unit.finish_unshard()
 
     def wait_for_unshard(self, unit: Unit) -> None:
@@ -107,11 +111,7 @@ class InFlightCollectives:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        reduction = self.reductions.popleft()
-        assert reduction.pending is not None
-        with self._waiting("reduction of", reduction.units):
-            reduction.pending.finish()
-        for unit in reduction.units:
+        for unit in self._finish("reduction of", self.reductions):
             unit.finish_reduction(self.pool)
 
     def finish_reductions(self) -> None:
@@ -199,10 +199,8 @@ class InFlightCollectives:
     def _start_gathering_gradients(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], Pending]:
         gathered, gatherings = {}, []
         for param in (param for unit in batch for param in unit.trained):
-            reduced = param.grad.shard.value
-            assert reduced is not None
-            gathered[param.store] = self.pool.take(param.layout.total, reduced.dtype)
-            gatherings.append(Gathering(gathered[param.store], reduced))
+            gathered[param.store] = self.pool.take(param.layout.total, param.grad.reduced.dtype)
+            gatherings.append(Gathering(gathered[param.store], param.grad.reduced))
         with self._waiting("gather of gradients of", batch):
             return gathered, self.collective.start_gather(gatherings)
 

@@ -207,7 +207,7 @@ class Schedule:
         batches = self.order.refresh_batches
         if self._plan.shards_states or self.alone:
             for batch in batches:
-                yield batch, {param.store: _reduced(param) for unit in batch for param in unit.trained}
+                yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained}
         else:
             yield from self.in_flight.unsharded_gradients(batches)
 
@@ -283,9 +283,3 @@ class Schedule:
         for held in (self.units, self.trained, self.sharded, self._frozen):
             held.clear()
         self.order.forget_units()
-
-
-def _reduced(param: FlatParam) -> torch.Tensor:
-    value = param.grad.shard.value
-    assert value is not None, "a step comes after a backward"
-    return value

@@ -237,7 +237,6 @@ class Unit:
         if not self.sharded:
             return
         begins = not schedule.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
-        # Buffers made while evaluating must not be inference tensors: training uses them again.
         with unrecorded():
             if begins:
                 schedule.begin_sharded_pass(forward=moment is Moment.FORWARD)
