@@ -524,8 +524,8 @@ MUTATIONS = [
     Mutation(
         "operation-view-freed",
         "onefold/runtime/param_handle.py",
-        "                unit.keep_for_pass()\n                unit.hand_out()",
-        "                pass",
+        "                    unit.keep_for_pass()\n                    unit.hand_out()",
+        "                    pass",
         "test_held_parameters.py -k views",
     ),
     Mutation(
