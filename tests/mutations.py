@@ -176,8 +176,8 @@ MUTATIONS = [
     Mutation(
         "error-feedback-sign",
         "onefold/comm/quantized.py",
-        "rows - codec.decode(data), nan=0.0",
-        "codec.decode(data) - rows, nan=0.0",
+        "gone = rows - codec.decode(data)",
+        "gone = codec.decode(data) - rows",
         "test_wires.py -k feedback",
     ),
     Mutation(
@@ -313,8 +313,8 @@ MUTATIONS = [
     Mutation(
         "overflow-made-up-for",
         "onefold/comm/quantized.py",
-        "torch.nan_to_num_(\n        rows - codec.decode(data), nan=0.0, posinf=0.0, neginf=0.0\n    )",
-        "rows - codec.decode(data)",
+        "        gone.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
+        "",
         "test_wires_cases.py -k overflow",
     ),
     Mutation(
@@ -481,7 +481,7 @@ MUTATIONS = [
     Mutation(
         "parked-copy",
         "onefold/engine/offload_states.py",
-        "_bytes(each.storage).copy_(each.copy, non_blocking=True)",
+        "_bytes(storage).copy_(copy, non_blocking=True)",
         "pass",
         "test_parking.py",
     ),
@@ -509,28 +509,28 @@ MUTATIONS = [
     ),
     Mutation(
         "operation-not-resharded",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "            unit.post_backward([self._call])",
         "            pass",
         "test_held_parameters.py -k released_after",
     ),
     Mutation(
         "operation-backward-at-rest",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "                node.register_prehook(recorded.begin)",
         "                pass",
         "test_held_parameters.py -k operations_on_parameters",
     ),
     Mutation(
         "operation-view-freed",
-        "onefold/runtime/operations.py",
-        "                unit.keep_for_pass()\n                unit.hand_out()",
-        "                pass",
+        "onefold/runtime/param_handle.py",
+        "                    unit.keep_for_pass()\n                    unit.hand_out()",
+        "                    pass",
         "test_held_parameters.py -k views",
     ),
     Mutation(
         "operation-write-lost",
-        "onefold/runtime/operations.py",
+        "onefold/runtime/param_handle.py",
         "        if written:",
         "        if False:",
         "test_held_parameters.py -k inside_a_pass_raises",
@@ -552,8 +552,8 @@ MUTATIONS = [
     Mutation(
         "fixed-storage-emptied",
         "onefold/runtime/flat_param.py",
-        "if drop or self._handed_out or not storage.resizable() or",
-        "if drop or self._handed_out or",
+        "if drop or self.handed_out or not storage.resizable() or",
+        "if drop or self.handed_out or",
         "test_held_parameters.py -k was_kept_inside",
     ),
     Mutation(
@@ -650,15 +650,15 @@ MUTATIONS = [
     Mutation(
         "buffers-stay",
         "onefold/runtime/build.py",
-        "        follows = isinstance(module, _NormBase) or",
-        "        follows =",
+        "    follows = isinstance(module, _NormBase) or",
+        "    follows =",
         "test_held_parameters.py -k buffers",
     ),
     Mutation(
         "buffers-all-cast",
         "onefold/runtime/build.py",
-        "self.compute if follows and self.compute is not None else dtype",
-        "self.compute or dtype",
+        "precision.compute if follows and precision.compute is not None else dtype",
+        "precision.compute or dtype",
         "test_held_parameters.py -k buffers",
     ),
     Mutation(

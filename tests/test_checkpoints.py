@@ -1293,7 +1293,7 @@ def failing(folder: str, how: str, whose: int) -> Any:
                     engine.wait_for_checkpoint()
                 else:
                     # The step after the failure, and none that was too early to hear of it.
-                    assert until(lambda: bool(errors) or engine._saving._saver.failed)
+                    assert until(lambda: bool(errors) or engine._saving.saver.failed)
                     learn(engine, 1)
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))

@@ -146,13 +146,14 @@ def test_only_a_store_asks_for_the_tier_of_a_shard():
 
 
 # What stands around the core: files on disk, the commands, the built-in job.
-AROUND = {"checkpoint", "cli", "train", "compat", "env_report"}
+AROUND = {"checkpoint", "cli", "train", "env_report"}
 
 
 def test_the_package_stays_small():
-    lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 19_250
-    assert sum(lines.values()) < 26_800
+    """DeepSpeed's names aside: they are as many as its modules that others import."""
+    lines = {path: len(path.read_text().splitlines()) for path in OURS}
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 18_100
+    assert sum(lines.values()) < 25_100
 
 
 def test_importing_onefold_does_nothing():

@@ -57,6 +57,7 @@ TESTS = {
     "comm/stacks.py": "hangs",
     "comm/staged.py": "gpu gpu_wires",
     "comm/watch.py": "hangs exits stage3 checkpoints offload_faults",
+    "compat/": "as_deepspeed dropin",
     "compat/parameters.py": "zero huggingface",
     "config/": "config support params",
     "config/checks.py": "config engine wires_cases mics",
@@ -116,9 +117,8 @@ TESTS = {
     "runtime/hooks.py": "stage3 cases huggingface",
     "runtime/in_flight.py": "exactness stage3 cases regressions",
     "runtime/model_watch.py": "held_parameters",
-    "runtime/operations.py": "held_parameters stage3",
     "runtime/order.py": "stage3 wires_cases",
-    "runtime/param_handle.py": "zero stage3 regressions",
+    "runtime/param_handle.py": "zero held_parameters stage3 regressions",
     "runtime/schedule.py": "exactness stage3 cases regressions",
     "runtime/torch_internals.py": "stage3 cases compile",
     "runtime/unit.py": "exactness stage3",
@@ -143,7 +143,8 @@ OTHERS = "floors readme network models mutants which"
 def tests_of(module: str) -> list[str]:
     """The files of `tests/` for a module, by its path; none where the table does not know it."""
     name = module.removeprefix("./").removeprefix("onefold/")
-    found = TESTS.get(name) or TESTS.get(f"{name.rpartition('/')[0]}/") or ""
+    folders = [f"{folder}/" for folder in Path(name).parents]
+    found = next((TESTS[place] for place in (name, *folders) if place in TESTS), "")
     return [f"tests/test_{test}.py" for test in found.split()]
 
 

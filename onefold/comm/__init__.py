@@ -11,7 +11,7 @@ from onefold.comm.board import Board, Silent
 from onefold.comm.collective import Collective, ErrorFeedback, Gathering, Pending, Reduction, Source, broadcast_from
 from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
-from onefold.comm.ledger import Ledger, Row
+from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
 from onefold.comm.native import Native
 from onefold.comm.quantized import Quantized, Wires
@@ -33,13 +33,9 @@ __all__ = [
     "Ledger",
     "Native",
     "Pending",
-    "Quantized",
     "Reduction",
-    "Replicated",
-    "Row",
     "Silent",
     "Source",
-    "StagedExchange",
     "Wires",
     "agree",
     "agree_in_meeting",
@@ -60,8 +56,7 @@ def make_collective(
 ) -> Collective:
     """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL, exchange elsewhere)."""
     if group.replicas > 1:
-        part = make_collective(kind, replace(group, replicas=1), ledger, device, wires)
-        return Replicated(part, group, device)
+        return Replicated(make_collective(kind, replace(group, replicas=1), ledger, device, wires), group, device)
     if wires is not None and wires != Wires() and group.size > 1:
         return Quantized(make_collective(kind, group, ledger, device), wires, device)
     staged = device.type == "cuda" and not group.uses_nccl

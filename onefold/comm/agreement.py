@@ -27,9 +27,8 @@ class Agreement:
         self._ledger = ledger
 
     def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:
-        """Every rank's row, in rank order. `what` names the meeting for the hang guard.
-
-        `meanwhile` is called again and again until everybody has come, once the wait lasts.
+        """Every rank's row, in rank order. `what` names the meeting for the hang guard; `meanwhile` is called again and
+        again while a wait lasts.
         """
         assert len(row) <= ROW
         mine = torch.tensor([*row, *[0] * (ROW - len(row))], dtype=torch.int64)
@@ -70,10 +69,8 @@ class Agreement:
 
 def as_integer(number: float) -> int:
     """The bits of a float, to travel in a row."""
-    integer: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return integer
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def as_float(integer: int) -> float:
-    number: float = struct.unpack("<d", struct.pack("<q", integer))[0]
-    return number
+    return float(struct.unpack("<d", struct.pack("<q", integer))[0])

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from onefold.comm.mesh import Group
 
@@ -31,31 +32,21 @@ class Board:
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
         self._prefix = f"onefold/board/{name}/"
-        self._store = dist.distributed_c10d._get_default_store() if group.size > 1 else None
-        self._local: dict[str, str] = {}
+        self._store = dist.distributed_c10d._get_default_store() if group.size > 1 else HashStore()
         self._mutex = threading.Lock()
         self._beat = 0
 
     def post(self, name: str, note: dict[str, Any]) -> None:
-        text = json.dumps(note)
-        if self._store is None:
-            self._local[name] = text
-        else:
-            self._store.set(self._prefix + name, text)
+        self._store.set(self._prefix + name, json.dumps(note))
 
     def read(self, name: str) -> dict[str, Any] | None:
-        if self._store is None:
-            text: Any = self._local.get(name)
-        else:
-            text = self._store.get(self._prefix + name) if self._store.check([self._prefix + name]) else None
-        note: dict[str, Any] | None = None if text is None else json.loads(text)
+        if not self._store.check([self._prefix + name]):
+            return None
+        note: dict[str, Any] = json.loads(self._store.get(self._prefix + name))
         return note
 
     def forget(self, name: str) -> None:
-        if self._store is None:
-            self._local.pop(name, None)
-        else:
-            self._store.delete_key(self._prefix + name)
+        self._store.delete_key(self._prefix + name)
 
     def beat(self) -> None:
         """This rank is alive, whatever its main thread does."""

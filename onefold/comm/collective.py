@@ -26,9 +26,8 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduce-scatter of one flat gradient: the sum over ranks of this rank's slice of `source` goes to `target`.
-
-    `target` may be this rank's slice of `source` itself. With `add`, the sum is added to what `target` holds.
+    """The reduce-scatter of one flat gradient: the sum over ranks of this rank's slice of `source` goes to `target`,
+    which may be that slice itself. With `add`, it is added to what `target` holds.
     """
 
     source: torch.Tensor
@@ -51,14 +50,12 @@ class Source(Protocol):
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Fill the target, in the order of the caller's stream."""
-        ...
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """The gather of one flat parameter: every rank's slice comes to its place in `line`.
-
-    `own` is this rank's slice where it does not lie in the line yet, in whatever dtype and tier it rests.
+    """The gather of one flat parameter: every rank's slice comes to its place in `line`. `own` is this rank's, where it
+    does not lie there yet, in whatever dtype and tier it rests.
     """
 
     line: torch.Tensor
@@ -110,15 +107,12 @@ class Collective(Protocol):
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         """Fill each line in place: every rank contributes its own slice."""
-        ...
 
     def reserve_tag(self) -> int:
         """A place in the order of exchanges for one that starts later: all ranks take theirs in one order."""
-        ...
 
     def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
         """Exchange with some peers, who do the same. `operation` is the ledger's name for it."""
-        ...
 
 
 class CollectiveWrapper:

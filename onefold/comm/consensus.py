@@ -31,10 +31,7 @@ Item = tuple[str, Mapping[str, str]]
 
 
 def agree(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
-    """Return once every rank has come with the same items in the same order; else raise on all of them.
-
-    `what` names the place where ranks meet, for the hang guard and for the error.
-    """
+    """Return once every rank has come to `what` with the same items in the same order; else raise on all of them."""
     watch = watch_world()
     if watch.size > 1:
         watch.rounds += 1
@@ -51,11 +48,8 @@ def agree_in_meeting(agreement: Agreement, what: str, items: Sequence[Item], adv
 
 class _Round:
     def __init__(self, watch: Watch, what: str, items: Sequence[Item], advice: str) -> None:
-        self._watch = watch
-        self._advice = advice
-        self._store = watch.store
-        self._what = what
-        self._items = items
+        self._watch, self._store = watch, watch.store
+        self._what, self._items, self._advice = what, items, advice
         self._mine = _digest(_text(items)).hex()
 
     def run(self) -> None:
@@ -107,10 +101,8 @@ class _Round:
         if digests.index(self._mine) == watch.rank:
             store.set(self._key("text", watch.rank), zlib.compress(_text(self._items), 1))
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        first, second = (
-            json.loads(zlib.decompress(store.get(self._key("text", rank))))  # waits until it is there
-            for rank in (0, other)
-        )
+        texts = [store.get(self._key("text", rank)) for rank in (0, other)]  # waits until they are there
+        first, second = (json.loads(zlib.decompress(text)) for text in texts)
         differing = [rank for rank, digest in enumerate(digests) if digest == digests[other]]
         verb = "differs" if len(differing) == 1 else "differ"
         return (

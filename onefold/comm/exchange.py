@@ -7,7 +7,7 @@ any stage, which is what makes stages bit-equal.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 import torch
@@ -37,103 +37,70 @@ class Exchange:
         self._tags = _tags.setdefault(group.process_group, count())
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
-        group, ledger = self.group, self._ledger
-        if group.size == 1:
+        if self.group.size == 1:
             for reduction in reductions:
                 reduction.store(reduction.source)
             return Pending(lambda: None)
-
-        operations: list[dist.P2POp] = []
-        sent: dict[str, int] = {}
         jobs: list[tuple[Reduction, torch.Tensor, torch.Tensor]] = []
-        with self._lane.enter(), ledger.timed("reduce-scatter", group.axis):
+
+        def exchanges() -> Iterator[tuple[PeerExchange, int]]:
             for reduction in reductions:
-                source, tag = self._on_wire(reduction), self._tag()
-                size = source.numel() // group.size
-                inbox = self._pool.take(size * (group.size - 1), reduction.wire)
-                for row, peer in enumerate(group.peers):
-                    operations += self._send_and_receive(
-                        source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size), peer, tag
-                    )
-                self._note(sent, group.peers, size * reduction.wire.itemsize)
+                source, tag = self._on_wire(reduction), self.reserve_tag()
+                size = source.numel() // self.group.size
+                inbox = self._pool.take(size * (self.group.size - 1), reduction.wire)
+                for row, peer in enumerate(self.group.peers):
+                    outgoing, incoming = source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size)
+                    yield PeerExchange(peer, outgoing, incoming), tag
                 jobs.append((reduction, source, inbox))
-            works = _launch(operations)
-        self._count("reduce-scatter", sent)
 
-        def complete() -> None:
-            with ledger.timed("reduce-scatter", group.axis):
-                for work in works:
-                    work.wait()
-                for reduction, source, inbox in jobs:
-                    self._add_in_rank_order(reduction, source, inbox)
+        def add() -> None:
+            for reduction, source, inbox in jobs:
+                self._add_in_rank_order(reduction, source, inbox)
 
-        return self._lane.pending(complete)
+        return self._start("reduce-scatter", exchanges(), add)
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+        def exchanges() -> Iterator[tuple[PeerExchange, int]]:
+            for gathering in gatherings:
+                own, tag = gathering.place_own(self.group.rank, self.group.size), self.reserve_tag()
+                span, size = gathering.span or self.group.size, own.numel()
+                for peer in self.group.peers_within(span):
+                    yield PeerExchange(peer, own, gathering.line.narrow(0, peer % span * size, size)), tag
+
+        return self._start("gather", exchanges())
+
+    def reserve_tag(self) -> int:
+        return next(self._tags) % (1 << 20)
+
+    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
+        tag = self.reserve_tag() if tag is None else tag
+        return self._start(operation, [(each, tag) for each in exchanges])
+
+    def _start(
+        self, operation: str, exchanges: Iterable[tuple[PeerExchange, int]], then: Callable[[], None] = lambda: None
+    ) -> Pending:
+        """Launch exchanges, each with its tag, which are prepared on the lane; `then` follows when all have arrived."""
         group, ledger = self.group, self._ledger
         operations: list[dist.P2POp] = []
         sent: dict[str, int] = {}
-        with self._lane.enter(), ledger.timed("gather", group.axis):
-            for gathering in gatherings:
-                line, own = gathering.line, gathering.place_own(group.rank, group.size)
-                size, tag = own.numel(), self._tag()
-                span = gathering.span or group.size
-                for peer in group.peers_within(span):
-                    operations += self._send_and_receive(own, line.narrow(0, peer % span * size, size), peer, tag)
-                self._note(sent, group.peers_within(span), own.nbytes)
-            works = _launch(operations)
-        self._count("gather", sent)
+        with self._lane.enter(), ledger.timed(operation, group.axis):
+            for each, tag in exchanges:
+                peer, there = each.peer, group.global_rank(each.peer)
+                operations.append(dist.P2POp(dist.irecv, each.incoming, there, group.process_group, tag))
+                operations.append(dist.P2POp(dist.isend, each.outgoing, there, group.process_group, tag))
+                axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
+                sent[axis] = sent.get(axis, 0) + each.outgoing.nbytes
+            works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+        for axis, num_bytes in (sent or {group.axis: 0}).items():
+            ledger.count(operation, axis, num_bytes)
 
         def complete() -> None:
-            with ledger.timed("gather", group.axis):
+            with ledger.timed(operation, group.axis):
                 for work in works:
                     work.wait()
+                then()
 
         return self._lane.pending(complete)
-
-    def reserve_tag(self) -> int:
-        return self._tag()
-
-    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
-        operations: list[dist.P2POp] = []
-        sent: dict[str, int] = {}
-        with self._lane.enter(), self._ledger.timed(operation, self.group.axis):
-            tag = self._tag() if tag is None else tag
-            for each in exchanges:
-                operations += self._send_and_receive(each.outgoing, each.incoming, each.peer, tag)
-                self._note(sent, [each.peer], each.outgoing.nbytes)
-            works = _launch(operations)
-        self._count(operation, sent)
-
-        def complete() -> None:
-            with self._ledger.timed(operation, self.group.axis):
-                for work in works:
-                    work.wait()
-
-        return self._lane.pending(complete)
-
-    def _note(self, sent: dict[str, int], peers: Sequence[int], num_bytes: int) -> None:
-        """Bytes for each of some peers, by whether they are on this node."""
-        group = self.group
-        for peer in peers:
-            axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
-            sent[axis] = sent.get(axis, 0) + num_bytes
-
-    def _count(self, operation: str, sent: dict[str, int]) -> None:
-        for axis, num_bytes in (sent or {self.group.axis: 0}).items():
-            self._ledger.count(operation, axis, num_bytes)
-
-    def _send_and_receive(
-        self, outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, tag: int
-    ) -> list[dist.P2POp]:
-        there, process_group = self.group.global_rank(peer), self.group.process_group
-        return [
-            dist.P2POp(dist.irecv, incoming, there, process_group, tag),
-            dist.P2POp(dist.isend, outgoing, there, process_group, tag),
-        ]
-
-    def _tag(self) -> int:
-        return next(self._tags) % (1 << 20)
 
     def _on_wire(self, reduction: Reduction) -> torch.Tensor:
         if reduction.source.dtype == reduction.wire:
@@ -165,8 +132,3 @@ class Exchange:
         self._pool.give_back(inbox)
         if source is not reduction.source:
             self._pool.give_back(source)
-
-
-def _launch(operations: list[dist.P2POp]) -> list[dist.Work]:
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return works

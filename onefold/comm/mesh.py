@@ -78,11 +78,9 @@ def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
     if world_size == 1:
         return HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener: int | None = None
-    if rank == 0:
-        listener = _listen(host, port)
-        if listener is None:
-            return None
+    listener = _listen(host, port) if rank == 0 else None
+    if rank == 0 and listener is None:
+        return None
     store = TCPStore(
         host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
@@ -90,8 +88,8 @@ def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A listening socket at this address; None where it is none of this node's, or a name: nodes may each see another
-    address behind it.
+    """A listening socket at this address; None where it is none of this node's, or a name, which nodes may resolve
+    differently.
     """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -206,9 +204,8 @@ _mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup] | None = None
 
 
 def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
-    """The group over which model state is sharded, out of a mesh that is made once per process group.
-
-    `node_size`: ranks of a node, where the launcher's word is not to be taken.
+    """The group over which model state is sharded, out of a mesh that is made once per process group. `node_size`:
+    ranks of a node, where the launcher's word is not to be taken.
     """
     global _mesh
     world = dist.group.WORLD
@@ -232,5 +229,4 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
 def timeout_of(world: dist.ProcessGroup) -> timedelta:
     """How long a wait in a process group may last."""
     device = torch.device("cuda" if "nccl" in str(dist.get_backend(world)) else "cpu")
-    timeout: timedelta = world._get_backend(device).options._timeout
-    return timeout
+    return world._get_backend(device).options._timeout  # type: ignore[no-any-return]

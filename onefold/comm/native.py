@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
+from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -17,15 +17,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Native:
-    """Reduce-scatter and gather as the backend offers them, on a lane of their own."""
+class Native(CollectiveWrapper):
+    """Reduce-scatter and gather as the backend offers them. What only some ranks do together goes peer by peer."""
 
     def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
-        self.group = group
+        super().__init__(Exchange(group, ledger, device), group, device)
         self._ledger = ledger
-        self._lane = Lane(device)
-        # What only some ranks do together, peer by peer.
-        self._exchange = Exchange(group, ledger, device)
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
@@ -53,7 +50,7 @@ class Native:
         works = []
         spanned = [gathering for gathering in gatherings if gathering.span is not None]
         gatherings = [gathering for gathering in gatherings if gathering.span is None]
-        beside = self._exchange.start_gather(spanned) if spanned else Pending(lambda: None)
+        beside = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
         with self._lane.enter(), ledger.timed("gather", group.axis):
             for gathering in gatherings:
                 own = gathering.place_own(group.rank, group.size)
@@ -67,9 +64,3 @@ class Native:
                 beside.finish()
 
         return self._lane.pending(complete)
-
-    def reserve_tag(self) -> int:
-        return self._exchange.reserve_tag()
-
-    def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
-        return self._exchange.start_peer_exchange(exchanges, operation, tag)

@@ -29,6 +29,9 @@ from onefold.comm.collective import (
 )
 from onefold.plan import Feedback, Plan, Wire
 
+# An error needs no more digits than that: a byte a value.
+_ERRORS = Codec(8)
+
 
 @dataclass(frozen=True)
 class Wires:
@@ -133,9 +136,22 @@ class Quantized(CollectiveWrapper):
         return _Hop(codec, self._plain.start_peer_exchange(exchanges, operation, tag), inbox, data)
 
     def _encode(self, hop: str, fed_back: ErrorFeedback | None, rows: torch.Tensor, codec: Codec) -> torch.Tensor:
-        if fed_back is None or self._wires.feedback is None:
+        """With error feedback: the rows and what was lost before; what this loses is kept for the next."""
+        feedback = self._wires.feedback
+        if fed_back is None or feedback is None:
             return codec.encode(rows)
-        return _with_feedback(hop, fed_back, rows.reshape(rows.shape[0], -1).float(), codec, self._wires.feedback)
+        rows = rows.reshape(rows.shape[0], -1).float()
+        kept = fed_back.kept.pop(hop, None)
+        before = _ERRORS.decode(kept) if kept is not None else torch.zeros_like(rows)
+        rows = rows + before
+        data = codec.encode(rows)
+        gone = rows - codec.decode(data)
+        gone.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is not made up for
+        error = before.mul_(feedback.beta).add_(gone, alpha=1 - feedback.beta)
+        fed_back.counts[hop] = fed_back.counts.get(hop, 0) + 1
+        if fed_back.counts[hop] % feedback.reset_every:
+            fed_back.kept[hop] = _ERRORS.encode(error, kept)
+        return data
 
 
 @dataclass(frozen=True)
@@ -156,25 +172,3 @@ class _Hop:
 def _can_be_coded(line: torch.Tensor) -> bool:
     """Who asks for fp64 does not want eight bits."""
     return line.numel() > 0 and line.dtype != torch.float64
-
-
-# An error needs no more digits than that: a byte a value.
-_ERRORS = Codec(8)
-
-
-def _with_feedback(
-    hop: str, fed_back: ErrorFeedback, rows: torch.Tensor, codec: Codec, feedback: Feedback
-) -> torch.Tensor:
-    """The rows and what was lost before, encoded; what this loses is kept for the next."""
-    kept = fed_back.kept.pop(hop, None)
-    before = _ERRORS.decode(kept) if kept is not None else torch.zeros_like(rows)
-    rows = rows + before
-    data = codec.encode(rows)
-    gone = torch.nan_to_num_(
-        rows - codec.decode(data), nan=0.0, posinf=0.0, neginf=0.0
-    )  # an overflow is not made up for
-    error = before.mul_(feedback.beta).add_(gone, alpha=1 - feedback.beta)
-    fed_back.counts[hop] = fed_back.counts.get(hop, 0) + 1
-    if fed_back.counts[hop] % feedback.reset_every:
-        fed_back.kept[hop] = _ERRORS.encode(error, kept)
-    return data

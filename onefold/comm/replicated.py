@@ -59,9 +59,8 @@ class Replicated(CollectiveWrapper):
         """This group's fraction of the sum, as each group has it."""
         outgoing = total.tensor_split(self.group.replicas)
         mine = self._replica
-        fractions = [
-            outgoing[mine] if replica == mine else torch.empty_like(outgoing[mine]) for replica in range(len(outgoing))
-        ]
+        fractions = [torch.empty_like(outgoing[mine]) for _ in outgoing]
+        fractions[mine] = outgoing[mine]
         return self._exchange_with_replicas(list(outgoing), fractions, tag), fractions
 
     def _start_round(self, total: torch.Tensor, fraction: torch.Tensor, tag: int) -> Pending:

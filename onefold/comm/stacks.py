@@ -76,14 +76,12 @@ def _processor_time() -> int:
 
 
 def _inside_distributed(frame: FrameType) -> bool:
-    inner: FrameType | None = frame
     if not _is_torchs(frame):
         return _waits(frame)
-    while inner is not None and _is_torchs(inner):
-        if inner.f_code.co_filename.startswith(_DISTRIBUTED):
-            return True
+    inner: FrameType | None = frame
+    while inner is not None and _is_torchs(inner) and not inner.f_code.co_filename.startswith(_DISTRIBUTED):
         inner = inner.f_back
-    return False
+    return inner is not None and _is_torchs(inner)
 
 
 def _is_torchs(frame: FrameType) -> bool:
@@ -101,11 +99,8 @@ def _waits(frame: FrameType) -> bool:
     if call is None or call.lineno is None:
         return False
     start = (call.lineno, call.col_offset)
-    for step in reversed(found):
-        where = step.positions
-        if step.argval == "wait" and where is not None and (where.lineno, where.col_offset) == start:
-            return True
-    return False
+    places = [step.positions for step in found if step.argval == "wait"]
+    return any(where is not None and (where.lineno, where.col_offset) == start for where in places)
 
 
 def _describe(frame: FrameType) -> Call:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -33,79 +33,71 @@ class StagedExchange:
         self._worker = _workers[group.process_group]
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
-        down = self._down([reduction.source for reduction in reductions])
-        shards = [
-            torch.empty(line.numel() // self.group.size, dtype=r.target.dtype)
-            for line, r in zip(down.lines, reductions, strict=True)
-        ]
+        shards = [torch.empty(r.source.numel() // self.group.size, dtype=r.target.dtype) for r in reductions]
 
-        def across() -> None:
-            down.arrived.synchronize()
-            self._host.start_reduce_scatter(
-                [
-                    Reduction(line, shard, reduction.wire, add=False)
-                    for line, shard, reduction in zip(down.lines, shards, reductions, strict=True)
-                ]
-            ).finish()
+        def across(lines: list[torch.Tensor]) -> Pending:
+            jobs = zip(lines, shards, reductions, strict=True)
+            return self._host.start_reduce_scatter(
+                [Reduction(line, shard, reduction.wire, add=False) for line, shard, reduction in jobs]
+            )
 
         def up() -> None:
             for reduction, shard in zip(reductions, shards, strict=True):
-                if reduction.add:
-                    reduction.target.add_(shard.to(reduction.target.device))
-                else:
-                    reduction.target.copy_(shard)
+                reduction.store(shard.to(reduction.target.device) if reduction.add else shard)
 
-        return self._pending(self._worker.submit(across), up)
+        return self._start([reduction.source for reduction in reductions], across, up)
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
-        lines = [gathering.line for gathering in gatherings]
+        staged: list[torch.Tensor] = []
         with self._lane.enter():
             for gathering in gatherings:
                 gathering.place_own(self.group.rank, self.group.size)
-        down = self._down(lines)
 
-        def across() -> None:
-            down.arrived.synchronize()
-            spans = [gathering.span for gathering in gatherings]
-            pairs = zip(down.lines, spans, strict=True)
-            self._host.start_gather([Gathering(line, span=span) for line, span in pairs]).finish()
+        def across(lines: list[torch.Tensor]) -> Pending:
+            staged.extend(lines)
+            pairs = zip(lines, gatherings, strict=True)
+            return self._host.start_gather([Gathering(line, span=gathering.span) for line, gathering in pairs])
 
         def up() -> None:
-            for line, host in zip(lines, down.lines, strict=True):
-                line.copy_(host)
+            for gathering, line in zip(gatherings, staged, strict=True):
+                gathering.line.copy_(line)
 
-        return self._pending(self._worker.submit(across), up)
+        return self._start([gathering.line for gathering in gatherings], across, up)
 
     def reserve_tag(self) -> int:
         return 0  # the worker starts everything, in one order
 
     def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
-        down = self._down([exchange.outgoing for exchange in exchanges])
         inbox = [torch.empty(exchange.incoming.shape, dtype=exchange.incoming.dtype) for exchange in exchanges]
 
-        def across() -> None:
-            down.arrived.synchronize()
-            pairs = zip(exchanges, down.lines, inbox, strict=True)
-            self._host.start_peer_exchange(
-                [PeerExchange(exchange.peer, out, into) for exchange, out, into in pairs], operation
-            ).finish()
+        def across(lines: list[torch.Tensor]) -> Pending:
+            jobs = zip(exchanges, lines, inbox, strict=True)
+            staged = [PeerExchange(exchange.peer, line, into) for exchange, line, into in jobs]
+            return self._host.start_peer_exchange(staged, operation)
 
         def up() -> None:
-            for exchange, host in zip(exchanges, inbox, strict=True):
-                exchange.incoming.copy_(host)
+            for exchange, received in zip(exchanges, inbox, strict=True):
+                exchange.incoming.copy_(received)
 
-        return self._pending(self._worker.submit(across), up)
+        return self._start([exchange.outgoing for exchange in exchanges], across, up)
 
-    def _down(self, lines: Sequence[torch.Tensor]) -> _Down:
+    def _start(
+        self, lines: Sequence[torch.Tensor], across: Callable[[list[torch.Tensor]], Pending], up: Callable[[], None]
+    ) -> Pending:
+        """Copy lines to the host; its exchange follows on the worker, and `up` on the lane at the finish."""
         with self._lane.enter():
             pinned = [torch.empty(line.shape, dtype=line.dtype, pin_memory=True) for line in lines]
             for host, line in zip(pinned, lines, strict=True):
                 host.copy_(line, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        return _Down(pinned, arrived)
 
-    def _pending(self, crossed: Future[None], up: Callable[[], None]) -> Pending:
+        def cross() -> None:
+            arrived.synchronize()
+            across(pinned).finish()
+
+        crossed = self._worker.submit(cross)
+
         def finish() -> None:
             crossed.result()
             with self._lane.enter():
@@ -113,11 +105,3 @@ class StagedExchange:
             torch.cuda.current_stream(self._lane.device).wait_stream(self._lane.stream)  # type: ignore[arg-type]
 
         return Pending(finish)
-
-
-class _Down:
-    """Host copies on their way, and the event that says they have arrived."""
-
-    def __init__(self, lines: list[torch.Tensor], arrived: torch.cuda.Event) -> None:
-        self.lines = lines
-        self.arrived = arrived

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,14 +69,6 @@ class Note:
     """It has lasted for `PATIENCE`."""
 
 
-class Traveller(Protocol):
-    """Where a rank is in a program that all ranks follow."""
-
-    passes: int
-    progress: int
-    asked: bool
-
-
 class Watch:
     """The waits of this rank in one process group, and the thread that looks at them."""
 
@@ -92,7 +84,7 @@ class Watch:
         self.store: Any = store.clone() if self.size > 1 else store  # type: ignore[attr-defined]
         self._prefix = f"onefold/{generation}/"
         self._breakable: list[dist.ProcessGroup] = [world] if _is_gloo(world) else []
-        self._waiting: tuple[int, str, Traveller | None] | None = None
+        self._waiting: tuple[int, str, Guard | None] | None = None
         self._since = 0.0
         self._number = 0
         self._last_wait = 0.0
@@ -111,7 +103,7 @@ class Watch:
     # -- what waits call ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, what: str, traveller: Traveller | None = None) -> Iterator[None]:
+    def waiting(self, what: str, traveller: Guard | None = None) -> Iterator[None]:
         """Around anything that waits for other ranks."""
         if self.size == 1:
             yield
@@ -161,7 +153,7 @@ class Watch:
         notes: dict[int, Note] = {}
         with suppress(RuntimeError):
             for rank in range(self.size):
-                if rank != self.rank and self.store.check([self.key("left", rank)]):
+                if rank != self.rank and self.has_left(rank):
                     notes[rank] = Note(0, ENDED, lasts=True)
                 elif rank != self.rank and self.store.check([self.key("wait", rank)]):
                     *fields, beat = json.loads(self.store.get(self.key("wait", rank)))
@@ -177,8 +169,7 @@ class Watch:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's process has ended."""
-        left: bool = self.store.check([self.key("left", rank)])
-        return left
+        return bool(self.store.check([self.key("left", rank)]))
 
     def key(self, *words: object) -> str:
         return self._prefix + "/".join(map(str, words))
@@ -260,8 +251,7 @@ class Watch:
         elif notes != self._before:
             self._before = notes
         else:
-            told = self.store.compare_set(self.key("verdict"), "", describe(notes)).decode()
-            self._conclude(told)
+            self._conclude(self.store.compare_set(self.key("verdict"), "", describe(notes)).decode())
 
     def _conclude(self, verdict: str) -> None:
         self.verdict = verdict
@@ -419,7 +409,6 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 class Guard:
     """An engine's side of the hang guard: names the waits of one rank in one group, and where it is in its program.
-
     Notes also serve ranks that must diverge from a program they all follow: a note says how far its rank has come, and
     a mark in the store (`ask`) reaches every rank whose wait lasts, so that a rank with something to say is heard.
     """
@@ -455,9 +444,8 @@ class Guard:
             self._watch.store.set(self._watch.mark(self.passes), "1")
 
     def furthest(self) -> int:
-        """The launches of this pass made by ranks that wait and have heard, at the most.
-
-        Only those count: they will not launch more, so that where ranks diverge does not depend on who was faster.
+        """The launches of this pass made by ranks that wait and have heard, at the most. Only those count: they will
+        not launch more, so that where ranks diverge does not depend on who was faster.
         """
         notes = self._watch.others_notes(alive=False).values()
         return max((note.progress for note in notes if note.passes == self.passes and note.heard), default=0)

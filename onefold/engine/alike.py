@@ -20,39 +20,18 @@ from onefold.runtime import unsharded_shape
 
 # Keys that may differ: local facts, what only rank 0 acts on, and what is compared in another form.
 _LOCAL = {
-    "activation_checkpointing",
-    "aio",
-    "autotuning",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "dump_state",
-    "flops_profiler",
-    "gradient_accumulation_steps",
-    "log_level",
-    "memory_breakdown",
-    "nebula",
-    "notices",
-    "onefold.device_memory",
-    "onefold.host_memory",
-    "optimizer",
-    "raw",
-    "refusals",
-    "steps_per_print",
-    "tensorboard",
-    "timers",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "wall_clock_breakdown",
-    "wandb",
+    *"""
+    activation_checkpointing aio autotuning checkpoint comet comms_logger csv_monitor dump_state flops_profiler
+    gradient_accumulation_steps log_level memory_breakdown nebula notices onefold.device_memory onefold.host_memory
+    optimizer raw refusals steps_per_print tensorboard timers train_batch_size train_micro_batch_size_per_gpu
+    wall_clock_breakdown wandb zero_optimization.cpu_offload_use_pin_memory
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
+    """.split(),  # noqa: SIM905
     *(
         f"zero_optimization.offload_{what}.{key}"
         for what in ("param", "optimizer")
         for key in ("nvme_path", "buffer_count", "buffer_size", "pin_memory", "pipeline_read", "pipeline_write")
     ),
-    "zero_optimization.cpu_offload_use_pin_memory",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 
 
@@ -63,21 +42,13 @@ def items_of(
     items: list[Item] = [("the config", dict(_facts(config)))]
     items.append(("the batch", {"micro-batch": str(batch.micro), "accumulation": str(batch.accumulation)}))
     given = type(scheduler).__name__ if scheduler is not None else "none"
-    optimizer = {"type": chosen.name if chosen is not None else "none", "lr_scheduler": given}
-    items.append(("the optimizer", optimizer))
+    items.append(("the optimizer", {"type": chosen.name if chosen is not None else "none", "lr_scheduler": given}))
     for number, group in enumerate(chosen.groups if chosen is not None else ()):
-        items.append(
-            (f"parameter group {number}", {key: _text(_evened(group[key])) for key in group if key != "params"})
-        )
+        facts = {key: _text(_evened(group[key])) for key in group if key != "params"}
+        items.append((f"parameter group {number}", facts))
     items += _tensors(model, chosen.group_of_each() if chosen is not None else {})
     sizes = {name: unsharded_shape(parameter).numel() for name, parameter in model.named_parameters()}
-    units = cut(
-        model,
-        plan.cut.units,
-        plan.cut.leaves,
-        lambda parameter: unsharded_shape(parameter).numel(),
-    )
-    for unit in units:
+    for unit in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
         count = sum(sizes[name] for name in unit.parameters)
         items.append((f"unit {unit.module or '(root)'}", {"parameters": f"{len(unit.parameters)} of {count} elements"}))
     return items

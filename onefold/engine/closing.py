@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from onefold.checkpoint.saving.saver import LINGER
@@ -15,26 +14,22 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.runtime import Hooks, ParamHandle
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """What outlives an engine for as long as it takes to close it."""
-
-    state: TrainState
-    saving: Saving
-    hooks: Hooks
-    handles: list[ParamHandle]
-    memory: OffloadMemory | None
-
-
-def close_engine(parts: EngineParts, *, lingers: bool = True) -> None:
-    """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model.
-
-    `lingers`: rank 0 may still be about to save, and gets this rank's part.
+def close_engine(
+    state: TrainState,
+    saving: Saving,
+    hooks: Hooks,
+    handles: list[ParamHandle],
+    memory: OffloadMemory | None,
+    *,
+    lingers: bool = True,
+) -> None:
+    """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model. `lingers`: rank
+    0 may still be about to save, and gets this rank's part.
     """
     if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
-        parts.saving.linger(LINGER)
-    parts.saving.stop()
-    schedule = parts.state.schedule
+        saving.linger(LINGER)
+    saving.stop()
+    schedule = state.schedule
     try:
         try:
             schedule.wait_for_step()
@@ -45,17 +40,17 @@ def close_engine(parts: EngineParts, *, lingers: bool = True) -> None:
                 error,
             )
             schedule.give_up_step()
-        parts.hooks.remove()
+        hooks.remove()
         schedule.reshard_all()
-        for handle in parts.handles:
+        for handle in handles:
             try:
                 handle.stand_alone()
             except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
                 logger.error("weights that rested on a disk are lost with the engine: %s", error)
-        parts.handles.clear()
+        handles.clear()
     finally:
-        if parts.memory is not None:
-            parts.memory.close()
+        if memory is not None:
+            memory.close()
         schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
 
 

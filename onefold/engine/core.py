@@ -16,7 +16,7 @@ from torch import nn
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
 from onefold.config import Batch
 from onefold.engine import deepspeed_names, offload_states
-from onefold.engine.closing import EngineParts, close_engine
+from onefold.engine.closing import close_engine
 from onefold.engine.loading import Loading
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
@@ -79,7 +79,7 @@ class Engine(nn.Module):
         self._other_plans = other_plans or {}
         self.is_compiled = False
         self._compiled: list[tuple[nn.Module, Any]] = []
-        self._scaled_backward: weakref.ref[_ScaledBackward] | None = None
+        self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
 
         collective = make_collective(plan.collective, group, self.ledger, device, Wires.of(plan))
         self._collective_name = type(collective).__name__.lower()
@@ -87,22 +87,14 @@ class Engine(nn.Module):
         units, memory = lay_out(model, plan, groups, group, self.ledger, device)
         schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
         trained = {id(parameter) for param in schedule.trained_params() for parameter in param.parameters}
-        self.state = TrainState(
-            model=model,
-            config=config,
-            plan=plan,
-            group=group,
-            device=device,
-            schedule=schedule,
-            window=window,
-            decision=StepDecision(plan, schedule),
-            step=ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None,
-            left_alone=[p for p in model.parameters() if p.requires_grad and id(p) not in trained],
-        )
+        decision = StepDecision(plan, schedule)
+        step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
+        left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+        self.state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone)
         self.optimizer: ShardedOptimizer | None = None
-        if self.state.step is not None:
+        if step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
-            self.optimizer = self.optimizer_class(self.state.step, self.state.decision.loss_scale, drop)
+            self.optimizer = self.optimizer_class(step, decision.loss_scale, drop)
         self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
@@ -115,8 +107,7 @@ class Engine(nn.Module):
         _engines[model] = weakref.ref(self)
         self._saving = Saving(self.state)
         self._loading = Loading(self.state, self._saving)
-        self._parts = EngineParts(self.state, self._saving, self._hooks, handles, memory)
-        self._finalizer = weakref.finalize(self, close_engine, self._parts)
+        self._finalizer = weakref.finalize(self, close_engine, self.state, self._saving, self._hooks, handles, memory)
         self._finalizer.atexit = False
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -207,9 +198,9 @@ class Engine(nn.Module):
             schedule.begin_backward(boundary=True)
             schedule.end_backward()
         before = decision.loss_scale.value
-        self._saving.let_change()
+        self._saving.saver.let_change()
         try:
-            taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saving.failed)
+            taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saving.saver.failed)
         except NonFiniteError:
             self.zero_grad()
             state.window.restart()
@@ -244,13 +235,6 @@ class Engine(nn.Module):
         state.window.divide_by(divisor)
         state.schedule.begin_backward(boundary=state.window.backward_is_last)
 
-    def train(self, mode: bool = True) -> Engine:
-        super().train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        return self.train(False)
-
     # -- what hooks and handles tell ----------------------------------------------------------------------------
 
     def begin_bare_backward(self) -> None:
@@ -272,9 +256,7 @@ class Engine(nn.Module):
             self.state.step.pull_masters(units)
 
     def gradient_dropped(self) -> None:
-        """Somebody has set a parameter's `grad` to None: when all are, as by `model.zero_grad()`, the window is
-        over.
-        """
+        """Somebody has set a parameter's `grad` to None: when all are (`model.zero_grad()`), the window is over."""
         if not any(param.grad.is_held for param in self.state.schedule.trained_params()):
             self.zero_grad()
 
@@ -322,19 +304,12 @@ class Engine(nn.Module):
         "global_step{N}" by default. `background` (default: the config's `checkpoint.async`): go on training once the
         state is copied to host memory; `wait_for_checkpoint`, the next save and the end of the process wait for it.
         """
-        self._saving.save(
-            save_dir,
-            tag,
-            client_state,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-            background=background,
-        )
+        self._saving.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background)
         return True
 
     def wait_for_checkpoint(self) -> None:
         """Until the save in the background is on disk; raises if it failed."""
-        self._saving.finish()
+        self._saving.saver.finish()
 
     def load_checkpoint(
         self,
@@ -400,28 +375,19 @@ class Engine(nn.Module):
 
     def planned_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
         """The plan's arithmetic: model-state bytes of one rank in one tier."""
-        return planned_bytes(self.state.schedule.units, replace(self.plan, accumulates=self._accumulates), tier)
+        return planned_bytes(self.state.schedule.units, self._complete(self.plan), tier)
 
     def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
         """The same for every stage, all on the device: what another one would have needed."""
         return {
-            name: planned_bytes(
-                self.state.schedule.units,
-                replace(
-                    plan,
-                    num_states=self.plan.num_states,
-                    node_size=self.plan.node_size,
-                    accumulates=self._accumulates,
-                ),
-                Tier.DEVICE,
-                on_device=True,
-            )
+            name: planned_bytes(self.state.schedule.units, self._complete(plan), Tier.DEVICE, on_device=True)
             for name, plan in self._other_plans.items()
         }
 
-    @property
-    def _accumulates(self) -> bool:
-        return self.state.window.accumulates
+    def _complete(self, plan: Plan) -> Plan:
+        """A plan with what is known since the engine stands."""
+        accumulates = self.state.window.accumulates
+        return replace(plan, num_states=self.plan.num_states, node_size=self.plan.node_size, accumulates=accumulates)
 
     def planned_crossing(self) -> Crossing:
         """Bytes that cross between tiers in one step, on one rank: what `ledger` counts."""
@@ -517,8 +483,10 @@ class Engine(nn.Module):
 
     def close(self) -> None:
         """Let go of the model: remove all hooks, free gradients and states. The model stays usable."""
-        if self._finalizer.detach() is None:
+        finalizer = self._finalizer.detach()
+        if finalizer is None:
             return
+        _, close, parts, _ = finalizer
         self._saving.stop()
         with suppress(Exception):  # told below, and by the step that failed
             self.state.flush()
@@ -526,7 +494,7 @@ class Engine(nn.Module):
         try:
             schedule.drop_gradients()
         finally:
-            close_engine(self._parts, lingers=False)
+            close(*parts, lingers=False)
         while self._compiled:
             module, own = self._compiled.pop()
             module.__dict__.pop("forward", None)
@@ -565,18 +533,14 @@ class Engine(nn.Module):
             raise
 
 
-class _ScaledBackward:
-    """Lives as long as the backward that a scaled loss is run in: autograd holds it as a callback until then."""
-
-    def __call__(self) -> None:
-        pass
-
-
 def _see_scaled(engine: weakref.ref[Engine], gradients: Any) -> None:
     """Autograd runs through a loss that `scale` has made."""
     found = engine()
     if found is not None:
-        backward = _ScaledBackward()
+
+        def backward() -> None:
+            """Lives as long as the backward that a scaled loss is run in: autograd holds it until then."""
+
         found._scaled_backward = weakref.ref(backward)
         torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
 

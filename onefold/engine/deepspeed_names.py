@@ -16,14 +16,9 @@ if TYPE_CHECKING:
     from onefold.engine.core import Engine
 
 
-# -- weights and data -------------------------------------------------------------------------------------------
-
-
 def module_state_dict(self: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-    """The model's unsharded state dict. All ranks call this together.
-
-    Where parameters are sharded it is gathered unit by unit into host memory of rank 0; other ranks get an empty
-    dict.
+    """The model's unsharded state dict. All ranks call this together. Where parameters are sharded it is gathered unit
+    by unit into host memory of rank 0; other ranks get an empty dict.
     """
     self.state.flush()
     if self.state.schedule.sharded:
@@ -45,9 +40,8 @@ def save_16bit_model(
     exclude_frozen_parameters: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> bool:
-    """Write the unsharded weights, as they compute, for `from_pretrained`. All ranks call this together.
-
-    Safetensors unless the file name ends otherwise (`pytorch_model.bin` is pickled by torch).
+    """Write the unsharded weights, as they compute, for `from_pretrained`: safetensors, unless the file name ends
+    otherwise (`pytorch_model.bin` is pickled by torch). All ranks call this together.
     """
     self.state.check_present()
     self.state.flush()
@@ -86,9 +80,6 @@ def deepspeed_io(
         num_workers=num_local_io_workers,
         pin_memory=self.device.type == "cuda",
     )
-
-
-# -- facts ------------------------------------------------------------------------------------------------------
 
 
 def train_batch_size(self: Engine) -> int:

@@ -86,7 +86,7 @@ class Loading:
         state = self._state
         state.check_reloaded()
         state.flush()
-        self._saving.finish()
+        self._saving.saver.finish()
         state.schedule.meet_for_load()
         state.drop_gradients()
         state.window.restart()
@@ -153,7 +153,10 @@ class Loading:
             same_world = checkpoint.manifest.world_size == self._state.group.size
             own = checkpoint.own(self._state.group.rank if same_world else 0) if asked.exactly else {}
             reads = [] if asked.custom else weight_reads(checkpoint, self._target, strict=asked.strict)
-            whole = self._whole_state(checkpoint) if asked.custom else {}
+            whole: dict[str, torch.Tensor] = {}
+            if asked.custom:
+                whole = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
+                whole |= {a: whole[name] for a, name in checkpoint.manifest.aliases.items() if name in whole}
             groups: list[dict[str, Any]] = []
             if asked.optimizer:
                 reads += self._state_reads(checkpoint, state["optimizer"], asked)
@@ -220,9 +223,7 @@ class Loading:
         return LoadTarget(state.model, state.schedule.units, state.step, state.group.rank, state.group.size)
 
     def _agree(self, work: Callable[[], None]) -> str:
-        """Work that is this rank's alone. What any rank finds damaged is returned on all of them, what else goes wrong
-        is raised on all.
-        """
+        """Do this rank's work. Damage that any rank finds is returned on all, what else goes wrong is raised on all."""
         kind, caught = 0, None
         try:
             work()
@@ -263,15 +264,21 @@ class Loading:
             raise CheckpointError(f"{checkpoint.folder / NAME}: {error}") from error
         return state_reads(checkpoint, self._target, loose, strict=asked.strict and saved["num_steps"] > 0)
 
-    # -- going on -----------------------------------------------------------------------------------------------
-
     def _take_up(self, found: Opened, asked: Asked) -> dict[str, Any]:
         """Everything that was read is in place: tell the rest of the engine, and go on from there."""
-        if asked.custom is not None:
-            self._load_with(found.whole, asked.custom)
-        else:
-            self._spread_weights()
         state, step = found.state, self._state.step
+        if asked.custom is not None:
+            # The user's own function moves an unsharded state dict into the unsharded model.
+            with unsharded(self._state.model.parameters()) as handles:
+                asked.custom(src=found.whole, dst=self._state.model)
+                for handle in handles:
+                    handle.take_values_of(0)
+        else:
+            # Masters have their values: parameters take them over, and ranks send each other their slices.
+            with torch.no_grad():
+                for store in step.stores if step is not None else ():
+                    store.push().wait()
+                self._state.schedule.refresh_now()
         if asked.optimizer:
             assert step is not None
             step.resume(state["optimizer"]["num_steps"])
@@ -281,7 +288,10 @@ class Loading:
                     "learning rate and all else that a group has stay as this job's config says"
                 )
             step.attributes.take(state["optimizer"].get("attributes", {}))
-            self._restore_loss_scale(state["loss_scale"] or {})
+            # A scale that is found while training goes on from where it was; one that the config fixes stays.
+            scale, saved = self._state.decision.loss_scale, state["loss_scale"] or {}
+            if "iteration" in saved and "iteration" in scale.state_dict():
+                scale.load_state_dict(saved)
         if self._restores_schedule(found, asked):
             self._state.lr_scheduler.load_state_dict(state["lr_scheduler"])
         elif asked.scheduler and state["lr_scheduler"] is None:
@@ -292,32 +302,6 @@ class Loading:
         self._state.half_loaded = ""
         client_state: dict[str, Any] = state["client_state"]
         return client_state
-
-    @torch.no_grad()
-    def _spread_weights(self) -> None:
-        """Masters have their values: parameters take them over, and ranks send each other their slices."""
-        if self._state.step is not None:
-            for store in self._state.step.stores:
-                store.push().wait()
-        self._state.schedule.refresh_now()
-
-    def _whole_state(self, checkpoint: CheckpointReader) -> dict[str, torch.Tensor]:
-        found = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.names("model/")}
-        return found | {alias: found[name] for alias, name in checkpoint.manifest.aliases.items() if name in found}
-
-    def _load_with(self, whole: dict[str, torch.Tensor], load: Callable[..., None]) -> None:
-        """The user's own function moves an unsharded state dict into the unsharded model."""
-        model = self._state.model
-        with unsharded(model.parameters()) as handles:
-            load(src=whole, dst=model)
-            for handle in handles:
-                handle.take_values_of(0)
-
-    def _restore_loss_scale(self, saved: dict[str, Any]) -> None:
-        """A scale that is found while training goes on from where it was; one that the config fixes stays."""
-        scale = self._state.decision.loss_scale
-        if "iteration" in saved and "iteration" in scale.state_dict():
-            scale.load_state_dict(saved)
 
     def _restore_job(self, found: Opened, asked: Asked) -> None:
         state, counters = self._state, found.state["counters"]

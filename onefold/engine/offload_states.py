@@ -6,7 +6,6 @@ A storage is emptied and refilled, so that every tensor and every view of it sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -51,9 +50,9 @@ def offload_states(
 def reload_states(state: TrainState, *, non_blocking: bool) -> None:
     """Everything is on the device again, as it was."""
     offloaded, state.offloaded = state.offloaded, []
-    for each in offloaded:
-        each.storage.resize_(each.copy.numel())
-        _bytes(each.storage).copy_(each.copy, non_blocking=True)
+    for storage, copy in offloaded:
+        storage.resize_(copy.numel())
+        _bytes(storage).copy_(copy, non_blocking=True)
     state.schedule.is_offloaded = False
     for param in state.schedule.unsharded_params():
         param.attach_views()
@@ -61,16 +60,11 @@ def reload_states(state: TrainState, *, non_blocking: bool) -> None:
     _wait(state.device, non_blocking=non_blocking and not offloaded)
 
 
-@dataclass(frozen=True)
-class _Offloaded:
-    """An emptied storage and its bytes."""
+def _offload(tensors: Iterable[torch.Tensor], *, pinned: bool) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
+    """Copy the storages of these tensors to the host, in the order of the caller's stream, and empty them.
 
-    storage: torch.UntypedStorage
-    copy: torch.Tensor
-
-
-def _offload(tensors: Iterable[torch.Tensor], *, pinned: bool) -> list[_Offloaded]:
-    """Copy the storages of these tensors to the host, in the order of the caller's stream, and empty them."""
+    Each emptied storage comes with its bytes.
+    """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -82,7 +76,7 @@ def _offload(tensors: Iterable[torch.Tensor], *, pinned: bool) -> list[_Offloade
         copy.copy_(_bytes(storage), non_blocking=True)
         # Freed in the order of the stream that still copies from it.
         storage.resize_(0)
-        offloaded.append(_Offloaded(storage, copy))
+        offloaded.append((storage, copy))
     return offloaded
 
 
@@ -100,10 +94,8 @@ def _tensors(state: TrainState, kinds: set[OffloadStateTypeEnum]) -> Iterator[to
         }
         if state.step is not None and param.trainable and not store.steps_on_host:
             is_slice = param.stays_unsharded and store.param_copy is None  # the flat parameter itself is the master
-            held[OffloadStateTypeEnum.lp_params if is_slice else OffloadStateTypeEnum.hp_params] = [
-                *(held[OffloadStateTypeEnum.lp_params] if is_slice else []),
-                store.master,
-            ]
+            kind = OffloadStateTypeEnum.lp_params if is_slice else OffloadStateTypeEnum.hp_params
+            held.setdefault(kind, []).append(store.master)
             held[OffloadStateTypeEnum.optim_states] = [s.memory for s in state.step.stepper.held_states(store)]
         for kind in kinds & held.keys():
             yield from (tensor for tensor in held[kind] if isinstance(tensor, torch.Tensor))

@@ -30,9 +30,7 @@ from onefold.version import __version__
 
 
 class Saving:
-    """Saves the train state, on this rank: `save` as the program calls it, and this rank's part of saves that it does
-    not call.
-    """
+    """Saves the train state: what the program calls, and this rank's part of saves that it does not call."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -41,7 +39,7 @@ class Saving:
         self._after_step = state.global_steps, self._own_state()
         agreement = state.schedule.order.agreement
         name = agreement.tell("the name of the engine", secrets.token_hex(8))
-        self._saver = Saver(
+        self.saver = Saver(
             self,
             Board(state.group, name),
             agreement.guard,
@@ -49,34 +47,21 @@ class Saving:
             f"onefold {__version__}, torch {torch.__version__}",
         )
         if state.step is not None:
-            state.step.let_change = self._saver.let_change
+            state.step.let_change = self.saver.let_change
         self._leave: Callable[[], None] | None = partial(_leave, weakref.ref(self))
         atexit.register(self._leave)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background has ended badly and nobody was told yet."""
-        return self._saver.failed
-
-    def let_change(self) -> None:
-        """Before optimizer states change: until the save in the background has copied them."""
-        self._saver.let_change()
-
-    def finish(self) -> None:
-        """Until the save in the background is on disk; raises if it failed."""
-        self._saver.finish()
 
     def linger(self, seconds: float | None) -> None:
         """The program is through with the engine, here: rank 0 may still be about to save a last time."""
         with suppress(RuntimeError):  # the store's host may be gone already
-            self._saver.linger(self, seconds=seconds)
+            self.saver.linger(self, seconds=seconds)
 
     def stop(self) -> None:
         """The engine goes."""
         if self._leave is not None:
             atexit.unregister(self._leave)
         self._leave = None
-        self._saver.stop()
+        self.saver.stop()
 
     def remember_step(self) -> None:
         """A step has been taken and counted."""
@@ -85,14 +70,11 @@ class Saving:
         if self._state.step is not None:
             self._state.step.finish()
 
-    # -- saving -------------------------------------------------------------------------------------------------
-
     def save(
         self,
         save_dir: str,
         tag: str | None,
         client_state: Mapping[str, Any] | None,
-        *,
         save_latest: bool,
         exclude_frozen: bool,
         background: bool | None,
@@ -100,22 +82,15 @@ class Saving:
         state = self._state
         state.check_present()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
-        options = SaveOptions(
-            save_dir=str(save_dir),
-            tag=tag,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen,
-            background=state.plan.loop.checkpoint.async_save if background is None else background,
-        )
-        self._saver.save(
-            options,
-            lambda: self._header(client_state, exclude_frozen),
-            lambda theirs: self._validate_tag(tag, theirs),
+        background = state.plan.loop.checkpoint.async_save if background is None else background
+        options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background)
+        self.saver.save(
+            options, lambda: self._header(client_state, exclude_frozen), lambda theirs: self._validate_tag(tag, theirs)
         )
 
     def raise_failed(self) -> None:
         """Some rank knows of a save in the background that failed: all of them say so, before the step."""
-        self._saver.finish()
+        self.saver.finish()
         raise SaveError("the last save in the background failed on another rank: see its error")
 
     def _validate_tag(self, mine: str, theirs: str) -> None:
@@ -157,18 +132,23 @@ class Saving:
 
     def _job_state(self) -> dict[str, Any]:
         state = self._state
-        step, scheduler = state.step, state.lr_scheduler
-        groups = step.groups if step is not None else []
-        attributes = self._optimizer_attributes()
-        return {
-            "optimizer": {
+        step, scheduler, optimizer = state.step, state.lr_scheduler, None
+        if step is not None:
+            attributes, unsaved = step.attributes.values()
+            for name in unsaved:
+                logger.warning(
+                    "the optimizer's step writes its attribute %r, and a checkpoint holds numbers, text and containers "
+                    "of them: a resumed run starts from what the optimizer is built with",
+                    name,
+                )
+            optimizer = {
                 "name": step.name,
                 "num_steps": step.num_steps,
-                "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+                "groups": [{key: value for key, value in group.items() if key != "params"} for group in step.groups],
                 **({"attributes": attributes} if attributes else {}),
             }
-            if step is not None
-            else None,
+        return {
+            "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
             "loss_scale": state.decision.loss_scale.state_dict(),
             "counters": {
@@ -178,17 +158,6 @@ class Saving:
                 "micro_steps": state.window.micro_steps,
             },
         }
-
-    def _optimizer_attributes(self) -> dict[str, Any]:
-        step = self._state.step
-        found, unsaved = step.attributes.values() if step is not None else ({}, [])
-        for name in unsaved:
-            logger.warning(
-                "the optimizer's step writes its attribute %r, and a checkpoint holds numbers, text and containers of "
-                "them: a resumed run starts from what the optimizer is built with",
-                name,
-            )
-        return found
 
     def _own_state(self) -> dict[str, Any]:
         loader = self._state.training_dataloader

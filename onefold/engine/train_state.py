@@ -29,7 +29,7 @@ class TrainState:
     window: AccumulationWindow
     decision: StepDecision
     step: ShardedStep | None
-    left_alone: list[nn.Parameter] = field(default_factory=list)
+    left_alone: list[nn.Parameter]
     """Parameters that require gradients and that no optimizer has."""
     lr_scheduler: Any = None
     training_dataloader: Any = None
@@ -44,9 +44,7 @@ class TrainState:
     """Why weights and states are a mixture of what they were and of a checkpoint, or nothing."""
 
     def check_present(self) -> None:
-        """After `offload_states` there is nothing on the device to work with, and after a load that failed half-way
-        nothing that belongs together.
-        """
+        """Raise after `offload_states`, and after a load that failed half-way."""
         self.check_reloaded()
         if self.half_loaded:
             raise RuntimeError(

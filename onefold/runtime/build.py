@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,9 +41,7 @@ def lay_out(
 
 
 def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[UnitSpec]:
-    """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group; parameters in
-    no group are left alone.
-    """
+    """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group."""
     parameters = dict(model.named_parameters())
     _check_modules(model)
     check_apart(parameters)
@@ -53,23 +51,21 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
         plan.cut.persistence_threshold,
         plan.cut.persistence_in_all,
     )
-    return [
-        UnitSpec(
-            found,
-            [
-                FlatParamSpec(
-                    Layout.of([(name, shapes[name], of) for name, of in inside], plan.num_shards),
-                    dtype,
-                    trainable,
-                    persists,
-                )
-                for (dtype, trainable, persists), inside in _flat_params_of(
-                    found, parameters, groups, plan.precision, persistent
-                ).items()
-            ],
-        )
-        for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel())
-    ]
+    specs = []
+    for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
+        flat: dict[tuple[torch.dtype, bool, bool], list[tuple[str, tuple[int, ...], int]]] = {}
+        for name in found.parameters:
+            parameter = parameters[name]
+            trainable = parameter.requires_grad and id(parameter) in groups
+            if trainable:
+                _check_trainable(name, parameter)
+            elif not parameter.is_floating_point() or plain_class(parameter) is not nn.Parameter:
+                continue  # left outside: whole numbers, and subclasses with a format of their own (quantized weights)
+            key = (plan.precision.of_parameter(parameter.dtype), trainable, name in persistent)
+            flat.setdefault(key, []).append((name, shapes[name], groups[id(parameter)] if trainable else 0))
+        params = [FlatParamSpec(Layout.of(members, plan.num_shards), *key) for key, members in flat.items()]
+        specs.append(UnitSpec(found, params))
+    return specs
 
 
 def build_units(
@@ -87,23 +83,16 @@ def build_units(
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
     units: list[Unit] = []
     for index, spec in enumerate(specs):
-        names = [[member.name for member in param.layout.members] for param in spec.params]
-        with unsharded([parameters[name] for some in names for name in some]):
+        members = [[parameters[member.name] for member in param.layout.members] for param in spec.params]
+        with unsharded(parameter for some in members for parameter in some):
             params = [
-                FlatParam(
-                    param,
-                    [parameters[name] for name in some],
-                    plan=plan,
-                    rank=group.shard,
-                    device=device,
-                    memory=memory,
-                )
-                for param, some in zip(spec.params, names, strict=True)
+                FlatParam(param, some, plan=plan, rank=group.shard, device=device, memory=memory)
+                for param, some in zip(spec.params, members, strict=True)
             ]
         detach(parameter for param in params for parameter in param.parameters)
-        found = spec.found
-        unit = Unit(found.module, modules[found.module], params, index=index, shared=found.shared)
-        _initialise(modules, on_meta & {member.name for param in params for member in param.layout.members}, units)
+        path = spec.found.module
+        unit = Unit(path, modules[path], params, index=index, shared=spec.found.shared)
+        _initialise(modules, on_meta & {name for param in params for name, _ in param.named_parameters()}, units)
         for param in params:
             broadcast_from(group, 0, param.full, ledger)
             param.write_back()
@@ -112,55 +101,23 @@ def build_units(
     for unit in units:
         inside = {id(module) for module in unit.module.modules()} - {id(unit.module)}
         unit.encloses = any(id(other.module) in inside for other in units)
-    buffer_dtypes = BufferDtypes(plan.precision.buffers, plan.precision.compute)
-    _take_first_ranks_values(model, units, group, ledger, device, buffer_dtypes)
+    _take_first_ranks_values(model, units, plan.precision, group, ledger, device)
     return units
 
 
-@dataclass(frozen=True)
-class BufferDtypes:
-    """Which floating-point buffers are cast. `everywhere` is the config's `data_types.buffer_dtype`.
+def _buffer_dtype(module: nn.Module, name: str, dtype: torch.dtype, precision: Precision) -> torch.dtype:
+    """The dtype of a buffer: `data_types.buffer_dtype` of the config for every floating-point one, where it is given.
 
     Without it, buffers of torch's own layers follow the parameters they meet, as in `module.to(dtype)`: running
     statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
     many are made to be precise (rotary frequencies, position tables).
     """
-
-    everywhere: torch.dtype | None
-    compute: torch.dtype | None
-
-    def of(self, module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-        if not dtype.is_floating_point:
-            return dtype
-        # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
-        of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
-        follows = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.") or of_hook
-        return self.everywhere or (self.compute if follows and self.compute is not None else dtype)
-
-
-def _flat_params_of(
-    found: UnitCut,
-    parameters: Mapping[str, nn.Parameter],
-    groups: Mapping[int, int],
-    precision: Precision,
-    persistent: Container[str],
-) -> dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]]:
-    """(dtype, trainable, persistent) -> [(name, optimizer group)].
-
-    Of what is not trained, parameters that are not floating point, and subclasses of Parameter that carry their own
-    format (quantized weights), stay outside.
-    """
-    found_in: dict[tuple[torch.dtype, bool, bool], list[tuple[str, int]]] = {}
-    for name in found.parameters:
-        parameter = parameters[name]
-        trainable = parameter.requires_grad and id(parameter) in groups
-        if trainable:
-            _check_trainable(name, parameter)
-        elif not parameter.is_floating_point() or plain_class(parameter) is not nn.Parameter:
-            continue
-        key = (precision.of_parameter(parameter.dtype), trainable, name in persistent)
-        found_in.setdefault(key, []).append((name, groups[id(parameter)] if trainable else 0))
-    return found_in
+    if not dtype.is_floating_point:
+        return dtype
+    # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
+    of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
+    follows = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.") or of_hook
+    return precision.buffers or (precision.compute if follows and precision.compute is not None else dtype)
 
 
 def _check_trainable(name: str, parameter: nn.Parameter) -> None:
@@ -196,12 +153,8 @@ def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that lie in the same memory: each would get memory of its own, and they would diverge."""
     ranges = []
     for name, parameter in parameters.items():
-        if (
-            handle_of(parameter) is None
-            and parameter.layout is torch.strided
-            and parameter.numel()
-            and not parameter.is_meta
-        ):
+        has_memory = parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta
+        if has_memory and handle_of(parameter) is None:
             start = parameter.data_ptr()
             ranges.append((str(parameter.device), start, start + _span(parameter) * parameter.itemsize, name))
     ranges.sort()
@@ -253,13 +206,9 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
                 f"parameters of {path or 'the root module'} ({type(modules[path]).__name__}) are on the meta device "
                 "and the class has no reset_parameters to give them values: define one, or build it off meta"
             )
-        resting = {
-            member.name
-            for unit in earlier
-            for param in unit.sharded
-            for member, parameter in zip(param.layout.members, param.parameters, strict=True)
-            if any(parameter is own for own in modules[path].parameters(recurse=False))
-        }
+        own = {id(parameter) for parameter in modules[path].parameters(recurse=False)}
+        sharded = [param for unit in earlier for param in unit.sharded]
+        resting = {name for param in sharded for name, parameter in param.named_parameters() if id(parameter) in own}
         if resting:
             raise ValueError(
                 f"{path} shares {', '.join(sorted(resting))} with another module and is on the meta device: "
@@ -269,12 +218,7 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
 
 
 def _take_first_ranks_values(
-    model: nn.Module,
-    units: Sequence[Unit],
-    group: Group,
-    ledger: Ledger,
-    device: torch.device,
-    buffer_dtypes: BufferDtypes,
+    model: nn.Module, units: Sequence[Unit], precision: Precision, group: Group, ledger: Ledger, device: torch.device
 ) -> None:
     """Of what lies in no flat parameter: buffers, and parameters that are left alone."""
     with torch.no_grad():
@@ -284,7 +228,7 @@ def _take_first_ranks_values(
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
                     raise ValueError(f"buffer {name} is on the meta device and has no values: build buffers off meta")
-                buffer.data = buffer.data.to(buffer_dtypes.of(module, name, buffer.dtype))
+                buffer.data = buffer.data.to(_buffer_dtype(module, name, buffer.dtype, precision))
         for tensor in [*loose, *model.buffers()]:
             tensor.data = tensor.data.to(device)
             broadcast_from(group, 0, tensor.data, ledger)

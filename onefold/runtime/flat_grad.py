@@ -127,6 +127,12 @@ class FlatGrad:
         slot, self.slot = self.slot, None
         self.shard.finish(slot, pool, self.layout.shape_key)
 
+    @property
+    def reduced(self) -> torch.Tensor:
+        """This rank's sum."""
+        assert self.shard.value is not None, "a step comes after a backward"
+        return self.shard.value
+
     # -- p.grad, as a user sees it ------------------------------------------------------------------------------
 
     @property
@@ -136,9 +142,8 @@ class FlatGrad:
         return held and len(self.dropped) < len(self._parameters)
 
     def of_parameter(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it.
-
-        In fp16 it carries the loss scale until the step: clipping it would clip to something else.
+        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it. In
+        fp16 it carries the loss scale until the step: clipping it would clip to something else.
         """
         landed = self.slot is not None and bool(self._filled[index])
         if index in self.dropped or not (landed or self.shard.value is not None):

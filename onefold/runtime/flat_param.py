@@ -1,10 +1,8 @@
-"""Flat parameters: the parameters of a unit that share dtype and treatment, flattened into one tensor, unsharded while
-they are used and resting as shards in between.
-"""
+"""Flat parameters: parameters of a unit, flattened into one tensor, unsharded while used and shards in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -61,15 +59,14 @@ class FlatParam:
         self.store = ShardStore(spec, plan, rank, device, memory)
         self.full = torch.zeros(self.layout.total, dtype=spec.dtype, device=device)
         self._rank = rank
-        self._handed_out = False
+        # Somebody got a view of `full`, and may keep it.
+        self.handed_out = False
         self._versions: list[int] = []
         self._read_through_data: dict[int, torch.Tensor] = {}
         # This rank's slice of `full` among neighbouring ranks, as it was when it was last gathered from all.
-        span = plan.node_shard_size
-        has_secondary = span > 1 and not self.stays_unsharded
-        self.secondary = (
-            torch.empty(self.layout.total // span, dtype=spec.dtype, device=device) if has_secondary else None
-        )
+        self.secondary: torch.Tensor | None = None
+        if plan.node_shard_size > 1 and not self.stays_unsharded:
+            self.secondary = self.full.new_empty(self.layout.total // plan.node_shard_size)
         self._secondary_serves = False
         self._fills_secondary = False
         # What `full` holds came in a form that rounds it.
@@ -91,6 +88,9 @@ class FlatParam:
     def own_range(self) -> tuple[int, int]:
         """Where this rank's shard begins and ends in the flat parameter."""
         return self.layout.shard_range(self._rank)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip((member.name for member in self.layout.members), self.parameters, strict=True)
 
     @property
     def is_sharded(self) -> bool:
@@ -146,10 +146,7 @@ class FlatParam:
     # -- reshard ------------------------------------------------------------------------------------------------
 
     def reshard(self, *, drop: bool = False) -> None:
-        """Placeholders instead of parameters, no memory behind the flat parameter.
-
-        `drop`: nothing has to see the next values through the present memory.
-        """
+        """Placeholders instead of parameters. `drop`: nothing has to see the next values through the present memory."""
         if self.store.param is not None:
             self.store.param.order()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -159,20 +156,16 @@ class FlatParam:
             if parameter.untyped_storage()._cdata == storage._cdata:
                 set_data(parameter, placeholder)
                 hold(parameter, resting=True)
-        if drop or self._handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
+        if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder
         else:
             storage.resize_(0)
-        self._handed_out = False
+        self.handed_out = False
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors lies in the flat parameter."""
         here = self.full.untyped_storage()._cdata
         return any(tensor.untyped_storage()._cdata == here for tensor in tensors if _has_memory(tensor))
-
-    def hand_out(self) -> None:
-        """Somebody got a view of the flat parameter, and may keep it."""
-        self._handed_out = True
 
     # -- writes from outside ------------------------------------------------------------------------------------
 
@@ -183,7 +176,9 @@ class FlatParam:
                 if parameter.is_meta:
                     # `.data` refuses a tensor of another kind; swapping the payload keeps the object. The payload is no
                     # view of `full`: it would share its version with it, and every gather writes to that.
-                    torch.utils.swap_tensors(parameter, _as_parameter(view.new_empty(0), parameter))
+                    payload = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+                    payload.__dict__.update(parameter.__dict__)
+                    torch.utils.swap_tensors(parameter, payload)
                     set_data(parameter, view)
                 elif not _is_same_memory(parameter, view):
                     view.copy_(parameter)
@@ -277,9 +272,7 @@ class FlatParam:
         """Bytes of parameters held now; a shard that is the master is counted there."""
         held = self.store.param_bytes(tier)
         if tier is Tier.DEVICE:
-            held += int(self.full.untyped_storage().size()) + (
-                self.secondary.nbytes if self.secondary is not None else 0
-            )
+            held += self.full.untyped_storage().size() + (self.secondary.nbytes if self.secondary is not None else 0)
         return held
 
 
@@ -290,14 +283,5 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-def _as_parameter(payload: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    parameter = nn.Parameter(payload, requires_grad=like.requires_grad)
-    parameter.__dict__.update(like.__dict__)
-    return parameter
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor.is_meta and not wrapped

@@ -9,8 +9,8 @@ Parameter.
   into the flat parameter; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out
   of the step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what
   stands for it, and setting it to None drops it.
-* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An
-  operation on values is seen by `__torch_function__`: inside a pass it unshards (`operations.py`), elsewhere it raises.
+* Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation
+  on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`), elsewhere it raises.
 """
 
 from __future__ import annotations
@@ -18,48 +18,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from onefold.runtime.torch_internals import outside_compiler, tensors_in
 
+if TYPE_CHECKING:
+    from onefold.runtime.param_handle import ParamHandle
+
 HOLDER = "_onefold_handle"
 _PLAIN = "_onefold_plain_class"
 _RESTING = "_onefold_resting"
-
-
-class Holder(Protocol):
-    """Who holds the values of a parameter."""
-
-    number: int
-
-    def name_of(self, parameter: nn.Parameter) -> str: ...
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether an engine is in a forward, or between a forward and its backward, so that it can unshard."""
-        ...
-
-    def operate(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
-    ) -> Any:
-        """Unshard the parameters for one torch function, inside a pass, and give its result."""
-        ...
-
-    def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter.data = value`, while it is unsharded."""
-
-    def data_read(self, parameter: nn.Parameter) -> None:
-        """`parameter.data`, while it is unsharded: no version counter will show a write through it."""
-
-    def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None: ...
-
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """What stands for the gradient that was moved into the flat buffer; None where there is none."""
-
-    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None: ...
 
 
 # -- the plain attributes ---------------------------------------------------------------------------------------
@@ -120,7 +91,7 @@ def _held_class(plain: type[nn.Parameter], resting: bool) -> type[nn.Parameter]:
     return held
 
 
-def _holder(parameter: nn.Parameter) -> Holder | None:
+def _holder(parameter: nn.Parameter) -> ParamHandle | None:
     return parameter.__dict__.get(HOLDER)
 
 
@@ -160,10 +131,6 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
         holder.set_gradient(self, value)
 
 
-def _delete_grad(self: nn.Parameter) -> None:
-    _set_grad(self, None)
-
-
 def _get_requires_grad(self: nn.Parameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return bool(_requires_grad.__get__(self))
@@ -187,7 +154,8 @@ def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     if id(self) not in memo:
         with torch.no_grad():
             copied = self.detach().clone(memory_format=torch.preserve_format)
-        memo[id(self)] = _rebuild(plain_class(self), copied, self.requires_grad)
+        memo[id(self)] = nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)].__class__ = plain_class(self)
     found: nn.Parameter = memo[id(self)]
     return found
 
@@ -196,15 +164,9 @@ def _reduce(self: nn.Parameter, protocol: Any) -> Any:
     return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
-def _rebuild(plain: type[nn.Parameter], values: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    parameter = nn.Parameter(values, requires_grad=requires_grad)
-    parameter.__class__ = plain
-    return parameter
-
-
 _HELD_MEMBERS: dict[str, Any] = {
     "data": property(_get_data, _set_data),
-    "grad": property(_get_grad, _set_grad, _delete_grad),
+    "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
     "requires_grad": property(_get_requires_grad, _set_requires_grad),
     "requires_grad_": _requires_grad_,
     "__deepcopy__": _deepcopy,
@@ -261,9 +223,8 @@ class RestingValues(torch.Tensor):
 
 
 class HeldGradient(torch.Tensor):
-    """Stands for a gradient that is sharded over the ranks, or scaled: it has a shape and no values.
-
-    What clears gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
+    """Stands for a gradient that is sharded over the ranks, or scaled: it has a shape and no values. What clears
+    gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
     """
 
     _onefold_parameter: nn.Parameter
@@ -335,9 +296,7 @@ def _words(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
-    return (
-        f"{name.removeprefix('_')}() on a parameter" if not name.startswith((".", "__")) else f"{name} of a parameter"
-    )
+    return f"{name} of a parameter" if name.startswith((".", "__")) else f"{name.removeprefix('_')}() on a parameter"
 
 
 def reads_no_values(func: Callable[..., Any]) -> bool:

@@ -22,16 +22,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from onefold.plan import Moment
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import is_resting, raw_grad, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
+from onefold.runtime.param_handle import Owner
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.torch_internals import (
     inside_backward,
@@ -43,49 +45,30 @@ from onefold.runtime.torch_internals import (
 from onefold.runtime.unit import Unit
 
 
-class Listener(Protocol):
-    """The engine, as far as its hooks know it."""
-
-    def begin_bare_backward(self) -> None:
-        """Somebody called `backward` on a loss; begin it on the schedule."""
-
-    def abort_backward(self) -> None:
-        """A bare backward raised and will not end."""
-
-    def about_to_write(self) -> None:
-        """`load_state_dict` is about to write parameters."""
-
-    def parameters_loaded(self, units: list[Unit]) -> None:
-        """`load_state_dict` has written parameters of these units."""
-
-
 class Hooks:
     """All hooks of one engine. `watch`: parameters may be in flight when somebody reads them, so reading waits."""
 
-    def __init__(self, model: nn.Module, schedule: Schedule, listener: Listener, *, watch: bool) -> None:
+    def __init__(self, model: nn.Module, schedule: Schedule, listener: Owner, *, watch: bool) -> None:
         self._schedule = schedule
         self._listener = weakref.ref(listener)
         # The callback of the bare backward under way; dead when that backward raised.
-        self._bare: weakref.ref[_BareBackward] | None = None
+        self._bare: weakref.ref[Callable[..., None]] | None = None
         self._handles: list[RemovableHandle] = []
         self._model_watch = ModelWatch(model, schedule.units)
         self._watched: list[weakref.ref[nn.Module]] = []
         me = weakref.ref(self)
-        self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, _before_root_forward)))
-        owner = {
-            id(parameter): unit.index
-            for unit in schedule.units
-            for param in unit.params
-            for parameter in param.parameters
-        }
+        self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
+        owner = {id(p): unit.index for unit in schedule.units for param in unit.params for p in param.parameters}
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
             for param in unit.trained:
                 for index, parameter in enumerate(param.parameters):
-                    hook = _on_gradient(me, weakref.ref(unit), weakref.ref(param), index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    land = _while_alive(Hooks.land, me, weakref.ref(unit), weakref.ref(param), index)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(land))
                     if not param.stays_unsharded:
-                        self._handles.append(parameter.register_hook(_before_gradient(me, weakref.ref(unit))))
+                        # A gradient may come from an operation that no hook has seen: unsharded, it can be taken.
+                        read = _while_alive(partial(Unit.read, backward=True), weakref.ref(unit))
+                        self._handles.append(parameter.register_hook(read))
         for module in model.modules():
             units = sorted({owner[id(p)] for p in module._parameters.values() if id(p) in owner})
             if units:
@@ -94,23 +77,25 @@ class Hooks:
                 # Children of an enclosing module may be called without it.
                 if unit.encloses and unit.sharded and module is not unit.module:
                     self._watch_calls(unit, module)
-        after = ModuleHook(me, model, _after_root_forward)
+        after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
 
     def _watch_calls(self, unit: Unit, module: nn.Module) -> None:
         me, add = weakref.ref(self), self._handles.append
-        before = ModuleHook(me, module, _before_forward, unit.index)
+        before = ModuleHook(me, module, Hooks.before_forward, unit.index)
         if unit.sharded:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
-            add(module.register_forward_hook(ModuleHook(me, module, _after_forward, unit.index), always_call=True))
+            after = ModuleHook(me, module, Hooks.after_forward, unit.index)
+            add(module.register_forward_hook(after, always_call=True))
         else:
             add(module.register_forward_pre_hook(before))
 
     def _watch_table(self, module: nn.Module, units: list[int], *, watch: bool) -> None:
         me, add = weakref.ref(self), self._handles.append
-        add(module.register_load_state_dict_pre_hook(ModuleHook(me, module, _before_load, units)))
-        add(module.register_load_state_dict_post_hook(ModuleHook(me, module, _after_load, units)))
-        add(module.register_state_dict_pre_hook(ModuleHook(me, module, _before_state_dict, units)))
+        add(module.register_load_state_dict_pre_hook(ModuleHook(me, module, Hooks.before_load, units)))
+        add(module.register_load_state_dict_post_hook(ModuleHook(me, module, Hooks.after_load, units)))
+        check = ModuleHook(me, module, Hooks.check_whole, units, "state_dict()", _USE_MODULE_STATE_DICT)
+        add(module.register_state_dict_pre_hook(check))
         if watch:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
             self._watched.append(weakref.ref(module))
@@ -140,7 +125,8 @@ class Hooks:
             if self._bare is None:
                 return  # the engine's own
             listener.abort_backward()
-        backward = _BareBackward(self)
+        # Only autograd's graph task holds the callback: when that dies, so does this.
+        backward = _while_alive(Hooks.end_bare_backward, weakref.ref(self))
         self._bare = weakref.ref(backward)
         torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
 
@@ -171,7 +157,7 @@ class Hooks:
                 # The backward is refused: its gradient must not be found here by the next one.
                 set_raw_grad(param.parameters[index], None)
                 raise
-        self._schedule.land(unit, param, index)
+        unit.land(param, index, self._schedule.num_backwards)
 
     def check_model(self) -> None:
         """Raise where the model has been changed since it was laid out."""
@@ -179,17 +165,26 @@ class Hooks:
 
     # -- calls of units -----------------------------------------------------------------------------------------
 
-    def before_root_forward(self) -> None:
-        self._schedule.pre_root_forward()
+    def before_root_forward(self, *_: Any) -> None:
+        self._schedule.depth += 1
         self.check_model()
         self.recover()
         if torch.is_grad_enabled() and not inside_backward():
             self._schedule.begin_pass()
 
-    def before_forward(self, index: int, arguments: Any) -> None:
+    def after_root_forward(self, args: Any, output: Any) -> None:
+        self._schedule.depth -= 1
+        self._schedule.reshard_after_evaluation()
+        # A recomputation inside a backward belongs to that backward.
+        if torch.is_grad_enabled() and not inside_backward() and not inside_transform():
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if tensors:
+                register_multi_grad_hook(tensors, _while_alive(Hooks.expect_end, weakref.ref(self)), mode="any")
+
+    def before_forward(self, index: int, *arguments: Any) -> None:
         unit = self._schedule.units[index]
         if not unit.sharded:
-            unit.pre_unsharded_forward()
+            unit.unshard(Moment.FORWARD)
             return
         again = inside_backward()
         unit.pre_forward(recompute=again)
@@ -200,29 +195,10 @@ class Hooks:
         # A call recomputed by a checkpoint that kept its graph has been counted, and its end is watched already.
         if torch.is_grad_enabled() and not (again and unit.uses.calls > unit.uses.ended):
             call = unit.begin_call()
-            inputs, seen = self._watch_end(index, call, arguments)
+            inputs, seen = _watch_end(unit, call, arguments)
             unit.uses.stack[-1] = (call if seen else -call, inputs)
 
-    def _watch_end(self, index: int, call: int, arguments: Any) -> tuple[list[Any], bool]:
-        """Have the schedule told when this call's backward is over: the nodes of its inputs, and whether it will be."""
-        end = _on_node(weakref.ref(self), Hooks._after_backward, index, call)
-        nodes, seen = [], False
-        for tensor in tensors_in(arguments):
-            node: Any = tensor.grad_fn
-            if node is not None:
-                nodes.append(node)
-                node.metadata.setdefault(_ENDS, []).append(end)
-                node.register_prehook(end)
-            elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
-                once: list[RemovableHandle] = []
-                once.append(tensor.register_hook(partial(_after_graph_task, end, once)))
-            else:
-                continue
-            seen = True
-        return nodes, seen
-
-    def after_forward(self, index: int, output: Any) -> None:
+    def after_forward(self, index: int, args: Any, output: Any) -> None:
         unit = self._schedule.units[index]
         again = inside_backward()
         call, inputs = unit.uses.stack.pop() if unit.uses.stack else (0, [])
@@ -230,22 +206,13 @@ class Hooks:
             produced = list(_producers([output, _left_on_modules(unit.module)]))
             nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
             for node in nodes:
-                begin = _on_node(weakref.ref(self), Hooks._before_backward, index, call)
+                begin = _while_alive(Unit.pre_backward, weakref.ref(unit), call)
                 node.register_prehook(_ends_first(node.metadata.setdefault(_ENDS, []), begin))
             if again:
                 unit.uses.backwards.add(call)  # inside the backward that will run through it at once
             elif not produced and (unit.trained or call > 0) and output is not None:
                 unit.keep_for_pass()  # nothing tells when its backward begins, so it must stay
         unit.post_forward(recompute=again)
-
-    def _before_backward(self, index: int, call: int) -> None:
-        unit = self._schedule.units[index]
-        unit.pre_backward(call)
-        if torch.is_grad_enabled():
-            unit.keep_for_pass()
-
-    def _after_backward(self, index: int, call: int) -> None:
-        self._schedule.units[index].post_backward([call])
 
     # -- reads and writes from outside --------------------------------------------------------------------------
 
@@ -257,7 +224,7 @@ class Hooks:
         for unit in units:
             self._schedule.in_flight.wait_for_refresh(self._schedule.units[unit])
 
-    def check_whole(self, units: list[int], what: str, instead: str) -> None:
+    def check_whole(self, units: list[int], what: str, instead: str, *_: Any) -> None:
         for unit in (self._schedule.units[index] for index in units):
             self._schedule.in_flight.wait_for_refresh(unit)
             # Another engine may hold the same frozen parameters, and have unsharded them.
@@ -266,7 +233,7 @@ class Hooks:
                     f"{what}: the parameters of {unit.name} rest as shards, and would come out empty. {instead}"
                 )
 
-    def before_load(self, units: list[int]) -> None:
+    def before_load(self, units: list[int], *_: Any) -> None:
         listener = self._listener()
         if listener is not None:
             listener.about_to_write()
@@ -274,7 +241,7 @@ class Hooks:
         for unit in units:
             self._schedule.units[unit].lend()
 
-    def after_load(self, units: list[int]) -> None:
+    def after_load(self, units: list[int], *_: Any) -> None:
         listener = self._listener()
         loaded = [self._schedule.units[unit] for unit in units]
         for unit in loaded:
@@ -282,18 +249,6 @@ class Hooks:
             unit.take_back()
         if listener is not None:
             listener.parameters_loaded(loaded)
-
-
-class _BareBackward:
-    """The callback that ends a bare backward. Only autograd's graph task holds it: when that dies, so does this."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = weakref.ref(hooks)
-
-    def __call__(self) -> None:
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks.end_bare_backward()
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
@@ -371,40 +326,38 @@ def _absent_hook() -> Callable[..., None]:
     return _nothing
 
 
-def _on_gradient(
-    me: weakref.ref[Hooks], unit: weakref.ref[Unit], param: weakref.ref[FlatParam], index: int
-) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        hooks, its_unit, its_param = me(), unit(), param()
-        if hooks is not None and its_unit is not None and its_param is not None:
-            hooks.land(its_unit, its_param, index)
+def _while_alive(act: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """A hook that acts on what it was given, unless something of it that is held weakly is gone."""
 
-    return hook
-
-
-def _before_gradient(me: weakref.ref[Hooks], unit: weakref.ref[Unit]) -> Callable[[torch.Tensor], None]:
-    """A gradient comes to a parameter, perhaps from an operation that no hook has seen: unsharded, it can take it."""
-
-    def hook(gradient: torch.Tensor) -> None:
-        hooks, its_unit = me(), unit()
-        if hooks is not None and its_unit is not None:
-            its_unit.read(backward=True)
-
-    return hook
-
-
-def _on_node(
-    me: weakref.ref[Hooks], act: Callable[[Hooks, int, int], None], index: int, call: int
-) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        hooks = me()
-        if hooks is not None:
-            act(hooks, index, call)
+        found = [each() if isinstance(each, weakref.ref) else each for each in given]
+        if all(each is not None for each in found):
+            act(*found)
 
     return hook
 
 
 _ENDS = "onefold ends"
+
+
+def _watch_end(unit: Unit, call: int, arguments: Any) -> tuple[list[Any], bool]:
+    """Have the unit told when this call's backward is over: the nodes of its inputs, and whether it will be."""
+    end = _while_alive(Unit.post_backward, weakref.ref(unit), [call])
+    nodes, seen = [], False
+    for tensor in tensors_in(arguments):
+        node: Any = tensor.grad_fn
+        if node is not None:
+            nodes.append(node)
+            node.metadata.setdefault(_ENDS, []).append(end)
+            node.register_prehook(end)
+        elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            # A leaf takes its gradient before the parameters beside it do: wait for the end of this graph task.
+            once: list[RemovableHandle] = []
+            once.append(tensor.register_hook(partial(_after_graph_task, end, once)))
+        else:
+            continue
+        seen = True
+    return nodes, seen
 
 
 def _ends_first(ends: list[Callable[..., None]], begin: Callable[..., None]) -> Callable[..., None]:
@@ -445,44 +398,3 @@ def _producers(output: Any) -> Iterable[Any]:
             base = tensor._base if tensor._is_view() else None
             if base is not None and base.grad_fn is not None:
                 yield base.grad_fn
-
-
-def _before_forward(hooks: Hooks, unit: int, *arguments: Any) -> None:
-    hooks.before_forward(unit, arguments)
-
-
-def _after_forward(hooks: Hooks, unit: int, args: Any, output: Any) -> None:
-    hooks.after_forward(unit, output)
-
-
-def _before_load(hooks: Hooks, units: list[int], *_: Any) -> None:
-    hooks.before_load(units)
-
-
-def _after_load(hooks: Hooks, units: list[int], *_: Any) -> None:
-    hooks.after_load(units)
-
-
-def _before_state_dict(hooks: Hooks, units: list[int], *_: Any) -> None:
-    hooks.check_whole(units, "state_dict()", _USE_MODULE_STATE_DICT)
-
-
-def _before_root_forward(hooks: Hooks, *_: Any) -> None:
-    hooks.before_root_forward()
-
-
-def _after_root_forward(hooks: Hooks, args: Any, output: Any) -> None:
-    hooks._schedule.post_root_forward()
-    # A recomputation inside a backward belongs to that backward.
-    if not torch.is_grad_enabled() or inside_backward() or inside_transform():
-        return
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    me = weakref.ref(hooks)
-
-    def begin(gradient: torch.Tensor) -> None:
-        alive = me()
-        if alive is not None:
-            alive.expect_end()
-
-    if tensors:
-        register_multi_grad_hook(tensors, begin, mode="any")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +33,7 @@ class PendingCollective:
 
 
 class InFlightCollectives:
-    """Starts and finishes the three collectives of units: all-gathers that unshard, reduce-scatters of gradients, and
-    refreshes, the all-gathers after a step of parameters that stay unsharded.
-    """
+    """Starts and finishes the three collectives of units: unshards, reductions of gradients, refreshes after a step."""
 
     def __init__(
         self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, memory: OffloadMemory | None = None
@@ -49,10 +47,16 @@ class InFlightCollectives:
         self._guard = guard
         self._memory = memory
 
-    @contextmanager
-    def _waiting(self, operation: str, units: Iterable[Unit]) -> Iterator[None]:
-        with self._guard.waiting(operation, [unit.name for unit in units]):
-            yield
+    def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
+        return self._guard.waiting(operation, [unit.name for unit in units])
+
+    def _finish(self, operation: str, queue: deque[PendingCollective]) -> list[Unit]:
+        """Wait for the first collective of a queue: the units it has carried."""
+        first = queue.popleft()
+        assert first.pending is not None
+        with self._waiting(operation, first.units):
+            first.pending.finish()
+        return first.units
 
     # -- gathers that unshard -----------------------------------------------------------------------------------
 
@@ -64,9 +68,8 @@ class InFlightCollectives:
             param.store.finish_step()
         try:
             with self._waiting("gather of", [unit]):
-                pending = self.collective.start_gather(
-                    unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
-                )
+                gatherings = unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
+                pending = self.collective.start_gather(gatherings)
         except BaseException:
             unit.undo_unshard()
             raise
@@ -79,11 +82,7 @@ class InFlightCollectives:
                 return
 
     def _finish_unshard(self) -> None:
-        gather = self.gathers.popleft()
-        assert gather.pending is not None
-        with self._waiting("gather of", gather.units):
-            gather.pending.finish()
-        for unit in gather.units:
+        for unit in self._finish("gather of", self.gathers):
             unit.finish_unshard()
 
     def wait_for_unshard(self, unit: Unit) -> None:
@@ -112,11 +111,7 @@ class InFlightCollectives:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        reduction = self.reductions.popleft()
-        assert reduction.pending is not None
-        with self._waiting("reduction of", reduction.units):
-            reduction.pending.finish()
-        for unit in reduction.units:
+        for unit in self._finish("reduction of", self.reductions):
             unit.finish_reduction(self.pool)
 
     def finish_reductions(self) -> None:
@@ -193,9 +188,7 @@ class InFlightCollectives:
         """The reduced gradients of each batch, gathered, one batch ahead."""
         ahead = deque(self._start_gathering_gradients(batch) for batch in batches[:1])
         for position, batch in enumerate(batches):
-            ahead.extend(
-                self._start_gathering_gradients(following) for following in batches[position + 1 : position + 2]
-            )
+            ahead.extend(self._start_gathering_gradients(after) for after in batches[position + 1 : position + 2])
             gathered, pending = ahead.popleft()
             with self._waiting("gather of gradients of", batch):
                 pending.finish()
@@ -206,10 +199,8 @@ class InFlightCollectives:
     def _start_gathering_gradients(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], Pending]:
         gathered, gatherings = {}, []
         for param in (param for unit in batch for param in unit.trained):
-            reduced = param.grad.shard.value
-            assert reduced is not None
-            gathered[param.store] = self.pool.take(param.layout.total, reduced.dtype)
-            gatherings.append(Gathering(gathered[param.store], reduced))
+            gathered[param.store] = self.pool.take(param.layout.total, param.grad.reduced.dtype)
+            gatherings.append(Gathering(gathered[param.store], param.grad.reduced))
         with self._waiting("gather of gradients of", batch):
             return gathered, self.collective.start_gather(gatherings)
 

@@ -8,7 +8,7 @@ and the next forward or step looks at the model once. What no hook tells of (a c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -30,12 +30,7 @@ class ModelWatch:
         self._model = weakref.ref(model)
         self._changed = False
         # The name under which a parameter of ours is known.
-        self._names = {
-            id(parameter): member.name
-            for unit in units
-            for param in unit.params
-            for member, parameter in zip(param.layout.members, param.parameters, strict=True)
-        }
+        self._names = {id(p): name for unit in units for param in unit.params for name, p in param.named_parameters()}
         self._known: dict[str, int] = {}
         # Taken since, and not to be trained: a layer that is unfrozen later would be no more trained than a new one.
         self._newcomers: list[weakref.ref[nn.Parameter]] = []
@@ -53,7 +48,7 @@ class ModelWatch:
         ]
 
     def _remember(self, model: nn.Module) -> None:
-        self._known = {name: id(parameter) for name, parameter in _own_parameters(model)}
+        self._known = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         self._containers = [
             (weakref.ref(module), len(module._modules))
             for module in model.modules()
@@ -68,10 +63,13 @@ class ModelWatch:
     def check(self) -> None:
         """Raise, by name, where the model has parameters that would not be trained as the user expects."""
         model = self._model()
-        if model is None or not (self._changed or self._looks_changed() or self._newcomer_trains()):
+        trains = any((new := reference()) is not None and new.requires_grad for reference in self._newcomers)
+        if model is None or not (self._changed or trains or self._looks_changed()):
             return
         problems = [
-            problem for name, parameter in _own_parameters(model) if (problem := self._problem(name, parameter))
+            problem
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if (problem := self._problem(name, parameter))
         ]
         if problems:
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
@@ -82,7 +80,7 @@ class ModelWatch:
             )
         self._newcomers = [
             weakref.ref(parameter)
-            for _, parameter in _own_parameters(model)
+            for _, parameter in model.named_parameters(remove_duplicate=False)
             if id(parameter) not in self._first and not parameter.requires_grad
         ]
         self._remember(model)
@@ -100,9 +98,6 @@ class ModelWatch:
             return None
         return f"{name} was {'replaced' if name in self._known else 'added'} and requires a gradient"
 
-    def _newcomer_trains(self) -> bool:
-        return any((found := new()) is not None and found.requires_grad for new in self._newcomers)
-
     def _looks_changed(self) -> bool:
         for reference, length in self._containers:
             container = reference()
@@ -119,11 +114,6 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter under every one of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
 
 
 def _registered(module: nn.Module, name: str, taken: Any) -> None:

@@ -41,8 +41,6 @@ MAX_RETRACES = 4
 # A row of a negotiation: request, value, then how many finished units and which, then four numbers of the request's.
 _FINISHED_IN_ROW = 9
 _OWN = 12
-
-
 _orders = count(1)
 
 
@@ -75,12 +73,7 @@ class Order:
     """This rank's place in the order of collectives."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        plan: Plan,
-        in_flight: InFlightCollectives,
-        agreement: Agreement,
-        ledger: Ledger,
+        self, units: Sequence[Unit], plan: Plan, in_flight: InFlightCollectives, agreement: Agreement, ledger: Ledger
     ) -> None:
         self.units = list(units)
         self.open = False
@@ -282,16 +275,14 @@ class Order:
             self._in_flight.finish_reductions()
             if self._learning and self.open:
                 self._events += [(Moment.REDUCE, index) for index in finished]
-            gathers = sorted(
-                {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}, key=_turn
-            )
+            gathers = {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}
             if not gathers:
                 if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._whole_record):
                     return rows
                 if any(row[0] == Request.END for row in rows) and not self._whole_record:
                     continue  # ranks that diverged end their pass now; the others were through with it before
                 raise Disagreement(self._differ(rows))
-            moment, index = gathers[0]
+            moment, index = min(gathers, key=_turn)
             unit = self.units[index]
             self._in_flight.start_unshard(unit)
             self._in_flight.finish_unshards()
@@ -322,18 +313,15 @@ class Order:
         request = Request(row[0])
         if request in (Request.FORWARD, Request.BACKWARD):
             return f"the {request.name.lower()} gather of {self.units[row[1]].name}"
-        return (
-            f"{_DESCRIPTIONS[request]} {self.units[row[1]].name}"
-            if request in (Request.DIVERGE, Request.LEND)
-            else _DESCRIPTIONS[request]
-        )
+        of_unit = f" {self.units[row[1]].name}" if request in (Request.DIVERGE, Request.LEND) else ""
+        return _DESCRIPTIONS[request] + of_unit
 
     # -- learning -----------------------------------------------------------------------------------------------
 
     def _learn(self, aborted: bool) -> None:
         """Take rank 0's record of this pass as the program of the next ones, unless its pass failed."""
         used = [*self._used, *self._trained]
-        record = [] if aborted else [*(index for event in self._events for index in event)]
+        record = [] if aborted else [number for event in self._events for number in event]
         firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
         group = self.agreement.group
         device = group.device

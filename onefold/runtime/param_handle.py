@@ -2,13 +2,19 @@
 
 Units of a live engine are lent by its schedule, so that all ranks agree on the gather. What no engine has taken yet
 (`zero.Init`), or has any more, is gathered here, by all ranks together.
+
+[Note: one operation on a sharded parameter]
+The units of the parameters are unsharded, the function runs, and they are resharded. Where autograd recorded it, the
+units are unsharded again before the first of its nodes runs backward, and resharded when the last of them has. A result
+that is a view of the parameter needs its memory: then the unit stays unsharded until the pass ends, and that memory is
+never emptied, since the view may be kept for longer. A write would be lost when the unit is resharded, so it raises.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +22,9 @@ from torch import nn
 
 from onefold.comm import Agreement, Collective, Ledger, broadcast_from
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import HOLDER, hold, let_go, raw_grad, set_data, set_raw_grad
-from onefold.runtime.operations import operate
+from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
 from onefold.runtime.order import Request
-from onefold.runtime.torch_internals import inside_backward
+from onefold.runtime.torch_internals import inside_backward, inside_transform, tensors_in
 from onefold.runtime.unit import ParameterState, Unit
 
 _next_number = 0
@@ -30,7 +35,13 @@ on_detach: list[Callable[[nn.Parameter], None]] = []
 
 
 class Owner(Protocol):
-    """The engine, as far as handles know it."""
+    """The engine, as far as handles and hooks know it."""
+
+    def begin_bare_backward(self) -> None:
+        """Somebody called `backward` on a loss; begin it on the schedule."""
+
+    def abort_backward(self) -> None:
+        """A bare backward raised and will not end."""
 
     def about_to_write(self) -> None:
         """Parameters are about to be written from outside."""
@@ -43,9 +54,7 @@ class Owner(Protocol):
 
 
 class ParamHandle:
-    """Some flat parameters that are unsharded and resharded together. `number`: that of its first parameter, the same
-    on every rank.
-    """
+    """Flat parameters that are unsharded and resharded together. `number`: of the first, the same on every rank."""
 
     def __init__(self, params: Sequence[FlatParam], collective: Collective, ledger: Ledger) -> None:
         global _next_number
@@ -164,9 +173,31 @@ class ParamHandle:
     def operate(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
     ) -> Any:
-        """One torch function on sharded parameters, inside a pass."""
-        units = [handle.unit for handle in handles_of(resting)]
-        return operate([unit for unit in units if unit is not None], func, args, kwargs, resting)
+        """One torch function on sharded parameters, inside a pass: penalties over `parameters()`, `functional_call`,
+        weight norms. Units are unsharded in one order on every rank.
+        """
+        again = inside_backward()
+        used = [unit for handle in handles_of(resting) if (unit := handle.unit) is not None]
+        with ExitStack() as stack:
+            for unit in used:
+                stack.callback(unit.post_forward, recompute=again)
+                unit.pre_forward(recompute=again)
+            versions = [parameter._version for parameter in resting]
+            result = func(*args, **kwargs)
+            written = [p for p, version in zip(resting, versions, strict=True) if p._version != version]
+            if written:
+                names = [name_of(parameter) for parameter in written]
+                raise at_rest(names, f"{getattr(func, '__name__', func)} writes inside a forward or backward")
+            nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
+            for unit in used:
+                if unit.is_seen_by(tensors_in(result)):
+                    unit.keep_for_pass()
+                    unit.hand_out()
+                elif inside_transform():
+                    unit.keep_for_pass()
+                elif nodes:
+                    _Recorded.watch(unit, result, nodes, again=again)
+        return result
 
     def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """`parameter.data = value` while it is unsharded: its values are written to where they lie."""
@@ -242,9 +273,7 @@ class ParamHandle:
         self._tell()
 
     def leave_unsharded(self) -> None:
-        """Do not give back: the next forward or step of the engine reshards the unit, and without an engine the
-        parameters are plain from now on.
-        """
+        """Do not give back: the engine's next forward or step reshards; without an engine parameters are plain now."""
         unit = self.unit
         if unit is not None:
             self.lent -= 1
@@ -267,9 +296,8 @@ class ParamHandle:
         return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
 
     def take_values_of(self, rank: int) -> None:
-        """One rank has written: its values become everybody's.
-
-        A parameter that was given data of another shape leaves for good, and is laid out anew by `initialize`.
+        """One rank has written: its values become everybody's. A parameter that was given data of another shape leaves
+        for good, and is laid out anew by `initialize`.
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for param in self.params:
@@ -343,3 +371,49 @@ def unsharded(parameters: Iterable[nn.Parameter]) -> Iterator[list[ParamHandle]]
     finally:
         for handle in borrowed:
             handle.give_back()
+
+
+def _nodes_of(result: Any, inputs: Any) -> Iterable[Any]:
+    """The nodes that autograd has made of one torch function."""
+    before = [tensor.grad_fn for tensor in tensors_in(inputs)]
+    waiting = [tensor.grad_fn for tensor in tensors_in(result)]
+    seen: list[Any] = []
+    while waiting:
+        node = waiting.pop()
+        if node is None or hasattr(node, "variable") or any(node is other for other in (*before, *seen)):
+            continue
+        seen.append(node)
+        waiting += [following for following, _ in node.next_functions]
+    return seen
+
+
+class _Recorded:
+    """An operation that autograd will run backward: a call of the unit, as far as the schedule knows."""
+
+    def __init__(self, unit: Unit, num_nodes: int) -> None:
+        self._unit = weakref.ref(unit)
+        self._call = unit.begin_call()
+        self._num_nodes = self._left = num_nodes
+
+    @staticmethod
+    def watch(unit: Unit, result: Any, nodes: list[Any], *, again: bool) -> None:
+        recorded = _Recorded(unit, len(nodes))
+        first = [tensor.grad_fn for tensor in tensors_in(result)]
+        for node in nodes:
+            if any(node is output for output in first):
+                node.register_prehook(recorded.begin)
+            node.register_hook(recorded.end)
+        if again:
+            unit.uses.backwards.add(recorded._call)  # inside the backward that will run through it at once
+
+    def begin(self, *_: Any) -> None:
+        unit = self._unit()
+        if unit is not None and self._call not in unit.uses.backwards:
+            self._left = self._num_nodes
+            unit.pre_backward(self._call)
+
+    def end(self, *_: Any) -> None:
+        unit = self._unit()
+        self._left -= 1
+        if unit is not None and self._left == 0:
+            unit.post_backward([self._call])

@@ -50,19 +50,15 @@ class Schedule:
             unit.join(self)
         self._plan = plan
         self._memory = memory
-        self._frozen = [
-            (parameter, member.name)
-            for param in (param for unit in units for param in unit.params if not param.trainable)
-            for parameter, member in zip(param.parameters, param.layout.members, strict=True)
-            if not parameter.requires_grad
-        ]
+        frozen = [param for unit in units for param in unit.params if not param.trainable]
+        self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
         # The engine has given the device's memory up for a while.
         self.is_offloaded = False
         # Forwards under way, of the outermost module and of units.
         self.depth = 0
         # Numbers the calls of units that have a backward.
         self.calls = count(1)
-        self._backward_number = 0
+        self.num_backwards = 0
 
     # -- passes -------------------------------------------------------------------------------------------------
 
@@ -90,13 +86,6 @@ class Schedule:
                 unit.uses.calls = 0 if forward else unit.uses.calls
                 unit.reshard_unused()
 
-    def pre_root_forward(self) -> None:
-        self.depth += 1
-
-    def post_root_forward(self) -> None:
-        self.depth -= 1
-        self.reshard_after_evaluation()
-
     def reshard_after_evaluation(self) -> None:
         if self.depth == 0 and not self.order.open:
             self.reshard_all()
@@ -112,7 +101,7 @@ class Schedule:
     def begin_backward(self, *, boundary: bool) -> None:
         """`boundary`: a step follows. Plans that keep unsharded gradients reduce only then."""
         self.in_backward = True
-        self._backward_number += 1
+        self.num_backwards += 1
         if not self.sharded or not self.order.open:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_whole_gradient
@@ -121,10 +110,6 @@ class Schedule:
         if not boundary:
             for param in self.trained_params():
                 param.grad.accumulate(self.in_flight.pool)
-
-    def land(self, unit: Unit, param: FlatParam, index: int) -> None:
-        """Autograd has produced one parameter's gradient."""
-        unit.land(param, index, self._backward_number)
 
     def end_backward(self, *, aborted: bool = False) -> None:
         """Every gradient of this backward has landed. What got none is reduced with zeros."""
@@ -222,7 +207,7 @@ class Schedule:
         batches = self.order.refresh_batches
         if self._plan.shards_states or self.alone:
             for batch in batches:
-                yield batch, {param.store: _reduced(param) for unit in batch for param in unit.trained}
+                yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained}
         else:
             yield from self.in_flight.unsharded_gradients(batches)
 
@@ -257,7 +242,7 @@ class Schedule:
 
     def check_in_place(self) -> None:
         """Someone may have cast, moved or unfrozen the bare model: what is stepped would not be what computes."""
-        for parameter, name in self._frozen:
+        for name, parameter in self._frozen:
             if raw_grad(parameter) is not None:
                 raise RuntimeError(
                     f"parameter {name} was frozen at initialize and has a gradient now: it has no optimizer state. "
@@ -298,9 +283,3 @@ class Schedule:
         for held in (self.units, self.trained, self.sharded, self._frozen):
             held.clear()
         self.order.forget_units()
-
-
-def _reduced(param: FlatParam) -> torch.Tensor:
-    value = param.grad.shard.value
-    assert value is not None, "a step comes after a backward"
-    return value

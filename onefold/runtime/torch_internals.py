@@ -65,9 +65,8 @@ def inside_transform() -> bool:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What moves values of parameters is no part of what a user differentiates or maps, by `torch.func` either.
-
-    Tensors made inside are no inference tensors: training uses them again.
+    """What moves values of parameters is no part of what a user differentiates or maps, by `torch.func` either. Tensors
+    made inside are no inference tensors: training uses them again.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         if not inside_transform():

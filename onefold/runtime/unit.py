@@ -133,11 +133,6 @@ class Unit:
             self.reshard_unused()
         schedule.reshard_after_evaluation()
 
-    def pre_unsharded_forward(self) -> None:
-        """The module of a unit that stays unsharded is about to run."""
-        self.schedule.order.note_use(self)
-        self.schedule.in_flight.wait_for_refresh(self)
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: int) -> None:
@@ -145,6 +140,8 @@ class Unit:
         if not self.uses.backwards:
             self.unshard(Moment.BACKWARD)
         self.uses.backwards.add(call)
+        if torch.is_grad_enabled():  # a backward that is itself recorded leaves nodes that no hook knows
+            self.keep_for_pass()
 
     def expect_gradients(self) -> None:
         """A backward begins: so many parameters may get a gradient."""
@@ -228,7 +225,7 @@ class Unit:
     def hand_out(self) -> None:
         """Somebody got a view of these parameters, and may keep it."""
         for param in self.sharded:
-            param.hand_out()
+            param.handed_out = True
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
 
@@ -240,7 +237,6 @@ class Unit:
         if not self.sharded:
             return
         begins = not schedule.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
-        # Buffers made while evaluating must not be inference tensors: training uses them again.
         with unrecorded():
             if begins:
                 schedule.begin_sharded_pass(forward=moment is Moment.FORWARD)
