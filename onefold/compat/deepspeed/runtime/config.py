@@ -50,7 +50,7 @@ class DeepSpeedConfig:
             setattr(self, name, getattr(settings, name))
         self.zero_config = get_zero_config(settings.raw)
         self.zero_optimization_stage = self.zero_config.stage
-        self.zero_enabled = settings.zero_optimization.stage > 0
+        self.zero_enabled = bool(settings.zero_optimization.stage)
         self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
         self.optimizer_name = settings.optimizer.type if settings.optimizer else None
         if self.optimizer_name and self.optimizer_name.lower() in DEEPSPEED_OPTIMIZERS:
