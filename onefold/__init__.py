@@ -13,6 +13,7 @@ from onefold.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from onefold.comm import init_distributed
+    from onefold.compat.as_deepspeed import register_as_deepspeed
     from onefold.config import ConfigError
     from onefold.engine import Engine
     from onefold.report.timeline import Profiling
@@ -25,10 +26,14 @@ _NAMES = {
     "init_distributed": "onefold.comm",
     "ConfigError": "onefold.config",
     "Profiling": "onefold.report.timeline",
+    "register_as_deepspeed": "onefold.compat.as_deepspeed",
 }
 _MODULES = {"checkpointing", "comm", "config", "utils", "plan", "report", "zero"}
 
-__all__ = ["ConfigError", "Engine", "Profiling", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = [
+    "ConfigError", "Engine", "Profiling", "add_config_arguments", "init_distributed", "initialize",
+    "register_as_deepspeed",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

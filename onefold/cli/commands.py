@@ -106,6 +106,7 @@ def _launch(parser: argparse.ArgumentParser) -> None:
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("--no_python", "--no-python", action="store_true", help="SCRIPT is a program of its own, not Python")
     add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # nothing to switch off: it is never passed
+    parser.set_defaults(passes_local_rank=False)
     add("script", metavar="SCRIPT", help="what every rank runs")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 

@@ -32,7 +32,9 @@ def launch(options: argparse.Namespace) -> int:
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"{options.script}: there is no such program")
     job, command = job_of_this_node(options), [options.script, *options.arguments]
-    return run_ranks(command if options.no_python else python_command(*command, is_module=options.module), job)
+    if not options.no_python:
+        command = python_command(*command, is_module=options.module, local_rank=options.passes_local_rank)
+    return run_ranks(command, job)
 
 
 def job_of_this_node(options: argparse.Namespace) -> Job:

@@ -36,10 +36,13 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
 
-def python_command(name: str, *arguments: str, is_module: bool) -> list[str]:
-    """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher."""
-    module = ["--module"] if is_module else []
-    return [sys.executable, "-u", "-m", "onefold.cli.ranks", *module, name, *arguments]
+def python_command(name: str, *arguments: str, is_module: bool, local_rank: bool = False) -> list[str]:
+    """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher.
+
+    With `local_rank` the script's first argument is `--local_rank=N`, as DeepSpeed's launcher has it.
+    """
+    flags = [*(["--local_rank"] if local_rank else []), *(["--module"] if is_module else [])]
+    return [sys.executable, "-u", "-m", "onefold.cli.ranks", *flags, name, *arguments]
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,9 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
 def run_script(arguments: list[str]) -> None:
     """Run a script, or after `--module` a module, with the rest as its arguments."""
     sys.excepthook = record_exception
+    if arguments[0] == "--local_rank":
+        arguments = arguments[1:]
+        arguments.insert(1 + (arguments[0] == "--module"), f"--local_rank={os.environ['LOCAL_RANK']}")
     if arguments[0] == "--module":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

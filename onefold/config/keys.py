@@ -59,6 +59,8 @@ class Key:
     above: float = -math.inf
     maximum: float = math.inf
     below: float = math.inf
+    fraction: bool = False
+    """A fraction is cut off: other tools compute this number of elements, as 0.9 of a square."""
     infinite: bool = False
     """Infinity is a value."""
     flag: bool = False
@@ -306,7 +308,7 @@ def _number(path: str, value: Any, hint: type, key: Key) -> int | float | None:
         if not key.infinite or number < 0:
             raise wrong(path, value, "a finite number")
         return None if hint is int else math.inf
-    if hint is int and number != int(number):
+    if hint is int and number != int(number) and not key.fraction:
         raise wrong(path, value, kind)
     number = int(number) if hint is int else float(number)
     if not (key.minimum <= number <= key.maximum and key.above < number < key.below):

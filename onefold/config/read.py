@@ -13,6 +13,7 @@ from onefold.config.keys import (
     ConfigError,
     Key,
     SectionKey,
+    as_number,
     entries,
     free_object,
     is_absent,
@@ -33,6 +34,8 @@ class _Item:
     name: str
     value: Any
     path: str
+    dotted: bool = False
+    """It was given by a dotted path, beside the section or in its place."""
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> Config:
@@ -98,7 +101,7 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKey
         entry = known.get(head)
         if entry is None or (rest and entry.section is None and not entry.is_free):
             raise _unknown_key(kind, path, item.name, item.path)
-        by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path))
+        by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path, item.dotted or bool(rest)))
     given.mentioned.update(join(path, name) for name in by_name)
     read = [name for name in by_name if known[name].section is not None or _present(known[name], by_name[name])]
     return kind(**{name: _read_key(known[name], by_name[name], join(path, name), given) for name in read})
@@ -118,7 +121,13 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
         _check_free(entry, value, path)
     else:
         present = _present(entry, items)
-        value = _read_scalar(entry, present)
+        written = [item for item in present if not item.dotted]
+        value = _read_scalar(entry, written or present)
+        for item in (item for item in present if written and item.dotted):
+            if read_value(item.path, item.value, entry) != value:  # TRL adds such keys; DeepSpeed never reads them
+                given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section says {value!r}, which counts')
+        if entry.key.fraction and as_number(present[0].value) != value:
+            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
         given.spelled[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
             given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")

@@ -20,7 +20,7 @@ def _renamed(default: Any, doc: str, *old_names: str, **rest: Any) -> Any:
     return key(default, doc, aliases=old_names, one_spelling=True, **rest)
 
 
-_limit = partial(_renamed, from_stage=3, minimum=0)
+_limit = partial(_renamed, from_stage=3, minimum=0, fraction=True)
 
 
 _NVME_PATH = (
@@ -118,12 +118,14 @@ class ZeroOptimization:
         "Elements of gradient that may be in flight, and up to which small reductions are joined.",
         aliases=("allreduce_bucket_size",),
         minimum=1,
+        fraction=True,
     )
     allgather_bucket_size: int = key(
         500_000_000,
         "Elements that may be in flight, and up to which small gathers are joined.",
         from_stage=1,
         minimum=1,
+        fraction=True,
     )
     contiguous_gradients: bool = noticed(True, "Contiguous gradients.", "gradients always lie in flat buffers")
     reduce_scatter: bool = noticed(True, "Reduce-scatter instead of all-reduce.", _ONE_REDUCTION)

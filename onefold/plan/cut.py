@@ -116,8 +116,9 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
 def _leaves(model: nn.Module, leaves: LeafModule) -> set[str]:
     """Modules named in the config, each name an error if nothing answers to it, and those marked on themselves."""
     found = {path for path, module in model.named_modules() if getattr(module, LEAF_MARK, False)}
-    for kind in ("classes", "names", "name_suffixes"):
-        for name in getattr(leaves, kind):
+    named = {"classes": leaves.classes, "names": leaves.names, "name_suffixes": leaves.name_suffixes}
+    for kind, names in named.items():
+        for name in names:
             hits = {path for path, module in model.named_modules() if path and _answers(path, module, kind, name)}
             if not hits:
                 raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model answers to {name!r}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import onefold.compat.parameters  # noqa: F401 - puts the ds_* attributes on parameters
 from onefold import start
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig

@@ -15,12 +15,26 @@ class DeepSpeedZeRoOffload:
     """A model whose parameters rest as shards."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        self.module = module
+        self.module = _Module(module)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 
-    def _register_deepspeed_module(self, module: nn.Module, count: list[int] | None = None) -> None:
+    def _register_deepspeed_module(self, module: Any, count: list[int] | None = None) -> None:
         """The hooks are there."""
 
     def empty_partition_cache(self) -> None:
         """Nothing is kept between two passes but what the plan says."""
+
+
+class _Module:
+    """The model, with the one method that DeepSpeed puts on modules: parameters of other modules that it uses."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def ds_external_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """None beside the model's own: all modules that use them are inside."""
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

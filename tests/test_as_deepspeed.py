@@ -1,0 +1,276 @@
+"""onefold under the name of DeepSpeed: imports, metadata, names, config objects, the launcher."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onefold.compat import not_offered
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "onefold/compat/deepspeed"
+MODULES = sorted(
+    ".".join(["deepspeed", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+)
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory) -> Path:
+    """A folder on the path with the distribution in it, as pip would have laid it."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    shutil.copytree(ROOT / "packaging/deepspeed/deepspeed", folder / "deepspeed")
+    metadata = folder / "deepspeed-0.19.8+onefold.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8+onefold\n")
+    (metadata / "top_level.txt").write_text("deepspeed\n")
+    return folder
+
+
+def run(code: str, *paths: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *paths])), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def check(code: str, *paths: Path) -> str:
+    done = run(code, *paths)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- two ways in -------------------------------------------------------------------------------------------------------
+
+QUESTIONS = """
+    import importlib.metadata, importlib.util, sys
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.metadata.version("deepspeed") == "0.19.8+onefold"
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+    assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
+    import deepspeed
+    assert deepspeed.__version__ == "0.19.8+onefold"
+    assert not {"torch", "torch.distributed", "onefold.engine"} & set(sys.modules), "importing it loads nothing"
+    import deepspeed.runtime.engine as one
+    import onefold.compat.deepspeed.runtime.engine as other
+    assert one is other and deepspeed.DeepSpeedEngine is other.DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    assert deepspeed.zero.ZeroParamStatus is ZeroParamStatus
+    assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES[2] == "WarmupLR"
+    try:
+        import deepspeed.no_such_module
+    except ModuleNotFoundError as error:
+        assert "deepspeed.no_such_module" in str(error)
+    else:
+        raise AssertionError
+    assert not hasattr(deepspeed, "no_such_name")
+"""
+
+
+def test_registering_answers_imports_and_metadata():
+    register = "import onefold\nonefold.register_as_deepspeed()\n"
+    check(2 * register + textwrap.dedent(QUESTIONS))
+
+
+def test_the_distribution_answers_imports_and_metadata(installed):
+    check(QUESTIONS, installed)
+
+
+def test_the_version_of_the_distribution_is_ours():
+    from onefold.compat.as_deepspeed import VERSION
+
+    assert f'version = "{VERSION}"' in (ROOT / "packaging/deepspeed/pyproject.toml").read_text()
+
+
+def test_registering_refuses_after_a_real_deepspeed():
+    done = run(
+        """
+        import sys, types
+        sys.modules["deepspeed"] = types.ModuleType("deepspeed")
+        import onefold
+        onefold.register_as_deepspeed()
+        """
+    )
+    assert "DeepSpeed itself is imported already" in done.stderr
+
+
+def test_registering_refuses_after_a_library_that_has_asked():
+    done = run(
+        """
+        import sys, types
+        sys.modules["accelerate.accelerator"] = types.ModuleType("accelerate.accelerator")
+        import onefold
+        onefold.register_as_deepspeed()
+        """
+    )
+    assert "accelerate.accelerator was imported before" in done.stderr
+
+
+def test_every_module_and_name_can_be_had(installed):
+    """Each name that a module lists is really there, and so is each that stands for something not offered."""
+    wanted = {module: [] for module in MODULES}
+    wanted |= {f"deepspeed.{module}": names for module, (_, names) in not_offered.TABLE.items()}
+    check(
+        f"""
+        import importlib
+        for module, names in {wanted!r}.items():
+            found = importlib.import_module(module)
+            for name in [*names, *dir(found)]:
+                assert getattr(found, name, None) is not None or name.startswith("_") or name == "mpu", (module, name)
+        """,
+        installed,
+    )
+
+
+def test_what_is_not_offered_says_so_when_it_is_used(installed):
+    check(
+        """
+        from deepspeed.moe.layer import MoE
+        from deepspeed.pipe import PipelineModule
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        class Mine(PipelineModule):
+            pass
+        for kind, text in ((MoE, "expert-parallel"), (Mine, "pipeline"), (UlyssesSPAttentionHF, "sequence")):
+            try:
+                kind(1, a=2)
+            except NotImplementedError as error:
+                assert text in str(error) and kind.__name__ in str(error), error
+            else:
+                raise AssertionError(kind)
+        """,
+        installed,
+    )
+
+
+# -- config objects ----------------------------------------------------------------------------------------------------
+
+
+def zero_config(**given: Any) -> Any:
+    from onefold.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return DeepSpeedZeroConfig(**given)
+
+
+def test_zero_config_has_deepspeeds_defaults_and_aliases():
+    config = zero_config()
+    assert (config.stage, config.overlap_comm, config.reduce_bucket_size) == (0, False, 500_000_000)
+    assert (config.prefetch_bucket_size, config.offload_optimizer) == (50_000_000, None)
+    assert zero_config(stage=3).overlap_comm is True
+    assert zero_config(stage3_prefetch_bucket_size=12).prefetch_bucket_size == 12
+    assert zero_config(prefetch_bucket_size=12).prefetch_bucket_size == 12
+    assert zero_config(stage="auto", reduce_bucket_size="auto") == config
+
+
+def test_zero_config_hands_old_keys_on():
+    config = zero_config(cpu_offload=True)
+    assert config.offload_optimizer.device == "cpu"
+    assert not hasattr(config, "cpu_offload")
+    assert zero_config(cpu_offload_param=True).offload_param.device == "cpu"
+    assert zero_config(cpu_offload=False).offload_optimizer is None
+    with pytest.raises(AssertionError, match="offload_optimizer"):
+        zero_config(cpu_offload=True, offload_optimizer={"device": "cpu"})
+
+
+@pytest.mark.parametrize("given", [{"stage": 4}, {"no_such_key": 1}, {"reduce_bucket_size": 0}, {"ratio": 2}])
+def test_zero_config_refuses_what_deepspeed_refuses(given):
+    from pydantic import ValidationError
+
+    with pytest.raises(ValidationError):
+        zero_config(**given)
+
+
+def test_a_config_model_of_somebody_elses():
+    from pydantic import Field
+
+    from onefold.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel, get_config_default
+
+    class Mine(DeepSpeedConfigModel):
+        new: int = 3
+        old: str = Field("0", json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": int})
+
+    assert (Mine().new, Mine(new="auto").new, Mine(old="7").new) == (3, 3, 7)
+    assert get_config_default(Mine, "new") == 3
+    with pytest.raises(AssertionError, match="both given"):
+        Mine(new=1, old="2")
+
+
+def test_deepspeed_config_is_read_and_solved(tmp_path):
+    from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    config = DeepSpeedConfig(
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+        }
+    )
+    assert (config.train_micro_batch_size_per_gpu, config.zero_optimization_stage, config.zero_enabled) == (4, 2, True)
+    assert config.bfloat16_config.enabled
+    assert not config.float16_config.enabled
+    with pytest.raises(DeepSpeedConfigError, match="train_batch_size"):
+        DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 3})
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------
+
+
+def deepspeed(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), **variables}
+    command = [sys.executable, "-m", "onefold.compat.deepspeed.launcher.runner", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+def test_the_launcher_starts_ranks_with_their_number_and_the_environment_file(tmp_path):
+    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=yes\n# COMMENT=1\n")
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "print(f\"{sys.argv[1:]} {os.environ['RANK']} {os.environ['FROM_FILE']}\\n\", end='', flush=True)\n"
+    )
+    done = deepspeed(tmp_path, "--num_gpus", "2", "script.py", "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.split("\n"))[1:]
+    assert lines == [f"['--local_rank={rank}', '--epochs', '3'] {rank} yes" for rank in (0, 1)]
+    done = deepspeed(tmp_path, "--num_gpus", "1", "--no_local_rank", "script.py", "a")
+    assert done.stdout == "['a'] 0 yes\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--autotuning", "run", "x.py"], "--autotuning"),
+        (["--launcher", "openmpi", "x.py"], "reached by ssh"),
+        (["--hostfile", "nothing", "x.py"], "there is no such file"),
+        (["x.py"], "there is no such script"),
+    ],
+)
+def test_the_launcher_names_what_it_cannot_do(tmp_path, arguments, text):
+    done = deepspeed(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_the_launcher_reaches_the_nodes_of_a_hostfile_by_ssh(tmp_path):
+    """`ssh` is a script here that runs the command on this machine and writes down the node."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/bash\nwhile [[ $1 == -* ]]; do shift 2; done\necho "$1" >> nodes; shift; bash -c "$*"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    (tmp_path / "script.py").write_text(
+        "import os\nprint(' '.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')), flush=True)\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    port = str(20_000 + os.getpid() % 10_000)
+    done = deepspeed(tmp_path, "--hostfile", "hosts", "--master_port", port, "script.py", PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 127.0.0.1", "1 2 127.0.0.1"]
+    assert sorted((tmp_path / "nodes").read_text().split()) == ["127.0.0.1", "127.0.0.1", "localhost"]  # one to try
+    done = deepspeed(tmp_path, "--hostfile", "hosts", "--master_port", port, "nothing.py", PATH=path)
+    assert done.returncode == 2
