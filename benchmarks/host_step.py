@@ -93,11 +93,11 @@ def measure_cores(preset: str, rounds: int) -> str:
             num = sum(parameter.numel() for parameter in model.parameters())
             config["onefold"] = {"device_memory": (2 + share * 14) * num / 1e9}
         engine = onefold.initialize(model=model, config=config)[0]
-        assert engine._parts.memory is not None
+        assert engine.state.schedule.memory is not None
         seconds: dict[int, list[float]] = {}
         for _ in range(rounds):
             for num_cores in (cores, cores - 1, cores - 2, cores - 4):
-                engine._parts.memory.worker.submit(torch.set_num_threads, num_cores).result()
+                engine.state.schedule.memory.worker.submit(torch.set_num_threads, num_cores).result()
                 torch.set_num_threads(cores)
                 seconds.setdefault(num_cores, []).append(_seconds_a_step(engine, shape, workload, device))
         rows += [[name, str(num), " ".join(f"{each:.3f}" for each in found)] for num, found in seconds.items()]

@@ -103,7 +103,8 @@ def _run_tests(mutation: Mutation, tree: Path, tier: str, *more: str) -> tuple[i
     """pytest's exit status and what it said; no status where it did not end."""
     words = [f"tests/{word}" if ".py" in word else word for word in shlex.split(mutation.tests)]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", f"not gpu and {tier}", *words, *more]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True

@@ -305,7 +305,7 @@ def optimizer_raises(kind: str, folder: str, saves: str, leave: str, num_steps: 
         within(20, engine.zero_grad)
         found["save"] = within(20, lambda: engine.save_checkpoint(str(Path(saves, "bad"))))
     found["saved"] = Path(saves, "bad", "latest").exists()
-    engine._parts.memory.worker.submit(int).result()  # the host has done what it was asked, and failed
+    engine.state.schedule.memory.worker.submit(int).result()  # the host has done what it was asked, and failed
     Raises.raising = False
     if leave == "destroy":
         found["destroy"] = within(20, engine.destroy)

@@ -49,7 +49,7 @@ class Schedule:
         for unit in units:
             unit.join(self)
         self._plan = plan
-        self._memory = memory
+        self.memory = memory
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
         # The engine has given the device's memory up for a while.
@@ -118,8 +118,8 @@ class Schedule:
         for param in self.trained_params():
             if param.grad.drops_at_end:
                 param.grad.end_backward()
-        if self._memory is not None:
-            self._memory.forget_prefetched()
+        if self.memory is not None:
+            self.memory.forget_prefetched()
         self.reshard_all()
         self.in_backward = False
 
@@ -187,8 +187,8 @@ class Schedule:
         lent = [unit.name for unit in self.sharded if unit.uses.lent]
         if lent:
             raise RuntimeError(f"{what} inside GatheredParameters of {', '.join(lent)}: leave the context first")
-        if self._memory is not None:
-            self._memory.forget_prefetched()  # shards are about to change
+        if self.memory is not None:
+            self.memory.forget_prefetched()  # shards are about to change
         self.reshard_all()
 
     def refresh_now(self) -> None:
