@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.checkpoint.format.folder import retain
+from onefold.checkpoint.format.folder import put_signposts, retain
 from onefold.checkpoint.format.manifest import checksum, without_secrets
 from onefold.checkpoint.format.plain_data import ClientStateError
 from onefold.checkpoint.format.shard_files import Slot
@@ -39,11 +40,13 @@ class Saving:
         self._after_step = state.global_steps, self._own_state()
         agreement = state.schedule.order.agreement
         name = agreement.tell("the name of the engine", secrets.token_hex(8))
+        self.signposts: list[str] = []
+        """Names of files that other tools look for in a checkpoint; each is written and points to the manifest."""
         self.saver = Saver(
             self,
             Board(state.group, name),
             agreement.guard,
-            partial(retain, keep_last=section.keep_last, keep_every=section.keep_every),
+            partial(_published, self.signposts, keep_last=section.keep_last, keep_every=section.keep_every),
             f"onefold {__version__}, torch {torch.__version__}",
         )
         if state.step is not None:
@@ -191,6 +194,11 @@ class Saving:
         # Where every rank steps everything, one of them says it all.
         tells = rank == 0 or (state.plan.shards_states and first)
         return slots, {**own, "loose": loose_states(units, state.step) if tells else {}}
+
+
+def _published(signposts: list[str], tag_folder: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    put_signposts(tag_folder, signposts)
+    retain(tag_folder.parent, keep_last=keep_last, keep_every=keep_every)
 
 
 def _leave(saving: weakref.ref[Saving]) -> None:

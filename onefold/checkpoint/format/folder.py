@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,6 +49,8 @@ from onefold.utils.zero_to_fp32 import main
 if __name__ == "__main__":
     main()
 '''
+_DEEPSPEEDS_FILES = "*_states.pt"
+_SIGNPOST = b'{"format": "onefold-checkpoint", "see": "manifest.json"}\n'
 _MAX_LATEST_BYTES = 4096
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
@@ -120,6 +122,19 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
         replace_file(save_dir / LATEST, manifest.tag.encode())
 
 
+def put_signposts(tag_folder: Path, names: Sequence[str]) -> None:
+    """Files under the names by which other tools tell a checkpoint of DeepSpeed's: each says where ours is."""
+    for path in (tag_folder / name for name in names):
+        if not path.exists():
+            path.write_bytes(_SIGNPOST)
+
+
+def _is_signpost(path: Path) -> bool:
+    with suppress(OSError):  # larger than one is, among others
+        return read_small(path, len(_SIGNPOST)) == _SIGNPOST
+    return False
+
+
 def is_published(data: Path, *, as_latest: bool) -> bool:
     """Whether the published manifest of the tag names this data folder, and, if asked, `latest` names the tag."""
     tag_folder = data.parent
@@ -155,6 +170,9 @@ def _named(tag_folder: Path) -> set[str]:
 def remove(tag_folder: Path) -> None:
     """Unpublish first, then remove the data; files that are not ours stay."""
     (tag_folder / NAME).unlink(missing_ok=True)
+    for path in tag_folder.glob(_DEEPSPEEDS_FILES):
+        if _is_signpost(path):
+            path.unlink()
     sync(tag_folder)
     clean(tag_folder)
     with suppress(OSError):  # not empty: somebody else's files
@@ -184,7 +202,7 @@ class FoundCheckpoint:
 
 def is_deepspeeds(path: Path) -> bool:
     with suppress(FileNotFoundError):  # removed meanwhile
-        return any(path.glob("*_model_states.pt"))
+        return any(not _is_signpost(file) for file in path.glob("*_model_states.pt"))
     return False
 
 

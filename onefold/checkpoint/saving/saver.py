@@ -46,16 +46,19 @@ LINGER = 3.0
 # Requests that stay on the board and in memory for a rank that comes late to them.
 _REMEMBERED = 64
 # Removes old checkpoints of a folder.
-Retain = Callable[[Path], object]
+AfterPublish = Callable[[Path], object]
+"""Is given the folder of a tag that has just been published."""
 
 
 class Saver:
     """One rank's side of all saves of an engine: at most one is under way, in the foreground or in a thread."""
 
-    def __init__(self, owner: Savable, board: Board, guard: Guard, retain: Retain, written_by: str) -> None:
+    def __init__(
+        self, owner: Savable, board: Board, guard: Guard, after_publish: AfterPublish, written_by: str
+    ) -> None:
         self._owner = weakref.ref(owner)
         self._board, self._guard, self._rank = board, guard, board.group.rank
-        self._leader = Leader(board, retain, written_by)
+        self._leader = Leader(board, after_publish, written_by)
         self._follower = Follower(board, guard)
         self._staging = Staging()
         self._copying: RankWriter | None = None
@@ -284,8 +287,8 @@ class OpenSave:
 class Leader:
     """Rank 0's side of all saves: each is opened with a request to all ranks, and concluded with a verdict."""
 
-    def __init__(self, board: Board, retain: Retain, written_by: str) -> None:
-        self._board, self._retain, self._written_by = board, retain, written_by
+    def __init__(self, board: Board, after_publish: AfterPublish, written_by: str) -> None:
+        self._board, self._after_publish, self._written_by = board, after_publish, written_by
         self._num_ranks = board.group.size
         self._number = 0
 
@@ -383,7 +386,7 @@ class Leader:
             for rank in range(self._num_ranks):
                 (request.folder / record_name(rank)).unlink(missing_ok=True)
             folder.clean(request.folder.parent)
-            self._retain(Path(request.save_dir))
+            self._after_publish(request.folder.parent)
         except OSError as error:
             logger.warning("checkpoint %s is saved, but old files could not be removed: %s", request.tag, error)
 

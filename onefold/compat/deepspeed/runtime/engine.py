@@ -31,6 +31,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
+        self._saving.signposts += self._checkpoint_file_names()
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.plan = self.plan
             if self.plan.shards_parameters:
@@ -39,6 +40,14 @@ class DeepSpeedEngine(Engine):
     @cached_property
     def _config(self) -> DeepSpeedConfig:
         return DeepSpeedConfig(self.config)
+
+    def _checkpoint_file_names(self) -> list[str]:
+        """What DeepSpeed's files would be called: transformers and others look whether they are there."""
+        ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(self.state.group.size)]
+        models = ranks if self.plan.shards_parameters else ["mp_rank_00"]
+        prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
+        optimizers = [f"{prefix}{rank}_optim_states.pt" for rank in ranks] if self.plan.shards_states else []
+        return [*(f"{model}_model_states.pt" for model in models), *optimizers]
 
     def get_type(self) -> list[Any]:
         groups = self.optimizer.param_groups if self.optimizer is not None else []
