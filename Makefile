@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train check test test-of test-slow test-gpu mutants lint format docs bench bench-network clean
+.PHONY: train check test test-of test-slow test-gpu mutants lint format docs bench bench-network install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,11 @@ bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), i
 
 bench-network: $(STAMP)  ## ZeRO++ between two hosts, as network namespaces with a slow link (needs root)
 	$(BIN)/python -m benchmarks.network $(ARGS)
+
+install-as-deepspeed:  ## onefold under the name of DeepSpeed, in the environment of $(PYTHON); refuses beside a real one
+	@found=$$($(PYTHON) -c "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='deepspeed')), ''))"); \
+	case "$$found" in ""|*+onefold) ;; *) echo "DeepSpeed $$found is installed here; pip uninstall deepspeed first" >&2; exit 1;; esac
+	$(PYTHON) -m pip install --disable-pip-version-check . ./packaging/deepspeed
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import onefold
 from onefold.compat import not_offered
 
 ROOT = Path(__file__).parent.parent
@@ -217,6 +220,45 @@ def test_deepspeed_config_is_read_and_solved(tmp_path):
     assert not config.float16_config.enabled
     with pytest.raises(DeepSpeedConfigError, match="train_batch_size"):
         DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 3})
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "DeepSpeedCPUAdam": ("adam", {"lr": 0.01, "weight_decay": 0.1}),
+    "FusedAdam": ("adam", {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False}),
+    "DeepSpeedCPUAdagrad": ("adagrad", {"lr": 0.01, "weight_decay": 0.1}),
+    "DeepSpeedCPULion": ("lion", {"lr": 0.01, "weight_decay": 0.1}),
+    "FusedLion": ("lion", {"lr": 0.01}),
+}
+
+
+def step_alone_and_in_an_engine(name: str) -> str:
+    package, options = OPTIMIZERS[name]
+    kind = getattr(importlib.import_module(f"onefold.compat.deepspeed.ops.{package}"), name)
+    models = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]
+    models[1].load_state_dict(models[0].state_dict())
+    alone, given = (kind(model.parameters(), **options) for model in models)
+    config = {"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {"stage": 2}, "log_level": "error"}
+    engine, optimizer, _, _ = onefold.initialize(model=models[1], optimizer=given, config=config)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        models[0](x).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    stepper = type(optimizer.sharded.stepper).__name__
+    engine.close()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    return stepper
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_deepspeeds_optimizers_step_alone_and_in_an_engine(on_ranks, name):
+    """Handed to an engine they are stepped by our rules, unit by unit, to the same weights."""
+    assert on_ranks(1, step_alone_and_in_an_engine, name) == ["TiledStepper"]
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------

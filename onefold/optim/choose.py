@@ -147,14 +147,18 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     kind = type(optimizer)
     name = kind.__name__
     _check_anywhere(name)
-    has_rule = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    _check_own_class(optimizer, has_rule=has_rule)
-    rule = RULES[name.lower()] if has_rule else None
-    for index, group in enumerate(optimizer.param_groups if has_rule else ()):
+    is_known = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    # A class may name the rule that does what its step does; classes that inherit from it may do something else.
+    own: str | None = name.lower() if is_known else vars(kind).get("onefold_rule")
+    _check_own_class(optimizer, has_rule=own is not None)
+    if own is None:
+        return Chosen(name, optimizer.param_groups, None, optimizer)
+    rule = RULES[own]
+    for index, group in enumerate(optimizer.param_groups):
         if isinstance(rule, AdamRule):
             group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
         # torch checks what its constructor gets, not what stands in a group.
-        _read_group(OPTIMIZERS[name.lower()], group, f"optimizer.param_groups[{index}]")
+        _read_group(OPTIMIZERS[own], group, f"optimizer.param_groups[{index}]")
         check_together(group, f"optimizer.param_groups[{index}]")
     return Chosen(name, optimizer.param_groups, rule, optimizer)
 

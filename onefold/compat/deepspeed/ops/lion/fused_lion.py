@@ -10,6 +10,8 @@ from onefold.compat.deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
 class FusedLion(DeepSpeedCPULion):
     """Lion with the arguments of DeepSpeed's fused one."""
 
+    onefold_rule = "lion"
+
     def __init__(
         self,
         params: Any,
