@@ -222,6 +222,57 @@ def test_deepspeed_config_is_read_and_solved(tmp_path):
         DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 3})
 
 
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def answers() -> dict[str, Any]:
+    from onefold.compat import deepspeed
+    from onefold.compat.deepspeed.runtime.engine import _KEYS
+    from onefold.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    config = {
+        "train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 7}, "log_level": "error",
+    }  # fmt: skip
+    model = torch.nn.Linear(4, 4)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+    found = {name: getattr(engine, name)() for name in _KEYS}
+    found |= {
+        "is engine": isinstance(engine, deepspeed.DeepSpeedEngine) and isinstance(engine, onefold.Engine),
+        "is optimizer": isinstance(optimizer, deepspeed.DeepSpeedOptimizer),
+        "is stage 3": isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3),
+        "is stage 2": isinstance(optimizer, DeepSpeedZeroOptimizer),
+        "name": (engine.optimizer_name(), engine.optimizer_params()["lr"], engine.scheduler_name()),
+        "overlap": (
+            engine.zero_overlap_comm(),
+            engine.zero_optimization(),
+            engine.zero_optimization_partition_gradients(),
+        ),
+        "masters": [(tuple(flat.shape), flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat],
+        "scale": (engine.dynamic_loss_scale(), optimizer.dynamic_loss_scale, optimizer.loss_scale),
+        "offload": (engine.zero_cpu_offload(), engine.zero_offload_param(), optimizer.parameter_offload.forward_hooks),
+        "config": engine._config.zero_config.max_live_parameters,
+    }
+    engine.empty_partition_cache()
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+    engine.close()
+    return found
+
+
+def test_the_engine_answers_to_deepspeeds_getters(on_ranks):
+    (found,) = on_ranks(1, answers)
+    expected = {
+        "is engine": True, "is optimizer": True, "is stage 3": True, "is stage 2": False,
+        "bfloat16_enabled": True, "fp16_enabled": False, "zero_max_live_parameters": 7,
+        "name": ("adamw", 0.5, None), "overlap": (True, True, True), "scale": (False, False, 1.0),
+        "offload": (False, None, []), "config": 7,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert all(dtype is torch.float32 for _, dtype in found["masters"])
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {

@@ -15,9 +15,9 @@ import onefold.compat.parameters  # noqa: F401 - puts the ds_* attributes on par
 from onefold import start
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
+from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.engine import Engine
-from onefold.plan import Placement
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
 
@@ -72,7 +72,7 @@ class DeepSpeedEngine(Engine):
     def zero_use_cpu_optimizer(self) -> bool:
         return self._config._settings.zero_optimization.offload_optimizer.device != "none"
 
-    zero_cpu_offload = zero_has_nvme_offload = zero_use_cpu_optimizer
+    zero_cpu_offload = zero_use_cpu_optimizer
 
     def zero_offload_optimizer(self) -> Any:
         return self._config.zero_config.offload_optimizer
@@ -84,7 +84,7 @@ class DeepSpeedEngine(Engine):
         return self._config.zero_enabled
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self.plan.gradients.placement is Placement.SHARDED
+        return bool(self._config.zero_config.stage >= ZeroStageEnum.gradients)
 
     def postscale_gradients(self) -> bool:
         return not self._config._settings.prescale_gradients
@@ -94,6 +94,35 @@ class DeepSpeedEngine(Engine):
 
     def initial_dynamic_scale(self) -> int:
         return int(2**self._config._settings.fp16.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
+        fp16 = self._config._settings.fp16
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self._config._settings.checkpoint.tag_validation != "Ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self._config._settings.checkpoint.tag_validation == "Fail"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return self._config._settings.zero_optimization.offload_optimizer.device == "nvme"
+
+    def zero_compute_grad_norm(self) -> bool:
+        return True
+
+    def _not_asked_for(self) -> bool:
+        """What such a config would ask for is refused by `initialize`."""
+        return False
+
+    data_efficiency_enabled = data_sampling_enabled = curriculum_learning_enabled = random_ltd_enabled = _not_asked_for
+    compile_autosp = compile_autotp = is_deepcompile_active = _not_asked_for
 
     def get_model_parallel_rank(self) -> int:
         return 0
@@ -123,6 +152,24 @@ def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
 # Getters that answer with a key of the config.
 _KEYS = {
     "aio_config": "aio",
+    "autotuning_enabled": "autotuning.enabled",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "is_deepcompile_enabled": "compile.deepcompile",
+    "super_offload": "zero_optimization.offload_optimizer.super_offload",
+    "swap_tensor_config": "aio",
+    "tensor_parallel_config": "tensor_parallel",
+    "torch_autocast_dtype": "torch_autocast.dtype",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "zenflow_config": "zero_optimization.zenflow",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
