@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import more
 from test_as_deepspeed import ROOT, installed  # noqa: F401 - a fixture
 
 EXAMPLES = ROOT / "examples/huggingface"
@@ -135,7 +134,8 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize("stage", [3, more(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, 2])
 def test_a_loop_of_ones_own_with_accelerate(runner, stage):
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / f"zero{stage}.yaml")]
     found = last_line(runner.python(*launch, str(EXAMPLES / "accelerate_loop.py"), "out"))
