@@ -312,6 +312,22 @@ def test_deepspeeds_optimizers_step_alone_and_in_an_engine(on_ranks, name):
     assert on_ranks(1, step_alone_and_in_an_engine, name) == ["TiledStepper"]
 
 
+def test_tensors_go_to_files_and_back(tmp_path):
+    from onefold.compat.deepspeed.ops.aio import AsyncIOBuilder
+
+    handle = AsyncIOBuilder().load().aio_handle(block_size=4096, queue_depth=4, intra_op_parallelism=2)
+    tensors = [torch.randn(1000), torch.arange(77, dtype=torch.bfloat16)]
+    for number, tensor in enumerate(tensors):
+        handle.async_pwrite(tensor, str(tmp_path / str(number)))
+    assert handle.wait() == 2
+    for number, tensor in enumerate(tensors):
+        found = torch.zeros_like(tensor)
+        assert handle.sync_pread(found, str(tmp_path / str(number))) == tensor.nbytes
+        assert torch.equal(found, tensor)
+    with pytest.raises(OSError, match="it has 154 of the 4000 bytes"):
+        handle.sync_pread(torch.zeros(1000), str(tmp_path / "1"))
+
+
 # -- the launcher ------------------------------------------------------------------------------------------------------
 
 
