@@ -373,7 +373,9 @@ def test_the_launcher_reaches_the_nodes_of_a_hostfile_by_ssh(tmp_path):
     ssh.chmod(0o755)
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
     (tmp_path / "script.py").write_text(
-        "import os\nprint(' '.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')), flush=True)\n"
+        "import os, sys\n"
+        "line = ' '.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR'))\n"
+        "sys.stdout.write(f'{line}\\n')\n"  # in one piece: print writes the end of a line by itself
     )
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     port = str(20_000 + os.getpid() % 10_000)
