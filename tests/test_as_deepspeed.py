@@ -273,6 +273,33 @@ def test_the_engine_answers_to_deepspeeds_getters(on_ranks):
     assert all(dtype is torch.float32 for _, dtype in found["masters"])
 
 
+def test_files_that_point_to_a_manifest_are_not_taken_for_deepspeeds(tmp_path):
+    from onefold.checkpoint.format import folder
+
+    tag = tmp_path / "tag"
+    tag.mkdir()
+    folder.put_pointer_files(tag, ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+    assert not folder.is_deepspeeds(tag)
+    (tag / "mp_rank_01_model_states.pt").write_bytes(b"PK")
+    assert folder.is_deepspeeds(tag)
+    folder.remove(tag)
+    assert [path.name for path in tag.iterdir()] == ["mp_rank_01_model_states.pt"]  # somebody else's stays
+
+
+def test_inference_is_plain_evaluation_or_refused():
+    from onefold.compat.deepspeed.inference.engine import init_inference
+
+    engine = init_inference(torch.nn.Linear(4, 4), config={"dtype": "bf16"}, replace_with_kernel_inject=False)
+    assert engine(torch.ones(1, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert not engine.training
+    assert engine.in_features == 4
+    for more in ({"mp_size": 2}, {"tensor_parallel": {"tp_size": 2}}, {"replace_with_kernel_inject": True}):
+        with pytest.raises(NotImplementedError, match=next(iter(more))):
+            init_inference(torch.nn.Linear(4, 4), **more)
+    with pytest.raises(TypeError, match="a dict here, not str"):
+        init_inference(torch.nn.Linear(4, 4), config="config.json")
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.format.folder import put_signposts, retain
+from onefold.checkpoint.format.folder import put_pointer_files, retain
 from onefold.checkpoint.format.manifest import checksum, without_secrets
 from onefold.checkpoint.format.plain_data import ClientStateError
 from onefold.checkpoint.format.shard_files import Slot
@@ -40,13 +40,13 @@ class Saving:
         self._after_step = state.global_steps, self._own_state()
         agreement = state.schedule.order.agreement
         name = agreement.tell("the name of the engine", secrets.token_hex(8))
-        self.signposts: list[str] = []
+        self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint; each is written and points to the manifest."""
         self.saver = Saver(
             self,
             Board(state.group, name),
             agreement.guard,
-            partial(_published, self.signposts, keep_last=section.keep_last, keep_every=section.keep_every),
+            partial(_published, self.pointer_files, keep_last=section.keep_last, keep_every=section.keep_every),
             f"onefold {__version__}, torch {torch.__version__}",
         )
         if state.step is not None:
@@ -196,8 +196,8 @@ class Saving:
         return slots, {**own, "loose": loose_states(units, state.step) if tells else {}}
 
 
-def _published(signposts: list[str], tag_folder: Path, *, keep_last: int | None, keep_every: int | None) -> None:
-    put_signposts(tag_folder, signposts)
+def _published(pointer_files: list[str], tag_folder: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    put_pointer_files(tag_folder, pointer_files)
     retain(tag_folder.parent, keep_last=keep_last, keep_every=keep_every)
 
 

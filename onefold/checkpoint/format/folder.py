@@ -50,7 +50,7 @@ if __name__ == "__main__":
     main()
 '''
 _DEEPSPEEDS_FILES = "*_states.pt"
-_SIGNPOST = b'{"format": "onefold-checkpoint", "see": "manifest.json"}\n'
+_POINTER = b'{"format": "onefold-checkpoint", "see": "manifest.json"}\n'
 _MAX_LATEST_BYTES = 4096
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
@@ -122,16 +122,16 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
         replace_file(save_dir / LATEST, manifest.tag.encode())
 
 
-def put_signposts(tag_folder: Path, names: Sequence[str]) -> None:
+def put_pointer_files(tag_folder: Path, names: Sequence[str]) -> None:
     """Files under the names by which other tools tell a checkpoint of DeepSpeed's: each says where ours is."""
     for path in (tag_folder / name for name in names):
         if not path.exists():
-            path.write_bytes(_SIGNPOST)
+            path.write_bytes(_POINTER)
 
 
-def _is_signpost(path: Path) -> bool:
+def _is_pointer(path: Path) -> bool:
     with suppress(OSError):  # larger than one is, among others
-        return read_small(path, len(_SIGNPOST)) == _SIGNPOST
+        return read_small(path, len(_POINTER)) == _POINTER
     return False
 
 
@@ -171,7 +171,7 @@ def remove(tag_folder: Path) -> None:
     """Unpublish first, then remove the data; files that are not ours stay."""
     (tag_folder / NAME).unlink(missing_ok=True)
     for path in tag_folder.glob(_DEEPSPEEDS_FILES):
-        if _is_signpost(path):
+        if _is_pointer(path):
             path.unlink()
     sync(tag_folder)
     clean(tag_folder)
@@ -202,7 +202,7 @@ class FoundCheckpoint:
 
 def is_deepspeeds(path: Path) -> bool:
     with suppress(FileNotFoundError):  # removed meanwhile
-        return any(not _is_signpost(file) for file in path.glob("*_model_states.pt"))
+        return any(not _is_pointer(file) for file in path.glob("*_model_states.pt"))
     return False
 
 

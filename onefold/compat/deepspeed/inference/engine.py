@@ -29,7 +29,8 @@ class InferenceEngine(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.module = model.eval()
+        self.module = model
+        self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -48,7 +49,9 @@ class InferenceEngine(nn.Module):
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """The model for evaluation, cast to `dtype` and moved to this rank's device."""
-    settings = {**(config if isinstance(config, dict) else {}), **kwargs}
+    if config is not None and not isinstance(config, dict):
+        raise TypeError(f"init_inference: config is a dict here, not {type(config).__name__}")
+    settings = {**(config or {}), **kwargs}
     parallel = settings.get("tensor_parallel") or settings.get("tp") or {}
     size = parallel.get("tp_size", 1) if isinstance(parallel, dict) else parallel
     more = [name for name, plain in _MORE.items() if name in settings and settings[name] not in plain]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.offload.param_shard import read
@@ -21,6 +22,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     plan: Plan
     parameter_offload: DeepSpeedZeRoOffload
     """Where parameters are sharded."""
+
+    def learn(self, plan: Plan, model: nn.Module) -> None:
+        """What the engine lays it over, for those who ask."""
+        self.plan = plan
+        if plan.shards_parameters:
+            self.parameter_offload = DeepSpeedZeRoOffload(model)
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:

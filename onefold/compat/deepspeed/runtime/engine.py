@@ -16,7 +16,6 @@ from onefold import start
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
-from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.engine import Engine
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
@@ -31,11 +30,9 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
-        self._saving.signposts += self._checkpoint_file_names()
+        self._saving.pointer_files += self._checkpoint_file_names()
         if isinstance(self.optimizer, ZeROOptimizer):
-            self.optimizer.plan = self.plan
-            if self.plan.shards_parameters:
-                self.optimizer.parameter_offload = DeepSpeedZeRoOffload(model)
+            self.optimizer.learn(self.plan, model)
 
     @cached_property
     def _config(self) -> DeepSpeedConfig:
@@ -70,7 +67,7 @@ class DeepSpeedEngine(Engine):
         return self.state.group.rank < self.plan.num_shards
 
     def zero_use_cpu_optimizer(self) -> bool:
-        return self._config._settings.zero_optimization.offload_optimizer.device != "none"
+        return self._config.settings.zero_optimization.offload_optimizer.device != "none"
 
     zero_cpu_offload = zero_use_cpu_optimizer
 
@@ -87,16 +84,16 @@ class DeepSpeedEngine(Engine):
         return bool(self._config.zero_config.stage >= ZeroStageEnum.gradients)
 
     def postscale_gradients(self) -> bool:
-        return not self._config._settings.prescale_gradients
+        return not self._config.settings.prescale_gradients
 
     def dynamic_loss_scale(self) -> bool:
-        return self.fp16_enabled() and self._config._settings.fp16.loss_scale == 0
+        return self.fp16_enabled() and self._config.settings.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> int:
-        return int(2**self._config._settings.fp16.initial_scale_power)
+        return int(2**self._config.settings.fp16.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
-        fp16 = self._config._settings.fp16
+        fp16 = self._config.settings.fp16
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": fp16.loss_scale_window,
@@ -106,13 +103,13 @@ class DeepSpeedEngine(Engine):
         }
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        return self._config._settings.checkpoint.tag_validation != "Ignore"
+        return self._config.settings.checkpoint.tag_validation != "Ignore"
 
     def checkpoint_tag_validation_fail(self) -> bool:
-        return self._config._settings.checkpoint.tag_validation == "Fail"
+        return self._config.settings.checkpoint.tag_validation == "Fail"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        return self._config._settings.zero_optimization.offload_optimizer.device == "nvme"
+        return self._config.settings.zero_optimization.offload_optimizer.device == "nvme"
 
     def zero_compute_grad_norm(self) -> bool:
         return True
@@ -135,9 +132,6 @@ class DeepSpeedEngine(Engine):
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Gradients are reduced as they come; there is nothing left to do."""
 
-    def get_wall_clock_timers(self) -> dict[str, Any]:
-        return {}
-
     def collect_python_gc(self) -> None:
         import gc
 
@@ -146,7 +140,7 @@ class DeepSpeedEngine(Engine):
 
 def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     read = attrgetter(path)
-    return lambda self: read(self._config._settings)
+    return lambda self: read(self._config.settings)
 
 
 # Getters that answer with a key of the config.
