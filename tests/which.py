@@ -118,6 +118,7 @@ TESTS = {
     "runtime/in_flight.py": "exactness stage3 cases regressions",
     "runtime/model_watch.py": "held_parameters",
     "runtime/order.py": "stage3 wires_cases",
+    "runtime/quantized_layers.py": "packed",
     "runtime/param_handle.py": "zero held_parameters stage3 regressions",
     "runtime/schedule.py": "exactness stage3 cases regressions",
     "runtime/torch_internals.py": "stage3 cases compile",

@@ -214,8 +214,9 @@ class ParamHandle:
                 "engine's model cannot be cast, moved or resized. Do it before initialize; dtypes and devices come "
                 "from the config"
             )
-        with torch.no_grad():
-            parameter.copy_(value)
+        if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
+            with torch.no_grad():
+                parameter.copy_(value)
 
     def data_read(self, parameter: nn.Parameter) -> None:
         """From now on writes are looked for by value: resharding would lose them."""

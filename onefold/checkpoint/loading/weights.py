@@ -16,13 +16,16 @@ from onefold.checkpoint.format.safetensors_files import SafetensorsReader, Safet
 from onefold.comm import Agreement, Ledger, data_group
 from onefold.offload.param_shard import write
 from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, unsharded_shape
+from onefold.runtime.quantized_layers import scales_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The tensors of a model's state dict, each by its first name, and the other names of those that are tied."""
+    """The tensors of a model's state dict, with the scales of quantized layers, each by its first name; and the other
+    names of those that are tied.
+    """
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
@@ -33,7 +36,7 @@ class ModelTensors:
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            own: dict[str, torch.Tensor | None] = {**module._parameters}
+            own: dict[str, torch.Tensor | None] = {**module._parameters, **scales_of(module)}
             if exclude_frozen:
                 own = {name: p for name, p in own.items() if p is not None and p.requires_grad}
             own |= {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
