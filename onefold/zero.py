@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from onefold.checkpoint.loading.weights import load_safetensors
+from onefold.checkpoint.loading.weights import load_safetensors, stream_weights
 from onefold.comm import (
     Agreement,
     Ledger,
@@ -47,7 +47,7 @@ from onefold.runtime.torch_internals import tensors_in
 
 __all__ = [
     "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",
-    "register_external_parameter", "unregister_external_parameter",
+    "register_external_parameter", "stream_weights", "unregister_external_parameter",
 ]  # fmt: skip
 
 _SHARDED = Part(Placement.SHARDED)

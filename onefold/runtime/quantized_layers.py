@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,23 +19,33 @@ def follow_weights(model: nn.Module) -> None:
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
+# Names in bitsandbytes' own files, and where a layer's weight has the tensor. Scales may be quantized themselves.
+_OF_4_BITS = {
+    "weight.absmax": "absmax",
+    "weight.quant_map": "code",
+    "weight.nested_absmax": "state2.absmax",
+    "weight.nested_quant_map": "state2.code",
+    "weight.nested_offset": "offset",
+}
+
+
 def scales_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a layer's packed weight cannot be read without, by names that begin with the weight's."""
-    weight = module._parameters.get("weight")
+    """What a layer's packed weight cannot be read without."""
+    weight: Any = module._parameters.get("weight")
+    found: dict[str, Any]
     if hasattr(weight, "SCB"):
-        return {f"weight.{name}": tensor for name, tensor in _tensors_of(module.state, "SCB")}
-    state = getattr(weight, "quant_state", None)
-    # Its own state, `state2`, is that of scales which are quantized themselves.
-    return {f"weight.{name}": tensor for name, tensor in _tensors_of(state, "absmax", "code", "offset", "state2")}
+        found = {"SCB": _at(module, "state.SCB") if weight.SCB is None else weight.SCB}
+    elif getattr(weight, "quant_state", None) is not None:
+        found = {name: _at(weight.quant_state, path) for name, path in _OF_4_BITS.items()}
+    else:
+        return {}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _tensors_of(state: Any, *names: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        value = getattr(state, name, None)
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif value is not None:
-            yield from ((f"{name}.{inner}", tensor) for inner, tensor in _tensors_of(value, *names))
+def _at(state: Any, path: str) -> Any:
+    for name in path.split("."):
+        state = getattr(state, name, None)
+    return state
 
 
 def _follow_int8(module: Any) -> None:
