@@ -42,7 +42,9 @@ def model_in_4_bits() -> PreTrainedModel:
     """The same, its linear layers quantized by bitsandbytes as it is loaded from a folder, and frozen."""
     quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     if "MODEL" not in os.environ:
-        raise SystemExit("weights are quantized as they are loaded: python tiny.py base, then MODEL=base for this script")
+        raise SystemExit(
+            "weights are quantized as they are loaded: python tiny.py base, then MODEL=base for this script"
+        )
     return AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], quantization_config=quantized)
 
 
