@@ -205,6 +205,33 @@ def test_the_engine_refuses_what_deepspeed_asserts(on_ranks):
     assert [part for part, told in zip(expected, words, strict=True) if part not in told] == []
 
 
+def what_stays_as_it_is(stage: int) -> tuple[Any, ...]:
+    import torch.distributed as dist
+
+    from onefold.compat import deepspeed
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    model.register_buffer("frequencies", torch.ones(8))
+    codes = torch.full((8, 8), 9 if dist.get_rank() == 0 else 0, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    model.codes = torch.nn.Parameter(codes, requires_grad=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "log_level": "error",
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    told = (model.frequencies.dtype, model[1].running_mean.dtype, model[0].weight.dtype, model.codes.dtype)
+    taken = bool((model.codes.data.view(torch.uint8) == 9).all())
+    engine.close()
+    return (*told, taken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_of_containers_and_weights_of_eight_bits_stay_as_they_are(on_ranks, stage):
+    expected = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn, True)
+    assert on_ranks(2, what_stays_as_it_is, stage) == [expected] * 2
+
+
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 

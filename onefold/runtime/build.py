@@ -16,6 +16,7 @@ from onefold.plan import FlatParamSpec, Layout, Plan, Precision, UnitCut, cut, p
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import plain_class
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
+from onefold.runtime.torch_internals import is_plain_float
 from onefold.runtime.unit import Unit
 
 
@@ -59,8 +60,8 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
             trainable = parameter.requires_grad and id(parameter) in groups
             if trainable:
                 _check_trainable(name, parameter)
-            elif not parameter.is_floating_point() or plain_class(parameter) is not nn.Parameter:
-                continue  # left outside: whole numbers, and subclasses with a format of their own (quantized weights)
+            elif not is_plain_float(parameter.dtype) or plain_class(parameter) is not nn.Parameter:
+                continue  # left outside: whole numbers, 8-bit floats, subclasses with a format of their own
             key = (plan.precision.of_parameter(parameter.dtype), trainable, name in persistent)
             flat.setdefault(key, []).append((name, shapes[name], groups[id(parameter)] if trainable else 0))
         params = [FlatParamSpec(Layout.of(members, plan.num_shards), *key) for key, members in flat.items()]
@@ -112,11 +113,13 @@ def _buffer_dtype(module: nn.Module, name: str, dtype: torch.dtype, precision: P
     statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
     many are made to be precise (rotary frequencies, position tables).
     """
-    if not dtype.is_floating_point:
+    if not is_plain_float(dtype):
         return dtype
     # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
     of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
-    follows = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.") or of_hook
+    home = type(module).__module__
+    of_layer = home.startswith("torch.nn.") and home not in (nn.Module.__module__, nn.Sequential.__module__)
+    follows = isinstance(module, _NormBase) or of_layer or of_hook
     return precision.buffers or (precision.compute if follows and precision.compute is not None else dtype)
 
 
