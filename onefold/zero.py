@@ -43,7 +43,7 @@ from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.held import plain_class, reads_no_values
 from onefold.runtime.order import Request
-from onefold.runtime.torch_internals import tensors_in
+from onefold.runtime.torch_internals import is_plain_float, tensors_in
 
 __all__ = [
     "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",
@@ -157,7 +157,7 @@ class Init:
         """One handle for the parameters that a module holds itself and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            fit = plain_class(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+            fit = plain_class(parameter) is nn.Parameter and is_plain_float(parameter.dtype) and not parameter.is_meta
             if fit and handle_of(parameter) is None:
                 found.setdefault(parameter.dtype, []).append((name, parameter))
         if not found:

@@ -17,6 +17,7 @@ from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import plain_class
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.quantized_layers import follow_weights, scales_of
+from onefold.runtime.torch_internals import is_plain_float
 from onefold.runtime.unit import Unit
 
 
@@ -62,7 +63,7 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
                 _check_trainable(name, parameter)
             elif not _fits_in_flat(parameter):
                 continue
-            packed = not trainable and not (parameter.is_floating_point() and plain_class(parameter) is nn.Parameter)
+            packed = not trainable and not (is_plain_float(parameter.dtype) and plain_class(parameter) is nn.Parameter)
             dtype = parameter.dtype if packed else plan.precision.of_parameter(parameter.dtype)
             key = (dtype, trainable, name in persistent, packed)
             flat.setdefault(key, []).append((name, shapes[name], groups[id(parameter)] if trainable else 0))
@@ -118,19 +119,22 @@ def _buffer_dtype(module: nn.Module, name: str, dtype: torch.dtype, precision: P
     statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
     many are made to be precise (rotary frequencies, position tables).
     """
-    if not dtype.is_floating_point:
+    if not is_plain_float(dtype):
         return dtype
     # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
     of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
-    follows = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.") or of_hook
+    home = type(module).__module__
+    of_layer = home.startswith("torch.nn.") and home not in (nn.Module.__module__, nn.Sequential.__module__)
+    follows = isinstance(module, _NormBase) or of_layer or of_hook
     return precision.buffers or (precision.compute if follows and precision.compute is not None else dtype)
 
 
 def _fits_in_flat(parameter: nn.Parameter) -> bool:
     """Whether a frozen parameter is one dense run of memory of a dtype that every backend can gather. Others stay with
-    their module, unsharded: tensors inside tensors (torchao's quantized weights), sparse, complex and boolean ones.
+    their module, unsharded: tensors inside tensors (torchao's quantized weights), floats of 8 bits, sparse, complex and
+    boolean ones.
     """
-    numbers = parameter.is_floating_point() or parameter.dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
+    numbers = is_plain_float(parameter.dtype) or parameter.dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
     return numbers and parameter.layout is torch.strided and not _has_own_format(plain_class(parameter))
 
 
