@@ -17,7 +17,7 @@ from onefold.config import Config
 from onefold.engine import Engine
 from onefold.train.data import Batch, DataError
 from onefold.train.options import TrainOptions
-from onefold.train.tokens import NOT_PREDICTED, Lines, Row, Source, Tokens, Windows
+from onefold.train.tokens import NOT_PREDICTED, Lines, Row, SequenceSource, Tokens, Windows
 
 SEQUENCE_LENGTH = 512
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -45,7 +45,7 @@ class HuggingFaceTask:
                 "--data: give lines of JSON (.jsonl) or text, not both: their sequences are cut differently"
             )
         kind: type[Lines] | type[Windows] = Lines if rows else Windows
-        self._source: Source = kind(options.data, self._tokens, self.sequence_length, options.seed)
+        self._source: SequenceSource = kind(options.data, self._tokens, self.sequence_length, options.seed)
         self.data = self._source.name
         lora = f", LoRA of rank {options.lora}" if options.lora else ""
         self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"

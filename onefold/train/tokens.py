@@ -60,7 +60,7 @@ class Tokens:
 # -- where sequences come from ---------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
+class SequenceSource(Protocol):
     name: str
 
     def describe(self) -> str: ...
