@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -31,7 +32,11 @@ class DeepSpeedEngine(Engine):
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
         self._saving.pointer_files += self._checkpoint_file_names()
+        # Lightning saves at the end of an epoch, wherever that is, and asks the module for weights that it leaves out.
+        self._saving.refuses_open_window = False
+        self._hooks.state_dicts_may_be_empty = True
         if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.step_of_engine = weakref.WeakMethod(self.step)
             self.optimizer.learn(self.plan, model)
 
     @cached_property
