@@ -130,4 +130,4 @@ def _scheduler(given: Any, settings: Config, optimizer: ShardedOptimizer | None)
         return given(optimizer) if callable(given) and not hasattr(given, "step") else given
     if settings.scheduler is None:
         return None
-    return build_scheduler(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
+    return build_scheduler(settings.scheduler.type, dict(settings.scheduler.params), optimizer.optimizer)

@@ -41,6 +41,8 @@ class Saving:
         name = agreement.tell("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint; each is written and points to the manifest."""
+        self.refuses_open_window = True
+        """Whether a save inside an accumulation window raises, or is warned of."""
         self.saver = Saver(
             self,
             Board(state.group, name),
@@ -110,11 +112,13 @@ class Saving:
                 f"client_state must be a dict, or None, not a {type(client_state).__name__}: put it into one"
             )
         if self._state.window.is_open:
-            raise SaveError(
-                "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them: save "
-                "right after the engine.step() of a boundary (engine.is_gradient_accumulation_boundary() before it), "
-                "or call engine.zero_grad() to drop them"
-            )
+            problem = "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them"
+            if self.refuses_open_window:
+                raise SaveError(
+                    f"{problem}: save right after the engine.step() of a boundary "
+                    "(engine.is_gradient_accumulation_boundary() before it), or call engine.zero_grad() to drop them"
+                )
+            logger.warning("%s: a run that is resumed from it goes on without them", problem)
         outside, aliases = outside_units(self._state.model)
         buffers = {name for name, _ in self._state.model.named_buffers()}
         # What lies in no unit and is no buffer is not trained here: parameters left alone, scales of packed ones.

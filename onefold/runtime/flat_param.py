@@ -141,8 +141,13 @@ class FlatParam:
         """The parameters are about to have other values, on every rank."""
         self._secondary_serves = self._fills_secondary = False
 
+    def view_of(self, index: int) -> torch.Tensor:
+        """Where one parameter lies in a flat parameter that is unsharded."""
+        member = self.layout.members[index]
+        return self.full[member.start : member.stop].view(member.shape)
+
     def _views(self) -> list[torch.Tensor]:
-        return [self.full[member.start : member.stop].view(member.shape) for member in self.layout.members]
+        return [self.view_of(index) for index in range(len(self.layout.members))]
 
     # -- reshard ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
@@ -37,7 +38,11 @@ class DeepSpeedEngine(Engine):
         _check_as_deepspeed(plan, chosen, DeepSpeedConfig(kwargs["config"]))
         super().__init__(model, plan, batch, chosen, *args, **kwargs)
         self._saving.pointer_files += self._checkpoint_file_names()
+        # Lightning saves at the end of an epoch, wherever that is, and asks the module for weights that it leaves out.
+        self._saving.refuses_open_window = False
+        self._hooks.state_dicts_may_be_empty = True
         if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.step_of_engine = weakref.WeakMethod(self.step)
             self.optimizer.learn(self.plan, model, self._optimizer_class(self.optimizer))
 
     def _optimizer_class(self, optimizer: ZeROOptimizer) -> type[torch.optim.Optimizer]:
