@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.checkpoint.loading.weights import consolidate
-from onefold.config import Config
 from onefold.engine import Engine
 from onefold.train.data import Batch, DataError
 from onefold.train.options import TrainOptions
@@ -53,7 +52,7 @@ class HuggingFaceTask:
     def describe_data(self) -> str:
         return f"{self._source.describe()}; {self._tokens.describe()}, {self.sequence_length} a sequence at most"
 
-    def build(self, config: Config, *, sharded: bool) -> nn.Module:
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         _only_first_rank_talks()
@@ -65,7 +64,7 @@ class HuggingFaceTask:
                 if sharded:
                     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-                    alive = HfDeepSpeedConfig(dict(config.raw))  # transformers looks for it while it loads
+                    alive = HfDeepSpeedConfig(config)  # transformers looks for it while it loads
                     stack.callback(lambda: alive)
                 model = AutoModelForCausalLM.from_pretrained(self._path)
         model.config.use_cache = False

@@ -63,7 +63,7 @@ def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
     if config.log_level is None:
         # The job has a progress bar and prints the plan itself.
         logger.setLevel("WARNING")
-    model = task.build(config, sharded=make_plan(config, world_size=1).shards_parameters)
+    model = task.build(prepared.document, sharded=make_plan(config, world_size=1).shards_parameters)
     engine, _, _, _ = onefold.initialize(model=model, config=config)
     return engine
 

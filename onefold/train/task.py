@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from onefold.config import Config
 from onefold.engine import Engine
 from onefold.train.data import Batch, load_corpus
 from onefold.train.gpt import GPT, PRESETS
@@ -29,7 +28,7 @@ class Task(Protocol):
 
     def describe_data(self) -> str: ...
 
-    def build(self, config: Config, *, sharded: bool) -> nn.Module:
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
         """The model to train. `sharded`: no rank may hold all of it, not even now."""
         ...
 
@@ -75,7 +74,7 @@ class GPTTask:
         corpus = self._corpus
         return f"{corpus.num_bytes / 1e6:,.1f} MB of {corpus.name}, {corpus.num_held_out:,} bytes held out"
 
-    def build(self, config: Config, *, sharded: bool) -> nn.Module:
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
         import onefold
 
         with onefold.zero.Init(config_dict_or_path=config, enabled=sharded):
