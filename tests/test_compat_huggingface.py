@@ -114,6 +114,18 @@ def test_one_rank_may_call_a_module_whose_parameters_stay_unsharded(on_ranks, ov
     assert on_ranks(2, train_and_call_the_norm_alone, 3, overlap) == expected
 
 
+def saved(folder: str) -> None:
+    engine = engine_of(2)
+    engine.save_checkpoint(folder, tag="one")
+    engine.close()
+
+
+@pytest.mark.slow
+def test_the_script_beside_a_checkpoint_can_be_run_by_its_name(on_ranks, tmp_path):
+    on_ranks(1, saved, str(tmp_path))
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+
+
 PLAIN = ["--save_strategy", "no", "--bf16", "False"]
 
 
