@@ -14,6 +14,7 @@ from test_as_deepspeed import installed  # noqa: F401 - a fixture
 from test_dropin import EVERY_TWO, EXAMPLES, assert_alike, config, model, needs_trl, runner  # noqa: F401
 from torch import nn
 
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 
@@ -130,6 +131,7 @@ PLAIN = ["--save_strategy", "no", "--bf16", "False"]
 
 
 @needs_trl
+@needs_accelerate
 @pytest.mark.slow
 def test_a_reward_model_in_stage_3_equals_stage_2(runner):  # noqa: F811
     two, three = (runner.script("reward.py", *config(stage), "--output_dir", f"out{stage}", *PLAIN) for stage in (2, 3))
@@ -139,6 +141,7 @@ def test_a_reward_model_in_stage_3_equals_stage_2(runner):  # noqa: F811
 
 
 @needs_peft
+@needs_accelerate
 @pytest.mark.slow
 def test_adapters_of_every_kind_in_stage_3_equal_stage_2(runner):  # noqa: F811
     names = "lora,dora,ia3,vera,oft,prompt,prefix,adalora"
@@ -169,6 +172,7 @@ TRAINER = {
 }  # fmt: skip
 
 
+@needs_accelerate
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINER)
 def test_the_trainer_in_stage_3_equals_stage_2(runner, case):  # noqa: F811
@@ -179,6 +183,7 @@ def test_the_trainer_in_stage_3_equals_stage_2(runner, case):  # noqa: F811
     assert_alike(three, two)
 
 
+@needs_accelerate
 @pytest.mark.slow
 def test_the_trainer_resumes_on_another_number_of_ranks(runner):  # noqa: F811
     """Two ranks of 4 and one rank of 8 see the same batches."""
@@ -221,6 +226,7 @@ if trainer.is_world_process_zero():
 """
 
 
+@needs_accelerate
 @pytest.mark.slow
 def test_a_model_that_writes_in_its_evaluation(runner):  # noqa: F811
     runner.python("-c", T5)
@@ -234,6 +240,7 @@ def test_a_model_that_writes_in_its_evaluation(runner):  # noqa: F811
     assert three["losses"] == pytest.approx(two["losses"], rel=1e-6)
 
 
+@needs_accelerate
 @pytest.mark.slow
 def test_the_trainer_finds_a_smaller_batch(runner):  # noqa: F811
     """Stage 2: transformers refuses it in stage 3. The first engine goes, another is made for the same model."""
