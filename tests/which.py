@@ -57,7 +57,7 @@ TESTS = {
     "comm/stacks.py": "hangs",
     "comm/staged.py": "gpu gpu_wires",
     "comm/watch.py": "hangs exits stage3 checkpoints offload_faults",
-    "compat/": "as_deepspeed compat_config compat_accelerate dropin",
+    "compat/": "as_deepspeed compat_config compat_accelerate compat_huggingface dropin",
     "compat/parameters.py": "zero huggingface",
     "config/": "config support params",
     "config/checks.py": "config engine wires_cases mics",

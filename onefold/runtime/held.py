@@ -212,7 +212,7 @@ class RestingValues(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         names = [name for value in tensors_in((args, kwargs)) for name in getattr(value, "_onefold_names", ())]
-        if reads_no_values(func) or func in _WITHOUT_VALUES:
+        if func not in _MEMORY and (reads_no_values(func) or func in _WITHOUT_VALUES):
             return _without_values(func, args, kwargs, names)
         raise at_rest(names, _words(func))
 
@@ -324,6 +324,8 @@ _METADATA: set[Any] = {
     """.split()  # noqa: SIM905
     if hasattr(torch.Tensor, name)
 } | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
+# What is about to write the bytes of a tensor asks for.
+_MEMORY: set[Any] = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
 # Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail
 # before anybody reads a value.
 _MOVES: set[Any] = {

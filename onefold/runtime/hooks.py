@@ -60,6 +60,7 @@ class Hooks:
         self._watched: list[weakref.ref[nn.Module]] = []
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
+        self._handles.append(model.register_state_dict_pre_hook(ModuleHook(me, model, Hooks.before_root_state_dict)))
         owner = {id(p): unit.index for unit in schedule.units for param in unit.params for p in param.parameters}
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
@@ -71,14 +72,21 @@ class Hooks:
                         # A gradient may come from an operation that no hook has seen: unsharded, it can be taken.
                         read = _while_alive(partial(Unit.read, backward=True), weakref.ref(unit))
                         self._handles.append(parameter.register_hook(read))
+        sharded = {id(p) for unit in schedule.units for param in unit.sharded for p in param.parameters}
         for module in model.modules():
-            units = sorted({owner[id(p)] for p in module._parameters.values() if id(p) in owner})
+            own = [id(p) for p in module._parameters.values() if id(p) in owner]
+            units = sorted({owner[parameter] for parameter in own})
             if units:
                 self._watch_table(module, units, watch=watch)
             for unit in (schedule.units[index] for index in units):
-                # Children of an enclosing module may be called without it.
+                # Children of an enclosing module may be called without it; by one rank alone, where all they have
+                # of it stays unsharded.
                 if unit.encloses and unit.sharded and module is not unit.module:
-                    self._watch_calls(unit, module)
+                    if any(owner[parameter] == unit.index for parameter in own if parameter in sharded):
+                        self._watch_calls(unit, module)
+                    else:
+                        wait = ModuleHook(me, module, Hooks.wait_for_refresh, [unit.index])
+                        self._handles.append(module.register_forward_pre_hook(wait))
         after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
 
@@ -96,7 +104,8 @@ class Hooks:
         me, add = weakref.ref(self), self._handles.append
         add(module.register_load_state_dict_pre_hook(ModuleHook(me, module, Hooks.before_load, units)))
         add(module.register_load_state_dict_post_hook(ModuleHook(me, module, Hooks.after_load, units)))
-        add(module.register_state_dict_pre_hook(ModuleHook(me, module, Hooks.before_state_dict, units)))
+        # What rests as shards comes out of it without values, and whoever reads them is told.
+        add(module.register_state_dict_pre_hook(ModuleHook(me, module, Hooks.wait_for_refresh, units)))
         if watch:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
             self._watched.append(weakref.ref(module))
@@ -225,15 +234,15 @@ class Hooks:
         for unit in units:
             self._schedule.units[unit].read(backward=inside_backward())
 
-    def wait_for_refresh(self, units: list[int]) -> None:
+    def wait_for_refresh(self, units: list[int], *_: Any) -> None:
         for unit in units:
             self._schedule.in_flight.wait_for_refresh(self._schedule.units[unit])
 
-    def before_state_dict(self, units: list[int], *_: Any) -> None:
-        if self.state_dicts_may_be_empty:
-            self.wait_for_refresh(units)
-        else:
-            self.check_whole(units, "state_dict()", _USE_MODULE_STATE_DICT)
+    def before_root_state_dict(self, *_: Any) -> None:
+        """A whole model's, with nothing gathered: somebody is about to save it."""
+        units = self._schedule.units
+        if not self.state_dicts_may_be_empty and not any(unit.uses.lent for unit in units):
+            self.check_whole([unit.index for unit in units], "state_dict()", _USE_MODULE_STATE_DICT)
 
     def check_whole(self, units: list[int], what: str, instead: str) -> None:
         for unit in (self._schedule.units[index] for index in units):

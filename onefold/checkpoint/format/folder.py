@@ -111,8 +111,11 @@ def new_data_folder(tag_folder: Path) -> Iterator[Path]:
 def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
     """Make the tag mean this manifest's data, which has been flushed, by the rename of the manifest."""
     tag_folder = save_dir / manifest.tag
-    if not (save_dir / SCRIPT_NAME).exists():
-        replace_file(save_dir / SCRIPT_NAME, SCRIPT)
+    script = save_dir / SCRIPT_NAME
+    if not script.exists():
+        replace_file(script, SCRIPT)
+        mode = script.stat().st_mode
+        script.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it may run it
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
     with suppress(PermissionError):  # the folder above may not be ours to open

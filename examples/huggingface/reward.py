@@ -1,0 +1,45 @@
+"""A reward model with TRL: of two texts the better one gets the higher score. Nothing in here knows of onefold.
+
+deepspeed --num_gpus 2 reward.py --deepspeed ds_zero3.json --output_dir out --max_steps 20
+"""
+
+from __future__ import annotations
+
+import os
+
+import tiny
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, HfArgumentParser, PreTrainedModel, set_seed
+from trl import RewardConfig, RewardTrainer
+
+
+def model(words: tiny.PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A new one with a head for one score, on the model in the folder that the variable MODEL names if there is one."""
+    if "MODEL" in os.environ:
+        return AutoModelForSequenceClassification.from_pretrained(os.environ["MODEL"], num_labels=1)
+    config = tiny.llama(words)
+    config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(RewardConfig).parse_args_into_dataclasses()
+    set_seed(arguments.seed)
+    words = tiny.tokenizer()
+    worse = [f"{text.rpartition(' ')[0]} sleeps" for text in tiny.SENTENCES]
+    data = Dataset.from_dict({"chosen": tiny.SENTENCES, "rejected": worse})
+    trainer = RewardTrainer(
+        model=model(words),
+        args=arguments,
+        train_dataset=data.select(range(96)),
+        eval_dataset=data.select(range(96, len(data))),
+        processing_class=words,
+    )
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model(f"{arguments.output_dir}/final")
+    tiny.show(trainer)
+
+
+if __name__ == "__main__":
+    main()
