@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import onefold
 from onefold.runtime import handle_of, unsharded_shape
+from onefold.runtime.held import plain_class
 from onefold.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -787,7 +788,7 @@ def quantized(how: str) -> dict[str, bool]:
                 model = QuantizedNet(how)
         else:
             model = QuantizedNet(how)
-        before = [(block.weight, type(block.weight), block.weight.detach().clone()) for block in model.blocks]
+        before = [(block.weight, plain_class(block.weight), block.weight.detach().clone()) for block in model.blocks]
         engine = start(model, settings)
         losses = []
         for x in tokens(3):
@@ -795,17 +796,19 @@ def quantized(how: str) -> dict[str, bool]:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        untouched = all(
-            block.weight is weight and type(block.weight) is kind and torch.equal(block.weight.detach(), value)
-            for block, (weight, kind, value) in zip(engine.module.blocks, before, strict=True)
-        )
+        with onefold.zero.GatheredParameters([weight for weight, _, _ in before]):
+            untouched = all(
+                block.weight is weight and plain_class(weight) is kind and torch.equal(weight.detach(), value)
+                for block, (weight, kind, value) in zip(engine.module.blocks, before, strict=True)
+            )
         scales = how != "subclass" or all(block.weight.scales.numel() == 64 for block in engine.module.blocks)
         found.append((losses, weights_of(engine.module), untouched and scales))
     return {
         "losses": found[0][0] == found[1][0],
         "weights": same(found[0][1], found[1][1]),
         "untouched": found[0][2] and found[1][2],
-        "others rest": at_rest(engine.module) and all(handle_of(block.weight) is None for block in model.blocks),
+        "all rest": at_rest(engine.module)
+        and all((handle_of(block.weight) is None) == (how == "buffer") for block in model.blocks),
     }
 
 
