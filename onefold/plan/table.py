@@ -160,6 +160,8 @@ class Plan:
     loop: Loop = field(default_factory=Loop)
     collective: Literal["auto", "native", "exchange"] = "auto"
     num_shards: int = 1
+    shards_on_one_rank: bool = False
+    """Parameters are placeholders between uses on a single rank too, where that saves nothing."""
     """Neighbouring ranks that hold one whole model state between them,"""
     num_replicas: int = 1
     """and groups of them: more than one with MiCS."""
