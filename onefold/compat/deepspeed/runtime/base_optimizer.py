@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from onefold.engine.train_state import TrainState
 from onefold.offload.param_shard import read
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.optim.sharded import ShardedOptimizer as DeepSpeedOptimizer
+from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
+from onefold.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_local_grad, safe_get_local_optimizer_state
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
 
@@ -22,19 +28,106 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     plan: Plan
     parameter_offload: DeepSpeedZeRoOffload
     """Where parameters are sharded."""
+    nccl_start_alignment_factor = 2
 
-    def learn(self, plan: Plan, model: nn.Module) -> None:
+    def learn(self, state: TrainState) -> None:
         """What the engine lays it over, for those who ask."""
-        self.plan = plan
-        if plan.shards_parameters:
-            self.parameter_offload = DeepSpeedZeRoOffload(model)
+        self.plan = state.plan
+        self.state: Mapping[torch.Tensor, Any] = _States(self.sharded)  # type: ignore[assignment]
+        self._train_state = weakref.ref(state)
+        if state.plan.shards_parameters:
+            self.parameter_offload = DeepSpeedZeRoOffload(state.model)
+
+    @property
+    def _engines(self) -> TrainState:
+        found = self._train_state()
+        if found is None:
+            raise RuntimeError("the engine of this optimizer is gone")
+        return found
+
+    # -- this rank's shards -----------------------------------------------------------------------------------------
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's fp32 masters, a flat tensor for each shard."""
         return [read(store.master) for store in self.sharded.stores]
 
-    single_partition_of_fp32_groups = fp32_groups_flat_partition = fp32_partitioned_groups_flat
+    single_partition_of_fp32_groups = fp32_groups_flat_partition = fp32_groups_flat = fp32_partitioned_groups_flat
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters that each shard is cut from."""
+        return [list(param.parameters) for param in self._engines.schedule.trained_params()]
+
+    bit16_groups = fp16_groups
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
+        """Of each flat parameter that is unsharded, the slices of all ranks."""
+        params = [param for param in self._engines.schedule.unsharded_params() if param.trainable]
+        ranges = [[param.layout.shard_range(rank) for rank in range(param.layout.num_shards)] for param in params]
+        return [[param.full[a:b] for a, b in each] for param, each in zip(params, ranges, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states and the groups' values, as copies to look at. `engine.save_checkpoint` saves them."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        states = [{name: _copied(value) for name, value in state.items()} for state in self.state.values()]
+        return {"state": dict(enumerate(states)), "param_groups": groups}
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """DeepSpeed puts masters into the groups around a step. Here they are never there: `state_dict` has them."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
+    # -- gradients between backward and step ------------------------------------------------------------------------
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's part of each averaged gradient, by group, as copies."""
+        parts = [[safe_get_local_grad(parameter) for parameter in group["params"]] for group in self.param_groups]
+        found = [[part for part in group if part is not None] for group in parts]
+        return {index: group for index, group in enumerate(found) if group}
+
+    @property
+    def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
+        """The averaged gradients of each group, whole and flat, as copies. All ranks call this together."""
+        grads = [[safe_get_full_grad(parameter) for parameter in group["params"]] for group in self.param_groups]
+        return [torch.cat([grad.flatten() for grad in group if grad is not None]) for group in grads]
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """The norm of each group's averaged gradient. All ranks call this together."""
+        found = self.averaged_gradients
+        device = self._engines.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        squares = torch.stack(
+            [
+                sum((part.double().square().sum() for part in found.get(i, [])), zero)
+                for i in range(len(self.param_groups))
+            ]
+        )
+        dist.all_reduce(squares)
+        return list(squares.sqrt().float())
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._engines.decision.norm
+
+    @property
+    def micro_step_id(self) -> int:
+        """Micro-steps since the last step."""
+        window = self._engines.window
+        return window.micro_steps % window.batch.accumulation
+
+    @property
+    def _epilogue_ran_this_backward(self) -> bool:
+        """Whether a backward has ended whose gradients no step has used yet."""
+        return self._engines.window.is_open
+
+    # -- loss scale and modules -------------------------------------------------------------------------------------
+
+    def needs_scaler(self) -> bool:
+        """Whether a bare backward takes `engine.scale(loss)`."""
+        return self._engines.decision.scales_loss
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -43,3 +136,45 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def loss_scaler(self) -> Any:
         return self._loss_scale
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is never cut."""
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engines.model)}
+
+
+class _States(Mapping[torch.Tensor, dict[str, Any]]):
+    """The states of each shard, by its fp32 master, and the steps that were taken. Read when they are asked for.
+
+    A parameter of the model is answered for too: with this rank's part of its states.
+    """
+
+    def __init__(self, step: ShardedStep) -> None:
+        self._step = step
+
+    def __getitem__(self, key: torch.Tensor) -> dict[str, Any]:
+        self._step.wait_for_host()
+        store = next((store for store in self._step.stores if store.master is key), None)
+        parts: dict[str, list[torch.Tensor]] = {}
+        if store is not None:
+            for held in self._step.stepper.held_states(store):
+                parts.setdefault(held.name, []).append(read(held.memory))
+        elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
+            names = {held.name for store in self._step.stores for held in self._step.stepper.held_states(store)}
+            for name in sorted(names):
+                if (part := safe_get_local_optimizer_state(key, name)) is not None:  # type: ignore[arg-type]
+                    parts[name] = [part]
+        else:
+            raise KeyError("neither the master of a shard (optimizer.fp32_partitioned_groups_flat) nor a parameter")
+        found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
+        return {"step": self._step.num_steps, **found} if found else {}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (store.master for store in self._step.stores if isinstance(store.master, torch.Tensor))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
