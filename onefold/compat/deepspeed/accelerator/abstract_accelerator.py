@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,8 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if self._is_cuda else 1
+        """On a CPU: as many as the launcher says that ranks are on this node (LOCAL_SIZE), or one."""
+        return torch.cuda.device_count() if self._is_cuda else int(os.environ.get("LOCAL_SIZE", 1))
 
     def is_available(self) -> bool:
         return torch.cuda.is_available() if self._is_cuda else True

@@ -12,6 +12,9 @@ __compatible_ops__ = {
     "fused_adam": True,
     "fused_lion": True,
     "fused_lamb": False,
+    "quantizer": False,
+    "transformer": False,
+    "transformer_inference": False,
 }
 __installed_ops__ = __compatible_ops__
 
