@@ -23,14 +23,19 @@ class ZeroParamStatus(Enum):
 class LiveStatus:
     """Compares as what the parameter's status is at that moment."""
 
-    def __init__(self, handle: ParamHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: ParamHandle, parameter: nn.Parameter) -> None:
+        self._handle, self._parameter = handle, weakref.ref(parameter)
 
     @property
     def now(self) -> ZeroParamStatus:
+        parameter = self._parameter()
+        assert parameter is not None
+        param, _ = self._handle.place_of(parameter)
+        if param.stays_unsharded:
+            return ZeroParamStatus.AVAILABLE
         if self._handle.in_flight:
             return ZeroParamStatus.INFLIGHT
-        return ZeroParamStatus.AVAILABLE if self._handle.is_unsharded else ZeroParamStatus.NOT_AVAILABLE
+        return ZeroParamStatus.NOT_AVAILABLE if param.is_sharded else ZeroParamStatus.AVAILABLE
 
     def __eq__(self, other: object) -> bool:
         return self.now == (other.now if isinstance(other, LiveStatus) else other)
@@ -85,7 +90,7 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
         ds_id=handle.number_of(parameter),
         ds_shape=torch.Size(member.shape),
         ds_numel=member.stop - member.start,
-        ds_status=LiveStatus(handle),
+        ds_status=LiveStatus(handle, parameter),
         ds_tensor=kept,
         ds_persist=unsharded,
         ds_process_group=handle.collective.group.process_group,
