@@ -54,6 +54,12 @@ class DeepSpeedEngine(Engine):
         optimizers = [f"{prefix}{rank}_optim_states.pt" for rank in ranks] if self.plan.shards_states else []
         return [*(f"{model}_model_states.pt" for model in models), *optimizers]
 
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """The loss times the loss scale. `retain_graph`: autograd is told again, and nothing else has to know."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise AssertionError("engine.scale takes a loss, a scalar tensor: reduce it first, e.g. loss.mean()")
+        return super().scale(loss)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         try:
             return super().save_checkpoint(*args, **kwargs)
