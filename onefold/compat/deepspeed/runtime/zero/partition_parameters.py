@@ -8,6 +8,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+from onefold.compat.not_offered import NotOffered
 from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus
 from onefold.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 from onefold.zero import Init as _Init
@@ -25,6 +26,18 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
+
+
+class CUDAQuantizer(NotOffered):
+    what = "DeepSpeed's quantizer by itself (zero_quantized_weights is served; onefold.comm.codec is its form)"
+
+
+class InsertPostInitMethodToModuleSubClasses(NotOffered):
+    what = "patches of module classes (torch's own registration hooks tell zero.Init of modules)"
+
+
+class zero3_linear_wrap(NotOffered):
+    what = "a linear function in the place of torch's (torch's own is used, and holds no gathered weight)"
 
 
 class Init(_Init):
