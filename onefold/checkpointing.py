@@ -123,6 +123,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _inside.get() or not (here.cpu_checkpointing or here.contiguous_memory_optimization):
         return torch_checkpoint(run, *values, use_reentrant=False)
     num_slots = here.number_checkpoints if here.contiguous_memory_optimization else None
+    if here.contiguous_memory_optimization and num_slots is None:
+        raise ConfigError(
+            f"{_SECTION}.contiguous_memory_optimization needs the number of checkpointed calls in one forward; "
+            f"add {_SECTION}.number_checkpoints (num_checkpoints= of configure)"
+        )
     inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
     with saved_tensors_hooks(inputs.pack, lambda resting: resting.back()):
         outputs = torch_checkpoint(run, *values, use_reentrant=False)
@@ -135,13 +140,8 @@ non_reentrant_checkpoint = checkpoint
 
 def _set(settings: Settings) -> None:
     global _settings
-    # As in DeepSpeed, the number may come first, from `set_num_layers`.
+    # As in DeepSpeed, the number may come before or after the rest, from `set_num_layers`.
     num = _settings.number_checkpoints if settings.number_checkpoints is None else settings.number_checkpoints
-    if num is None and settings.contiguous_memory_optimization:
-        raise ConfigError(
-            f"{_SECTION}.contiguous_memory_optimization needs the number of checkpointed calls in one forward; "
-            f"add {_SECTION}.number_checkpoints (num_checkpoints= of configure)"
-        )
     if num is not None and num < 1:
         raise ConfigError(f"{_SECTION}.number_checkpoints = {num}: expected at least 1")
     _settings = replace(settings, number_checkpoints=num)

@@ -50,7 +50,7 @@ def initialize(
     either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes the optimizer.
     """
     if model is None:
-        raise ValueError("initialize needs a model")
+        raise ConfigError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
         raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
     if dist.is_initialized():
@@ -104,7 +104,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # its first name
     given = [source for source in (config, config_params, from_args) if source is not None]
     if not given:
         raise ConfigError("no config: pass config= (a dict or a path), or --deepspeed_config on the command line")
@@ -130,4 +130,4 @@ def _scheduler(given: Any, settings: Config, optimizer: ShardedOptimizer | None)
         return given(optimizer) if callable(given) and not hasattr(given, "step") else given
     if settings.scheduler is None:
         return None
-    return build_scheduler(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
+    return build_scheduler(settings.scheduler.type, dict(settings.scheduler.params), optimizer.optimizer)

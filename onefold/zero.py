@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from onefold.checkpoint.loading.weights import load_safetensors
+from onefold.checkpoint.loading.weights import load_safetensors, stream_weights
 from onefold.comm import (
     Agreement,
     Ledger,
@@ -43,11 +43,11 @@ from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.held import plain_class, reads_no_values
 from onefold.runtime.order import Request
-from onefold.runtime.torch_internals import tensors_in
+from onefold.runtime.torch_internals import is_plain_float, tensors_in
 
 __all__ = [
     "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",
-    "register_external_parameter", "unregister_external_parameter",
+    "register_external_parameter", "stream_weights", "unregister_external_parameter",
 ]  # fmt: skip
 
 _SHARDED = Part(Placement.SHARDED)
@@ -167,7 +167,7 @@ class Init:
         """One handle for the parameters that a module holds itself and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            fit = plain_class(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+            fit = plain_class(parameter) is nn.Parameter and is_plain_float(parameter.dtype) and not parameter.is_meta
             if fit and handle_of(parameter) is None:
                 found.setdefault(parameter.dtype, []).append((name, parameter))
         if not found:

@@ -26,9 +26,7 @@ TRAINING = [
 def model(tmp_path_factory) -> Path:
     """A folder with a model's weights, which every script starts from."""
     folder = tmp_path_factory.mktemp("model")
-    code = f"import sys, torch; sys.path.insert(0, {str(EXAMPLES)!r}); import tiny; torch.manual_seed(5)\n"
-    code += f"words = tiny.tokenizer(); tiny.model(words).save_pretrained({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(EXAMPLES / "tiny.py"), str(folder)], check=True, capture_output=True)
     return folder
 
 
@@ -149,6 +147,7 @@ def test_a_loop_of_ones_own_with_accelerate(runner, stage):
 TRL = {
     "sft": ["--save_strategy", "no", "--bf16", "False"],
     "sft --lora": ["--save_strategy", "no", "--bf16", "False", "--lora"],
+    "sft --qlora": ["--save_strategy", "no", "--bf16", "False", "--qlora"],
     "dpo": ["--save_strategy", "no", "--bf16", "False"],
     "grpo": ["--save_strategy", "no", "--bf16", "False", "--num_generations", "2", "--max_completion_length", "8"],
 }
@@ -164,3 +163,13 @@ def test_trl_in_stage_3_equals_stage_2(runner, recipe):
     )
     assert len(two["losses"]) == 4
     assert three["losses"] == pytest.approx(two["losses"], rel=1e-4, abs=1e-6)
+
+
+@needs_trl
+@pytest.mark.slow
+def test_lora_with_states_on_the_host_equals_lora_without(runner):
+    expected = runner.script("sft.py", *config(2), "--output_dir", "two", *TRL["sft --lora"])
+    offload = ["--deepspeed", str(EXAMPLES / "ds_zero2_offload.json"), "--output_dir", "offload"]
+    assert_alike(runner.script("sft.py", *offload, *TRL["sft --lora"]), expected)
+    names = {path.name for path in (runner.folder / "offload/final").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names

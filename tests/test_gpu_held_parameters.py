@@ -83,3 +83,32 @@ def test_fingerprints_see_values_and_their_places():
     changed[77] += 1
     assert fingerprint(changed) != before
     assert fingerprint(values.cpu()).item() == before.item()
+
+
+def moved_away_and_back(stage: int) -> list[object]:
+    """`model.cpu()` gives a copy to look at; the engine saves, and goes on when the model is back."""
+    engine = held.start(held.net(), held.settings(stage))
+    x, y = held.data(0)
+
+    def step() -> None:
+        engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+        engine.step()
+
+    step()
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    home = before[0].device
+    engine.module.cpu()
+    found: list[object] = [all(parameter.device.type == "cpu" for parameter in engine.module.parameters())]
+    found.append(all(torch.equal(p, q.cpu()) for p, q in zip(engine.module.parameters(), before, strict=True)))
+    refused = held.refusal(step, "was moved to cpu")
+    with torch.no_grad():
+        engine.module[0].bias.add_(1)  # a write to the copy comes back with it
+    engine.module.to(home)
+    found += [refused, torch.equal(engine.module[0].bias, before[1] + 1)]
+    step()
+    return [*found, engine.global_steps]
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_model_that_is_moved_away_comes_back(nccl, stage):
+    assert nccl.run(moved_away_and_back, stage) == [[True, True, None, True, 2]]

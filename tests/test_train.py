@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from onefold.cli.main import main
 from onefold.train.data import Corpus, DataError, load_corpus
 from onefold.train.gpt import GPT, PRESETS, GPTConfig
 from onefold.train.options import PRESET_NAMES, TrainOptions, add_arguments, prepare_config
+from onefold.train.tokens import Lines, Tokens
 
 # -- data --------------------------------------------------------------------------------------------------------
 
@@ -107,10 +109,13 @@ def test_generation_repeats_and_outgrows_the_sequence() -> None:
 
 
 def test_options_survive_the_way_to_the_ranks() -> None:
-    options = TrainOptions("c.json", 1, 7, "tiny", "out dir", 3, ("a", "b c"), "--x", 0)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert TrainOptions.from_arguments(parser.parse_args(list(options.to_arguments()))) == options
+    for options in (
+        TrainOptions("c.json", 1, 7, "tiny", None, None, 0, "out dir", 3, ("a", "b c"), "--x", 0),
+        TrainOptions(model="a folder", sequence_length=9, lora=4, save_16bit_model=True, out="x", resume=True),
+    ):
+        assert TrainOptions.from_arguments(parser.parse_args(list(options.to_arguments()))) == options
 
 
 def test_the_shipped_config_needs_no_words() -> None:
@@ -264,3 +269,96 @@ def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert "no checkpoint in" in stderr
     assert "Traceback" not in stderr
+
+
+# -- a model of transformers ------------------------------------------------------------------------------------
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+
+
+class Words:
+    """A tokenizer whose tokens are the lengths of words."""
+
+    chat_template = None
+    eos_token_id = 99
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def lines(tmp_path: Path, *rows: object, length: int = 8) -> Lines:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Lines([str(file)], Tokens(Words()), length, seed=3)
+
+
+def test_lines_of_json_become_rows(tmp_path: Path) -> None:
+    rows = [{"text": "a bb ccc"}, {"prompt": "dddd e", "completion": "ff"}]
+    source = lines(tmp_path, *rows, {"text": "held out"})
+    (row,) = {tuple(map(tuple, row)) for row in source.train_rows(0, 0, 1, 2)} - {((1, 2, 3, 99), (1, 2, 3, 99))}
+    assert row == ((4, 1, 2, 99), (-100, -100, 2, 99)), "nothing is learnt of a prompt"
+    assert list(source.held_out_rows(0, 1, 2)) == [[([4, 3, 99], [4, 3, 99])] * 2]
+    cut = lines(tmp_path, {"text": "a bb ccc"}, {"text": "a"}, length=2)
+    assert cut.train_rows(0, 0, 1, 1) == [([1, 2], [1, 2])]
+
+
+def test_every_line_comes_once_an_epoch_whatever_the_ranks(tmp_path: Path) -> None:
+    source = lines(tmp_path, *({"text": "x" * number} for number in range(1, 41)))
+    for world_size in (1, 2):
+        drawn = [
+            row[0][0]
+            for step in range(38 // world_size)
+            for rank in range(world_size)
+            for row in source.train_rows(step, rank, world_size, 1)
+        ]
+        assert sorted(drawn) == list(range(1, 39)) != drawn
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"body": "x"}, "an object with text"),
+        ([1], "an object with text"),
+        ({"messages": []}, "chat template"),
+        ({"prompt": "a b c d e f g h", "completion": "x"}, "prompt has 8 tokens"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, row: object, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        lines(tmp_path, row, row)
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_a_model_of_transformers_is_trained_in_every_stage(tmp_path: Path) -> None:
+    """From a folder with weights: the losses of every stage are the same, and what was saved loads again."""
+    examples = Path(__file__).parent.parent / "examples/huggingface"
+    subprocess.run([sys.executable, str(examples / "tiny.py"), str(tmp_path / "base")], check=True, capture_output=True)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "the cat ", "completion": "sleeps at home"}\n{"text": "the dog runs"}\n' * 20)
+    common = ["--model", str(tmp_path / "base"), "--data", str(data), "--steps", "4", "--sample-length", "3"]
+    losses: dict[str, list[float]] = {}
+    for name, more in {"two": ["--stage=2"], "three": ["--stage=3"], "lora": ["--stage=3", "--lora=4"]}.items():
+        process = start(*common, *more, "--out", str(tmp_path / name), "--save-16bit-model", "--save-every=2")
+        stdout, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, stderr[-2000:]
+        assert "LlamaForCausalLM" in stdout
+        metrics = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in metrics]
+    assert losses["two"] == losses["three"]
+    assert losses["lora"][0] == losses["two"][0]
+    assert {path.name for path in (tmp_path / "lora/adapter").glob("adapter*")} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    check = (
+        "import sys, torch\nfrom transformers import AutoModelForCausalLM as A, AutoTokenizer as T\n"
+        "two, three, base = (A.from_pretrained(folder).state_dict() for folder in sys.argv[1:])\n"
+        "assert all(torch.equal(two[name], three[name]) for name in two)\n"
+        "assert not torch.equal(two['lm_head.weight'], base['lm_head.weight'])\n"
+        "assert T.from_pretrained(sys.argv[1])('the cat')['input_ids']\n"
+    )
+    folders = [str(tmp_path / name) for name in ("two/model", "three/model", "base")]
+    subprocess.run([sys.executable, "-c", check, *folders], check=True, timeout=120)
+    other = start(*common, "--stage=3", "--resume", str(tmp_path / "three"), "--seed", "1")
+    assert "that run has seed 0, not 1" in other.communicate(timeout=300)[1]

@@ -16,6 +16,7 @@ from torch import nn
 import onefold
 from onefold.config import load_config
 from onefold.runtime import handle_of, unsharded_shape
+from onefold.runtime.unit import ParameterState
 from onefold.train.options import TrainOptions, prepare_config
 from onefold.utils import (
     safe_get_full_fp32_param,
@@ -361,6 +362,32 @@ def test_saved_weights_come_back_and_each_rank_reads_its_ranges(on_ranks, tmp_pa
         buffers = 4 * 2  # the buffer is read by both
         assert sum(read for _, read in results) == stored + buffers
         assert (tmp_path / "model.safetensors.index.json").exists() == (size == "3KB")
+
+
+def streamed(stage: int, bucket_bytes: int) -> tuple[bool, list[int], int]:
+    engine = start(net(tied=True), config(stage, bf16={"enabled": True}))
+    train(engine, 2)
+    whole = {name: value for name, value in weights_of(engine.module).items() if name != "head.weight"}
+    buckets, found, most = [], {}, 0
+    for bucket in onefold.zero.stream_weights(engine, bucket_bytes=bucket_bytes):
+        buckets.append(bucket)
+        found |= {name: value.clone() for name, value in bucket.items()}
+        open_units = [unit for unit in engine.state.schedule.units if unit.parameter is ParameterState.UNSHARDED]
+        members = [member for unit in open_units for param in unit.sharded for member in param.layout.members]
+        most = max(most, sum(2 * (member.stop - member.start) for member in members))  # padding aside
+    sizes = [sum(value.nbytes for value in bucket.values()) for bucket in buckets if len(bucket) > 1]
+    train(engine, 1)  # everything is at rest again
+    return same(found, whole), sizes, most
+
+
+@pytest.mark.parametrize("stage", [3, more(0)])
+@pytest.mark.parametrize("bucket_bytes", [9000, 1 << 30])
+def test_weights_are_streamed_in_buckets_with_a_cap(on_ranks, stage, bucket_bytes):
+    for right, sizes, most in on_ranks(2, streamed, stage, bucket_bytes):
+        assert right
+        assert max(sizes) <= bucket_bytes
+        assert most <= bucket_bytes, "no unit is larger"
+        assert bucket_bytes == 9000 or len(sizes) == 1, "all in one"
 
 
 def misfit(folder: str) -> str:

@@ -1,6 +1,6 @@
 """A loop of one's own with accelerate. Nothing in here knows of onefold.
 
-accelerate launch --config_file zero3.yaml accelerate_loop.py out
+accelerate launch --config_file zero3.yaml accelerate_loop.py out [EPOCHS]
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def main() -> None:
     words = tiny.tokenizer()
     model = tiny.model(words)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = get_linear_schedule_with_warmup(optimizer, 2, 40)
+    epochs = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, 40 * epochs)
     loader = torch.utils.data.DataLoader(tiny.examples(words), batch_size=4)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     losses = []
-    for batch in loader:
+    for batch in (batch for _ in range(epochs) for batch in loader):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)

@@ -1,6 +1,7 @@
-"""Supervised fine-tuning with TRL, whole or with LoRA (`--lora`). Nothing in here knows of onefold.
+"""Supervised fine-tuning with TRL: the whole model, LoRA (`--lora`), or LoRA over a frozen base in 4 bits (`--qlora`).
+Nothing in here knows of onefold.
 
-deepspeed --num_gpus 2 sft.py --deepspeed ds_zero2.json --output_dir out --max_steps 20 [--lora]
+deepspeed --num_gpus 2 sft.py --deepspeed ds_zero2.json --output_dir out --max_steps 20 [--lora | --qlora]
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from trl import SFTConfig, SFTTrainer
 
 
 def main() -> None:
-    with_lora = "--lora" in sys.argv
-    (arguments,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses([a for a in sys.argv[1:] if a != "--lora"])
+    ways = {"--lora", "--qlora"} & {*sys.argv}
+    (arguments,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses([a for a in sys.argv[1:] if a not in ways])
     set_seed(arguments.seed)
     words = tiny.tokenizer()
     adapter = None
-    if with_lora:
+    if ways:
         from peft import LoraConfig
 
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = SFTTrainer(
-        model=tiny.model(words),
+        model=tiny.model_in_4_bits() if "--qlora" in ways else tiny.model(words),
         args=arguments,
         train_dataset=Dataset.from_dict({"text": tiny.SENTENCES}),
         processing_class=words,

@@ -1,16 +1,17 @@
 """What the scripts of this folder share: a small Llama built from its config, a tokenizer trained on the spot, and
-sentences. Nothing is downloaded.
+sentences. Nothing is downloaded. `python tiny.py FOLDER` saves the model and its tokenizer.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 ANIMALS = ["cat", "dog", "horse", "mouse", "owl", "fox"]
 VERBS = ["sleeps", "runs", "eats", "waits", "sings"]
@@ -35,6 +36,16 @@ def model(words: PreTrainedTokenizerFast) -> PreTrainedModel:
     if "MODEL" in os.environ:
         return AutoModelForCausalLM.from_pretrained(os.environ["MODEL"])
     return AutoModelForCausalLM.from_config(llama(words))
+
+
+def model_in_4_bits() -> PreTrainedModel:
+    """The same, its linear layers quantized by bitsandbytes as it is loaded from a folder, and frozen."""
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    if "MODEL" not in os.environ:
+        raise SystemExit(
+            "weights are quantized as they are loaded: python tiny.py base, then MODEL=base for this script"
+        )
+    return AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], quantization_config=quantized)
 
 
 def llama(words: PreTrainedTokenizerFast) -> LlamaConfig:
@@ -66,3 +77,9 @@ def show(trainer: Any) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         print(json.dumps({"losses": losses, "eval": evaluated}), flush=True)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(5)
+    model(tokenizer()).save_pretrained(sys.argv[1])
+    tokenizer().save_pretrained(sys.argv[1])

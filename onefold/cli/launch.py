@@ -11,7 +11,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -117,6 +117,10 @@ def read_hostfile(path: str | Path) -> Nodes:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise UsageError(f"hostfile {path}: {error.strerror or error}") from error
+    return parse_hostfile(lines, f"hostfile {path}")
+
+
+def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
     nodes: Nodes = {}
     for number, line in enumerate(lines, start=1):
         line = line.split("#", 1)[0].strip()
@@ -124,12 +128,12 @@ def read_hostfile(path: str | Path) -> Nodes:
             continue
         match = LINE.match(line)
         if match is None:
-            raise UsageError(f"hostfile {path}, line {number}: `{line}` is not of the form `node1 slots=8`")
+            raise UsageError(f"{name}, line {number}: `{line}` is not of the form `node1 slots=8`")
         if match["node"] in nodes:
-            raise UsageError(f"hostfile {path}, line {number}: {match['node']} stands there twice")
+            raise UsageError(f"{name}, line {number}: {match['node']} stands there twice")
         nodes[match["node"]] = tuple(range(int(match["slots"])))
     if not nodes:
-        raise UsageError(f"hostfile {path} names no node")
+        raise UsageError(f"{name} names no node")
     return nodes
 
 

@@ -12,9 +12,8 @@ from onefold.cli.commands import CPU_RANKS, UsageError
 from onefold.cli.ranks import Job, python_command, run_ranks
 from onefold.config import check_built, load_config
 from onefold.train.__main__ import run_rank
-from onefold.train.data import load_corpus
-from onefold.train.gpt import PRESETS
 from onefold.train.options import TrainOptions, default_out, prepare_config
+from onefold.train.task import choose_task
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -27,7 +26,7 @@ def train(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {num_ranks}: must be at least 1")
     # Mistakes show here, once, before any rank starts.
     check_built(load_config(prepare_config(options, on_gpus=num_gpus > 0).document))
-    load_corpus(options.data, PRESETS[options.preset].sequence_length)
+    choose_task(options)
     options = replace(options, out=options.out or default_out(options))
     command = python_command("onefold.train", *options.to_arguments(), is_module=True)
     return run_ranks(command, Job(num_ranks, max_restarts=arguments.max_restarts))

@@ -200,4 +200,6 @@ def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger
 
 
 # Types that some backend does not know; their bytes travel all the same.
-_AS_BYTES = {torch.bool, torch.int16, torch.bfloat16, torch.float16}
+_AS_BYTES = {torch.bool, torch.int16, torch.bfloat16, torch.float16} | {
+    kind for name, kind in vars(torch).items() if name.startswith(("float8_", "float4_"))
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, get_origin
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from onefold.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from onefold.config.keys import SectionKey, entries
@@ -16,16 +16,23 @@ _OLD_PREFIX = "stage3_"
 def model_of(name: str, section: type, **kinds: Any) -> Any:
     """A model with one field for each key of a section; `kinds` replaces the types of some."""
     fields: dict[str, Any] = {}
+    old_names: dict[str, str] = {}
     for entry in entries(section).values():
         # DeepSpeed's attribute has no `stage3_`; the key in a file has.
         field_name = entry.name.removeprefix(_OLD_PREFIX)
         alias = entry.name if field_name != entry.name else None
+        old_names |= {old: field_name for old in entry.key.aliases if old != field_name}
         kind = kinds.get(entry.name, _kind(entry))
         fields[field_name] = (
             kind,
             Field(_default(entry, kind), alias=alias, description=entry.key.doc, **_bounds(entry)),
         )
-    return create_model(name, __base__=DeepSpeedConfigModel, **fields)
+
+    def rename(given: Any) -> Any:
+        return {old_names.get(key, key): value for key, value in given.items()} if isinstance(given, dict) else given
+
+    validators: Any = {"_by_old_names": model_validator(mode="before")(rename)}
+    return create_model(name, __base__=DeepSpeedConfigModel, __validators__=validators, **fields)
 
 
 def _kind(entry: SectionKey) -> Any:

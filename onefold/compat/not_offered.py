@@ -69,6 +69,17 @@ _NOT_OFFERED: dict[str, dict[str, list[str]]] = {
             "HFBertLayerPolicy",
         ],
     },
+    "launchers other than ssh (start `deepspeed --no_ssh` on every node)": {
+        "launcher.multinode_runner": [
+            "MultiNodeRunner",
+            "PDSHRunner",
+            "OpenMPIRunner",
+            "MPICHRunner",
+            "IMPIRunner",
+            "SlurmRunner",
+            "MVAPICHRunner",
+        ],
+    },
     "monitors (log from your own loop)": {
         "monitor.monitor": ["MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor", "CometMonitor"],
     },
@@ -92,6 +103,9 @@ _NOT_OFFERED: dict[str, dict[str, list[str]]] = {
     },
     "sampling by difficulty": {
         "runtime.data_pipeline.data_sampling": ["DeepSpeedDataSampler", "DataAnalyzer"],
+    },
+    "sample files of token ids": {
+        "runtime.data_pipeline.data_sampling.indexed_dataset": ["MMapIndexedDataset", "MMapIndexedDatasetBuilder"],
     },
     "sequence parallelism": {
         "runtime.sequence_parallel.parallel_state_sp": ["initialize_sequence_parallel"],

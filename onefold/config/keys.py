@@ -25,7 +25,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 _METADATA = "onefold"
 
 
-class ConfigError(ValueError):
+class ConfigError(ValueError, AssertionError):
     """A config that cannot be used: names the key, what was wrong, and what to write instead."""
 
 

@@ -137,7 +137,7 @@ class OneCycleParams(_Schedule):
     cycle_max_lr: PerGroup | None = key(None, "The rate at its top. Required.", minimum=0)
     decay_lr_rate: float = key(0.0, "After the cycle the rate is divided by 1 + this x intervals.", minimum=0)
     cycle_first_step_size: int = key(2000, "Steps on the way up.", minimum=1)
-    cycle_second_step_size: int | None = key(None, "Steps on the way down; as many as up when left out.", minimum=1)
+    cycle_second_step_size: int | None = key(None, "Steps on the way down; as many as up when left out.", minimum=0)
     cycle_first_stair_count: int = key(0, "Stairs on the way up; 0: a slope.", minimum=0)
     cycle_second_stair_count: int | None = key(None, "Stairs on the way down; as up when left out.", minimum=0)
     decay_step_size: int = key(0, "Steps of one interval of decay; 0: no decay.", minimum=0)

@@ -260,6 +260,10 @@ class Engine(nn.Module):
         if not any(param.grad.is_held for param in self.state.schedule.trained_params()):
             self.zero_grad()
 
+    def model_moved(self) -> None:
+        """Somebody has moved parameters to another device: the next forward or step says so, unless they are back."""
+        self._hooks.model_moved()
+
     def about_to_write(self) -> None:
         """Parameters are about to be written from outside: what the last step still does is done first."""
         self.state.flush()
@@ -330,6 +334,7 @@ class Engine(nn.Module):
         A load that is refused changes nothing. Only an error while values are written (of the disk, or of
         `custom_load_fn`) leaves an engine that does nothing until another load succeeds.
         """
+        self._hooks.check_model()
         return self._loading.load(
             load_dir,
             tag,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from onefold.checkpoint.format.folder import put_pointer_files, retain
 from onefold.checkpoint.format.manifest import checksum, without_secrets
@@ -42,6 +41,8 @@ class Saving:
         name = agreement.tell("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint; each is written and points to the manifest."""
+        self.refuses_open_window = True
+        """Whether a save inside an accumulation window raises, or is warned of."""
         self.saver = Saver(
             self,
             Board(state.group, name),
@@ -111,16 +112,17 @@ class Saving:
                 f"client_state must be a dict, or None, not a {type(client_state).__name__}: put it into one"
             )
         if self._state.window.is_open:
-            raise SaveError(
-                "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them: save "
-                "right after the engine.step() of a boundary (engine.is_gradient_accumulation_boundary() before it), "
-                "or call engine.zero_grad() to drop them"
-            )
+            problem = "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them"
+            if self.refuses_open_window:
+                raise SaveError(
+                    f"{problem}: save right after the engine.step() of a boundary "
+                    "(engine.is_gradient_accumulation_boundary() before it), or call engine.zero_grad() to drop them"
+                )
+            logger.warning("%s: a run that is resumed from it goes on without them", problem)
         outside, aliases = outside_units(self._state.model)
-        # What is a parameter and lies in no unit (quantized weights, whole numbers) is not trained here.
-        parameters = groups_of(self._state.schedule.units) | {
-            n: None for n, t in outside.items() if isinstance(t, nn.Parameter)
-        }
+        buffers = {name for name, _ in self._state.model.named_buffers()}
+        # What lies in no unit and is no buffer is not trained here: parameters left alone, scales of packed ones.
+        parameters = groups_of(self._state.schedule.units) | {name: None for name in outside if name not in buffers}
         return SaveHeader(
             state={
                 **self._job_state(),
@@ -130,7 +132,7 @@ class Saving:
             parameters=parameters,
             aliases=aliases,
             left_out=[name for name, group in parameters.items() if group is None] if exclude_frozen else [],
-            buffers={name: _digest(t) for name, t in outside.items() if not isinstance(t, nn.Parameter)},
+            buffers={name: _digest(tensor) for name, tensor in outside.items() if name in buffers},
         )
 
     def _job_state(self) -> dict[str, Any]:
@@ -185,10 +187,11 @@ class Saving:
         rank, units = state.group.rank, state.schedule.units
         first = rank < state.group.num_shards  # others hold the same again
         slots = list(own_slots(units, state.step, exclude_frozen=request.exclude_frozen)) if first else []
+        buffers = {name for name, _ in state.model.named_buffers()}
         for name, tensor in outside_units(state.model, exclude_frozen=request.exclude_frozen)[0].items():
             if rank == 0:
                 slots.append(Slot.whole(f"model/{name}", tensor))
-            elif not joined and not isinstance(tensor, nn.Parameter) and request.buffers.get(name) != _digest(tensor):
+            elif not joined and name in buffers and request.buffers.get(name) != _digest(tensor):
                 slots.append(Slot.whole(buffer_name(rank, name), tensor))
         own = self._after_step[1] if joined else self._own_state()
         # Where every rank steps everything, one of them says it all.

@@ -119,14 +119,14 @@ class OneCycle(LRSchedule):
         self.decay_lr_rate: float = _read("decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate: float = _read("decay_mom_rate", decay_mom_rate)
         self.decay_step_size: int = _read("decay_step_size", decay_step_size)
-        self.first_size: int = _read("cycle_first_step_size", cycle_first_step_size)
-        self.second_size: int = self.first_size
+        self.first_step_size: int = _read("cycle_first_step_size", cycle_first_step_size)
+        self.second_step_size: int = self.first_step_size
         if cycle_second_step_size is not None:
-            self.second_size = _read("cycle_second_step_size", cycle_second_step_size)
-        self.first_stairs: int = _read("cycle_first_stair_count", cycle_first_stair_count)
-        self.second_stairs: int = self.first_stairs
+            self.second_step_size = _read("cycle_second_step_size", cycle_second_step_size)
+        self.first_stair_count: int = _read("cycle_first_stair_count", cycle_first_stair_count)
+        self.second_stair_count: int = self.first_stair_count
         if cycle_second_stair_count is not None:
-            self.second_stairs = _read("cycle_second_stair_count", cycle_second_stair_count)
+            self.second_stair_count = _read("cycle_second_stair_count", cycle_second_stair_count)
         self.cycle_momentum: bool = _read("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
@@ -134,23 +134,32 @@ class OneCycle(LRSchedule):
             self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle that goes up."""
+        return self.first_step_size / (self.first_step_size + self.second_step_size)
+
     def _height_at(self, position: int) -> float:
         """How far up the triangle a position of the cycle lies: 0 at its ends, 1 at its top."""
-        if position <= self.first_size:
-            climbed, size, stairs = position, self.first_size, self.first_stairs
+        if position <= self.first_step_size:
+            climbed, size, stairs = position, self.first_step_size, self.first_stair_count
         else:
-            climbed, size, stairs = self.first_size + self.second_size - position, self.second_size, self.second_stairs
+            climbed, size, stairs = (
+                self.first_step_size + self.second_step_size - position,
+                self.second_step_size,
+                self.second_stair_count,
+            )
         # Multiplied before divided: a quotient a hair below a whole stair would be floored to the stair below.
         return math.floor(climbed * stairs / size) / stairs if stairs > 0 else climbed / size
 
     def _decay_at(self, position: int) -> float:
         """How many decay intervals have passed since the end of the cycle; 0 throughout when there is no decay."""
-        passed = position - self.first_size - self.second_size
+        passed = position - self.first_step_size - self.second_step_size
         return passed / self.decay_step_size if self.decay_step_size > 0 else 0.0
 
     def _rates_at(self, iteration: int) -> list[float]:
         position = iteration + 1
-        if position > self.first_size + self.second_size:
+        if position > self.first_step_size + self.second_step_size:
             factor = 1 + self.decay_lr_rate * self._decay_at(position)
             return [low / factor for low in self.min_lrs]
         height = self._height_at(position)
@@ -158,22 +167,25 @@ class OneCycle(LRSchedule):
 
     def _momenta_at(self, iteration: int) -> list[float]:
         position = iteration + 1
-        if position == 0:  # DeepSpeed documents the lower bound as the initial momentum; the curve starts after it
-            return self.min_moms
-        if position > self.first_size + self.second_size:
+        if position > self.first_step_size + self.second_step_size:
             factor = 1 + self.decay_mom_rate * self._decay_at(position)
             return [high * factor for high in self.max_moms]
         height = self._height_at(position)
         return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
-    def get_mom(self) -> list[float] | None:
-        """The momentum of each group at the present iteration, or None where it is not cycled."""
-        return self._momenta_at(self.last_batch_iteration) if self.cycle_momentum else None
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """The betas of each group on the curve at the present iteration, or None where momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        momenta = zip(self._momenta_at(self.last_batch_iteration), self.optimizer.param_groups, strict=True)
+        return [(momentum, *group["betas"][1:]) for momentum, group in momenta]
 
     def _apply(self) -> None:
         super()._apply()
         if self.cycle_momentum:
-            momenta = self._momenta_at(self.last_batch_iteration)
+            # DeepSpeed documents the lower bound as the initial momentum; the curve starts after it.
+            first = self.last_batch_iteration == -1
+            momenta = self.min_moms if first else self._momenta_at(self.last_batch_iteration)
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
                 group["betas"] = (momentum, *group["betas"][1:])
 
@@ -269,16 +281,30 @@ class WarmupCosineLR(LRSchedule):
         self.initial_lrs = _initial_rates(optimizer, last_batch_iteration)
         super().__init__(optimizer, last_batch_iteration)
 
-    def _rates_at(self, iteration: int) -> list[float]:
+    @property
+    def warmup_num_steps(self) -> int:
+        return self.warmup.num_steps
+
+    @property
+    def warmup_type(self) -> str:
+        return self.warmup.kind
+
+    def get_lr_ratio(self) -> float:
+        """What the groups' own rates are multiplied by at the present iteration."""
+        return self._ratio_at(self.last_batch_iteration)
+
+    def _ratio_at(self, iteration: int) -> float:
         if iteration < 0:
-            ratio = 0.0
-        elif iteration < self.warmup.num_steps:
-            ratio = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.height_at(iteration)
-        else:
-            cosine_steps = self.total_num_steps - self.warmup.num_steps
-            done = iteration - self.warmup.num_steps + 1
-            height = (1 + math.cos(math.pi * done / cosine_steps)) / 2 if done < cosine_steps else 0.0
-            ratio = max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
+            return 0.0
+        if iteration < self.warmup.num_steps:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.height_at(iteration)
+        cosine_steps = self.total_num_steps - self.warmup.num_steps
+        done = iteration - self.warmup.num_steps + 1
+        height = (1 + math.cos(math.pi * done / cosine_steps)) / 2 if done < cosine_steps else 0.0
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
+
+    def _rates_at(self, iteration: int) -> list[float]:
+        ratio = self._ratio_at(iteration)
         return [rate * ratio for rate in self.initial_lrs]
 
 

@@ -37,11 +37,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._loss_scale = loss_scale
         self._drop_gradients = drop_gradients
-        # The user's instance has neither gradients nor states: what he asks of it goes to the one that has.
-        if (instance := sharded.instance) is not None:
-            for name in FORWARDED:
-                if callable(own := getattr(instance, name, None)):
-                    vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), weakref.ref(self))
+        if sharded.instance is not None:
+            self.answer_for(sharded.instance)
+
+    def answer_for(self, instance: torch.optim.Optimizer) -> None:
+        """An instance over the same groups has neither gradients nor states: what is asked of it goes to this one."""
+        for name in FORWARDED:
+            if callable(own := getattr(instance, name, None)):
+                vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), weakref.ref(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -12,7 +12,7 @@ from functools import cached_property
 PARAMETER_ALIGNMENT = 64
 
 # Each shard is a multiple of this many elements: vector kernels, quantization blocks and, at two bytes an element,
-# pages of direct disk access never straddle a rank.
+# pages of direct disk access never straddle a rank. Elements of one byte need twice as many for a page.
 SHARD_ALIGNMENT = 2048
 
 
@@ -49,15 +49,16 @@ class Layout:
     total: int
 
     @staticmethod
-    def of(parameters: Iterable[tuple[str, tuple[int, ...], int]], num_shards: int) -> Layout:
+    def of(parameters: Iterable[tuple[str, tuple[int, ...], int]], num_shards: int, itemsize: int = 2) -> Layout:
         """Lay out (name, shape, optimizer group) triples. Within a run each group is one range."""
+        alignment = SHARD_ALIGNMENT * (2 if itemsize == 1 else 1)
         members = []
         end = 0
         for name, shape, group in sorted(parameters, key=lambda parameter: parameter[2]):
             start = round_up(end, PARAMETER_ALIGNMENT)
             end = start + math.prod(shape)
             members.append(Member(name, shape, group, start, end))
-        return Layout(tuple(members), num_shards, round_up(end, SHARD_ALIGNMENT * num_shards))
+        return Layout(tuple(members), num_shards, round_up(end, alignment * num_shards))
 
     @property
     def shard_size(self) -> int:

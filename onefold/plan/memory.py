@@ -42,6 +42,8 @@ class FlatParamSpec:
     dtype: torch.dtype
     trainable: bool
     persistent: bool
+    packed: bool = False
+    """Frozen values in a format of their own, as quantized weights are: gathered byte for byte, never cast."""
     residency: Residency = Residency()
 
     @property

@@ -16,6 +16,8 @@ from onefold.plan import FlatParamSpec, Layout, Plan, Precision, UnitCut, cut, p
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import plain_class
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
+from onefold.runtime.quantized_layers import follow_weights, scales_of
+from onefold.runtime.torch_internals import is_plain_float
 from onefold.runtime.unit import Unit
 
 
@@ -53,17 +55,21 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
     )
     specs = []
     for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
-        flat: dict[tuple[torch.dtype, bool, bool], list[tuple[str, tuple[int, ...], int]]] = {}
+        flat: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:
             parameter = parameters[name]
             trainable = parameter.requires_grad and id(parameter) in groups
             if trainable:
                 _check_trainable(name, parameter)
-            elif not parameter.is_floating_point() or plain_class(parameter) is not nn.Parameter:
-                continue  # left outside: whole numbers, and subclasses with a format of their own (quantized weights)
-            key = (plan.precision.of_parameter(parameter.dtype), trainable, name in persistent)
+            elif not _fits_in_flat(parameter):
+                continue
+            packed = not trainable and not (is_plain_float(parameter.dtype) and plain_class(parameter) is nn.Parameter)
+            dtype = parameter.dtype if packed else plan.precision.of_parameter(parameter.dtype)
+            key = (dtype, trainable, name in persistent, packed)
             flat.setdefault(key, []).append((name, shapes[name], groups[id(parameter)] if trainable else 0))
-        params = [FlatParamSpec(Layout.of(members, plan.num_shards), *key) for key, members in flat.items()]
+        params = []
+        for key, members in flat.items():
+            params.append(FlatParamSpec(Layout.of(members, plan.num_shards, key[0].itemsize), *key))
         specs.append(UnitSpec(found, params))
     return specs
 
@@ -101,6 +107,7 @@ def build_units(
     for unit in units:
         inside = {id(module) for module in unit.module.modules()} - {id(unit.module)}
         unit.encloses = any(id(other.module) in inside for other in units)
+    follow_weights(model)
     _take_first_ranks_values(model, units, plan.precision, group, ledger, device)
     return units
 
@@ -112,12 +119,27 @@ def _buffer_dtype(module: nn.Module, name: str, dtype: torch.dtype, precision: P
     statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
     many are made to be precise (rotary frequencies, position tables).
     """
-    if not dtype.is_floating_point:
+    if not is_plain_float(dtype):
         return dtype
     # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
     of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
-    follows = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.") or of_hook
+    home = type(module).__module__
+    of_layer = home.startswith("torch.nn.") and home not in (nn.Module.__module__, nn.Sequential.__module__)
+    follows = isinstance(module, _NormBase) or of_layer or of_hook
     return precision.buffers or (precision.compute if follows and precision.compute is not None else dtype)
+
+
+def _fits_in_flat(parameter: nn.Parameter) -> bool:
+    """Whether a frozen parameter is one dense run of memory of a dtype that every backend can gather. Others stay with
+    their module, unsharded: tensors inside tensors (torchao's quantized weights), floats of 8 bits, sparse, complex and
+    boolean ones.
+    """
+    numbers = is_plain_float(parameter.dtype) or parameter.dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
+    return numbers and parameter.layout is torch.strided and not _has_own_format(plain_class(parameter))
+
+
+def _has_own_format(kind: type[nn.Parameter]) -> bool:
+    return kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
 
 
 def _check_trainable(name: str, parameter: nn.Parameter) -> None:
@@ -131,8 +153,7 @@ def _check_trainable(name: str, parameter: nn.Parameter) -> None:
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name} has the layout {parameter.layout}: only dense parameters can be sharded")
     disabled = torch._C._disabled_torch_function_impl
-    own_format = kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
-    if own_format or getattr(kind, "__torch_function__", disabled) is not disabled:
+    if _has_own_format(kind) or getattr(kind, "__torch_function__", disabled) is not disabled:
         raise ValueError(
             f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which gives torch functions a meaning of "
             "its own: it cannot be trained as plain numbers. Freeze it, leave it out of the optimizer, or make it an "
@@ -220,7 +241,7 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
 def _take_first_ranks_values(
     model: nn.Module, units: Sequence[Unit], precision: Precision, group: Group, ledger: Ledger, device: torch.device
 ) -> None:
-    """Of what lies in no flat parameter: buffers, and parameters that are left alone."""
+    """Of what lies in no flat parameter: buffers, parameters that are left alone, and the scales of packed ones."""
     with torch.no_grad():
         flattened = {id(parameter) for unit in units for param in unit.params for parameter in param.parameters}
         loose = [parameter for parameter in model.parameters() if id(parameter) not in flattened]
@@ -229,6 +250,7 @@ def _take_first_ranks_values(
                 if buffer.is_meta:
                     raise ValueError(f"buffer {name} is on the meta device and has no values: build buffers off meta")
                 buffer.data = buffer.data.to(_buffer_dtype(module, name, buffer.dtype, precision))
-        for tensor in [*loose, *model.buffers()]:
+        scales = [tensor for module in model.modules() for tensor in scales_of(module).values()]
+        for tensor in [*loose, *model.buffers(), *scales]:
             tensor.data = tensor.data.to(device)
             broadcast_from(group, 0, tensor.data, ledger)

@@ -112,7 +112,8 @@ class FlatParam:
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.itemsize)
-        self._is_rounded = not lossless and self.plan.wire_of(trainable=self.trainable) is not Wire.NATIVE
+        wire = Wire.NATIVE if lossless or self.spec.packed else self.plan.wire_of(trainable=self.trainable)
+        self._is_rounded = wire is not Wire.NATIVE
         if self.secondary is not None and not lossless and (use_secondary or not self.trainable):
             if self._secondary_serves:
                 return Gathering(self.full, self.secondary, span=self.plan.node_shard_size)
@@ -140,8 +141,13 @@ class FlatParam:
         """The parameters are about to have other values, on every rank."""
         self._secondary_serves = self._fills_secondary = False
 
+    def view_of(self, index: int) -> torch.Tensor:
+        """Where one parameter lies in a flat parameter that is unsharded."""
+        member = self.layout.members[index]
+        return self.full[member.start : member.stop].view(member.shape)
+
     def _views(self) -> list[torch.Tensor]:
-        return [self.full[member.start : member.stop].view(member.shape) for member in self.layout.members]
+        return [self.view_of(index) for index in range(len(self.layout.members))]
 
     # -- reshard ------------------------------------------------------------------------------------------------
 

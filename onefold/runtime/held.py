@@ -6,9 +6,10 @@ own class, as torch does with `UninitializedParameter`: `isinstance`, optimizers
 Parameter.
 
 * Unsharded. Torch functions run as on any Parameter. Three attributes are watched. `data = tensor` writes the values
-  into the flat parameter; another shape, dtype or device raises. `requires_grad` tells the engine what to leave out
-  of the step. `grad` is the engine's: autograd's gradient has been moved into a flat buffer, so reading it gives what
-  stands for it, and setting it to None drops it.
+  into the flat parameter; another shape or dtype raises, and on another device the Parameter is a copy to look at
+  until it comes back. `requires_grad` tells the engine what to leave out of the step. `grad` is the engine's:
+  autograd's gradient has been moved into a flat buffer, so reading it gives what stands for it, and setting it to None
+  drops it.
 * Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation
   on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`), elsewhere it raises.
 """
@@ -112,8 +113,8 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _set_resting_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Casting or moving a module ends here. What changes nothing is let through."""
-    if value.numel() or (value.dtype, value.device) != (parameter.dtype, parameter.device):
+    """Casting or moving a module ends here. Its values rest where the engine has them, so a move changes nothing."""
+    if value.numel() or value.dtype != parameter.dtype:
         what = f"data of {value.dtype} on {value.device}, shape {tuple(value.shape)}, for a parameter"
         raise at_rest([name_of(parameter)], what)
 
@@ -224,7 +225,8 @@ class RestingValues(torch.Tensor):
 
 class HeldGradient(torch.Tensor):
     """Stands for a gradient that is sharded over the ranks, or scaled: it has a shape and no values. What clears
-    gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's. Reading or writing raises.
+    gradients (`zero_grad`, `grad = None`, `grad.zero_()`) clears the engine's, and casting or moving a module changes
+    nothing here. Reading or writing raises.
     """
 
     _onefold_parameter: nn.Parameter
@@ -253,6 +255,10 @@ class HeldGradient(torch.Tensor):
             for gradient in held:
                 gradient._onefold_parameter.grad = None
             return args[0]
+        if func in _MOVES:
+            return args[0]
+        if func == _data.__set__ and isinstance(args[1], HeldGradient):
+            return None
         raise RuntimeError(
             f"{_words(func)}'s gradient: the gradient of {held[0]._onefold_name} is {held[0]._onefold_where}. Clip "
             "with the config's gradient_clipping; read the norm with "
@@ -320,8 +326,9 @@ _METADATA: set[Any] = {
 } | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
 # Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail
 # before anybody reads a value.
-_WITHOUT_VALUES: set[Any] = {
+_MOVES: set[Any] = {
     getattr(torch.Tensor, name)
-    for name in ("detach", "to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type", "type_as")
+    for name in ("to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type", "type_as")
     if hasattr(torch.Tensor, name)
-} | {_data.__get__, torch.detach}
+}
+_WITHOUT_VALUES: set[Any] = {*_MOVES, torch.Tensor.detach, _data.__get__, torch.detach}

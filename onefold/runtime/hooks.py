@@ -55,6 +55,8 @@ class Hooks:
         self._bare: weakref.ref[Callable[..., None]] | None = None
         self._handles: list[RemovableHandle] = []
         self._model_watch = ModelWatch(model, schedule.units)
+        # Whether a state dict has placeholders for what is sharded, which raise when somebody uses or saves them.
+        self.state_dicts_may_be_empty = False
         self._watched: list[weakref.ref[nn.Module]] = []
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
@@ -94,8 +96,7 @@ class Hooks:
         me, add = weakref.ref(self), self._handles.append
         add(module.register_load_state_dict_pre_hook(ModuleHook(me, module, Hooks.before_load, units)))
         add(module.register_load_state_dict_post_hook(ModuleHook(me, module, Hooks.after_load, units)))
-        check = ModuleHook(me, module, Hooks.check_whole, units, "state_dict()", _USE_MODULE_STATE_DICT)
-        add(module.register_state_dict_pre_hook(check))
+        add(module.register_state_dict_pre_hook(ModuleHook(me, module, Hooks.before_state_dict, units)))
         if watch:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
             self._watched.append(weakref.ref(module))
@@ -163,6 +164,10 @@ class Hooks:
         """Raise where the model has been changed since it was laid out."""
         self._model_watch.check()
 
+    def model_moved(self) -> None:
+        """A parameter is on another device: the next look at the model finds it, unless it is back."""
+        self._model_watch.mark()
+
     # -- calls of units -----------------------------------------------------------------------------------------
 
     def before_root_forward(self, *_: Any) -> None:
@@ -224,7 +229,13 @@ class Hooks:
         for unit in units:
             self._schedule.in_flight.wait_for_refresh(self._schedule.units[unit])
 
-    def check_whole(self, units: list[int], what: str, instead: str, *_: Any) -> None:
+    def before_state_dict(self, units: list[int], *_: Any) -> None:
+        if self.state_dicts_may_be_empty:
+            self.wait_for_refresh(units)
+        else:
+            self.check_whole(units, "state_dict()", _USE_MODULE_STATE_DICT)
+
+    def check_whole(self, units: list[int], what: str, instead: str) -> None:
         for unit in (self._schedule.units[index] for index in units):
             self._schedule.in_flight.wait_for_refresh(unit)
             # Another engine may hold the same frozen parameters, and have unsharded them.

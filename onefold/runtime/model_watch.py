@@ -1,8 +1,9 @@
 """Notices what happens to a model's modules and parameters after `initialize` has laid them out.
 
 torch tells, by its registration hooks, of every parameter and every module that a module takes: that leaves a mark,
-and the next forward or step looks at the model once. What no hook tells of (a container's `insert`, a parameter that
-`to("meta")` replaces) is seen by the number of a container's children and by one parameter a unit.
+and the next forward or step looks at the model once. Handles leave it for parameters that were moved. What no hook
+tells of (a container's `insert`, a parameter that `to("meta")` replaces) is seen by the number of a container's
+children and by one parameter a unit.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class ModelWatch:
         self._changed = False
         # The name under which a parameter of ours is known.
         self._names = {id(p): name for unit in units for param in unit.params for name, p in param.named_parameters()}
+        self._device = units[0].params[0].full.device if units else None
         self._known: dict[str, int] = {}
         # Taken since, and not to be trained: a layer that is unfrozen later would be no more trained than a new one.
         self._newcomers: list[weakref.ref[nn.Parameter]] = []
@@ -76,7 +78,8 @@ class ModelWatch:
             raise RuntimeError(
                 f"the model was changed after initialize: {'; '.join(problems[:2])}{more}. The engine's shards and "
                 "optimizer states do not have them: change the model before initialize, or call initialize again; a "
-                "parameter that is not to be trained may be added with requires_grad False"
+                "parameter that is not to be trained may be added with requires_grad False, and a model that was moved "
+                f"may be moved back (model.to('{self._device}'))"
             )
         self._newcomers = [
             weakref.ref(parameter)
@@ -87,6 +90,8 @@ class ModelWatch:
         self._changed = False
 
     def _problem(self, name: str, parameter: nn.Parameter) -> str | None:
+        if id(parameter) in self._names and parameter.device != self._device:
+            return f"{name} was moved to {parameter.device}"
         if self._known.get(name) == id(parameter):
             is_new = any(reference() is parameter for reference in self._newcomers)
             return f"{name} was added and requires a gradient now" if is_new and parameter.requires_grad else None

@@ -52,6 +52,9 @@ class Owner(Protocol):
     def gradient_dropped(self) -> None:
         """Somebody has set a parameter's `grad` to None."""
 
+    def model_moved(self) -> None:
+        """Somebody has moved a parameter to another device."""
+
 
 class ParamHandle:
     """Flat parameters that are unsharded and resharded together. `number`: of the first, the same on every rank."""
@@ -202,14 +205,32 @@ class ParamHandle:
         if self.owner is None or (lent and value.shape != parameter.shape):
             set_data(parameter, value)  # `GatheredParameters` and `Init` see to it, on all ranks together
             return
-        same = (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device)
-        if not same:
+        if (value.shape, value.dtype) == (parameter.shape, parameter.dtype) and not (lent or self.in_pass):
+            self._move(parameter, value)
+            return
+        if (value.shape, value.dtype, value.device) != (parameter.shape, parameter.dtype, parameter.device):
             raise RuntimeError(
                 f"parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
                 f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the "
-                "engine's model cannot be cast, moved or resized. Do it before initialize; dtypes and devices come "
-                "from the config"
+                "engine's model cannot be cast or resized, nor moved inside a pass. Do it before initialize; dtypes "
+                "and devices come from the config"
             )
+        if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
+            with torch.no_grad():
+                parameter.copy_(value)
+
+    def _move(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """The same parameter on another device, or back on the engine's. While it is away it is a copy: the engine
+        keeps its own values, saves them, and computes again when the model has come back.
+        """
+        param, index = self.place_of(parameter)
+        if value.device != param.full.device:
+            set_data(parameter, value)
+            if (owner := self.owner) is not None:
+                owner.model_moved()
+            return
+        if parameter.device != param.full.device:
+            set_data(parameter, param.view_of(index))
         with torch.no_grad():
             parameter.copy_(value)
 

@@ -78,6 +78,11 @@ def unrecorded() -> Iterator[None]:
                 yield
 
 
+def is_plain_float(dtype: torch.dtype) -> bool:
+    """Whether it is a number to compute with. One of 8 bits or less is a code, and its scale lies somewhere else."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """The same structure with its floating-point tensors cast."""
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The dataset of the built-in job: text files as bytes.
+"""Text files as bytes: what the built-in job trains on.
 
 Files are mapped, not read: the ranks of a host share one copy in the page cache, whatever the size of the text. The
 place of every sequence follows from (seed, step, rank), so ranks read different text and a run repeats exactly.
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
+# Tokens and, for each, what is to be predicted there.
+Batch = tuple[Tensor, Tensor]
 
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 STANDARD_LIBRARY_CAP = 16 * 2**20
@@ -48,24 +50,27 @@ class Corpus:
                 f"{2 * sequence_length + 2:,}. Give more text with --data, or take a preset with shorter sequences."
             )
 
-    def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of one micro-batch, at places drawn from (seed, step, rank)."""
-        last = self.num_train - self.sequence_length
-        return self._batch(np.random.default_rng([seed, step, rank]).integers(0, last, size=batch_size).tolist())
+    def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> Batch:
+        """Tokens and targets of one micro-batch: bytes, and the bytes that follow them."""
+        return _as_batch(self.train_windows(seed, step, rank, batch_size))
 
-    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        return map(_as_batch, self.held_out_windows(rank, world_size, batch_size))
+
+    def train_windows(self, seed: int, step: int, rank: int, batch_size: int) -> list[Bytes]:
+        """`sequence_length + 1` bytes each, at places drawn from (seed, step, rank)."""
+        last = self.num_train - self.sequence_length
+        places = np.random.default_rng([seed, step, rank]).integers(0, last, size=batch_size).tolist()
+        return [self._window(place) for place in places]
+
+    def held_out_windows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Bytes]]:
         """About 64 sequences spread evenly over the tail; every rank gets equally many batches."""
         num_batches = max(1, HELD_OUT_SEQUENCES // (world_size * batch_size))
         total = num_batches * world_size * batch_size
         room = self.num_held_out - self.sequence_length - 1
         for index in range(num_batches):
             first = (index * world_size + rank) * batch_size
-            yield self._batch([self.num_train + room * i // total for i in range(first, first + batch_size)])
-
-    def _batch(self, places: Iterable[int]) -> tuple[Tensor, Tensor]:
-        windows = np.stack([self._window(place) for place in places])
-        tokens = torch.from_numpy(windows).long()
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            yield [self._window(self.num_train + room * i // total) for i in range(first, first + batch_size)]
 
     def _window(self, start: int) -> Bytes:
         """`sequence_length + 1` bytes from `start`, across as many files as it takes."""
@@ -79,6 +84,11 @@ class Corpus:
             start += len(part)
             piece += 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _as_batch(windows: Sequence[Bytes]) -> Batch:
+    tokens = torch.from_numpy(np.stack(windows)).long()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def load_corpus(paths: Sequence[str | Path], sequence_length: int) -> Corpus:

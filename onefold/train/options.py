@@ -15,6 +15,8 @@ PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
 # What the job fills in where a config says nothing.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
+# The same for a model of transformers: one that has learnt already is moved gently.
+ADAPTER_RATE, MODEL_RATE = 2e-4, 2e-5
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class TrainOptions:
     stage: int | None = None
     steps: int = 300
     preset: str = "small"
+    model: str | None = None
+    sequence_length: int | None = None
+    lora: int = 0
     out: str | None = None
     seed: int = 0
     data: tuple[str, ...] = ()
@@ -47,7 +52,13 @@ class TrainOptions:
 
     def to_arguments(self) -> tuple[str, ...]:
         """The flags that give these options again: how the command hands them to its ranks."""
-        flags = {**vars(self), "resume": self.out if self.resume else None, "save_16bit_model": None, "data": None}
+        flags = {
+            **vars(self),
+            "resume": self.out if self.resume else None,
+            "save_16bit_model": None,
+            "data": None,
+            "lora": self.lora or None,
+        }
         given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
         given += ["--save-16bit-model"] * self.save_16bit_model
         return (*given, *(("--data", *self.data) if self.data else ()))
@@ -56,7 +67,8 @@ class TrainOptions:
 def default_out(options: TrainOptions) -> str:
     """A new folder under runs/ for each run, named after when it started and what it was."""
     stage = "" if options.stage is None else f"-stage{options.stage}"
-    return str(Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{options.preset}{stage}"))
+    name = options.preset if options.model is None else Path(options.model).stem
+    return str(Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{name}{stage}"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,20 +78,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_at_least_one, default=TrainOptions.steps, metavar="N",
         help="optimizer steps (default: %(default)s)")  # fmt: skip
     add("--preset", choices=PRESET_NAMES, default=TrainOptions.preset, help="size of the GPT (default: %(default)s)")
+    add("--model", metavar="PATH",
+        help="in place of the GPT a causal language model of transformers: a folder with its weights, config and "
+        "tokenizer, or a config.json to start from nothing; nothing is downloaded")  # fmt: skip
+    add("--lora", type=_at_least_one, nargs="?", const=16, default=0, metavar="RANK",
+        help="with --model: train a LoRA adapter of this rank and leave the model as it is (rank without a number: "
+        "%(const)s)")  # fmt: skip
+    add("--sequence-length", type=_at_least_one, metavar="N",
+        help="with --model: tokens a sequence (default: 512, or all positions that the model knows)")  # fmt: skip
     add("--out", metavar="FOLDER", help="where plot, metrics and summary go (default: a new folder under runs/)")
     add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")
     add("--data", nargs="+", default=[], metavar="PATH",
-        help="text files or folders (default: the Python standard library's own source)")  # fmt: skip
+        help="text files or folders (default: the Python standard library's own source); with --model also lines of "
+        "JSON (.jsonl) with text, with prompt and completion, or with messages")  # fmt: skip
     add("--prompt", default="def ", metavar="TEXT", help="what the sample at the end continues (default: %(default)r)")
     add("--save-16bit-model", "--zero3_save_16bit_model", dest="save_16bit_model", action="store_true",
-        help="write the trained weights, whole, as model.safetensors beside the summary")  # fmt: skip
+        help="write the trained weights, whole, as model.safetensors beside the summary; with --model as a folder that "
+        "from_pretrained loads, with --lora the adapter alone")  # fmt: skip
     add("--save-every", type=_not_negative, default=0, metavar="N",
         help="save a checkpoint every N steps, and at the end, in OUT/checkpoints; ranks that are started again go on "
         "from the last one (default: none)")  # fmt: skip
     add("--resume", metavar="FOLDER",
         help="go on with the run in this folder from its last checkpoint, on any number of ranks and in any stage, up "
         "to --steps in all")  # fmt: skip
-    add("--sample-length", type=_not_negative, default=200, metavar="N", help="bytes of sample (default: %(default)s)")
+    add("--sample-length", type=_not_negative, default=200, metavar="N",
+        help="bytes of sample, or tokens with --model (default: %(default)s)")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,11 +115,17 @@ class PreparedConfig:
 
 def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
     """The user's config, or the shipped one, with the flags in it and its gaps filled."""
-    from onefold.config import load_config
+    from onefold.config import ConfigError, load_config
 
+    for flag in ("lora", "sequence_length"):
+        if options.model is None and getattr(options, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} is for a model of transformers: give --model PATH too")
     given = load_config(options.config or SHIPPED_CONFIG)
     document: dict[str, Any] = copy.deepcopy(dict(given.raw))
     notes: list[str] = []
+    learning_rate = LEARNING_RATE if options.model is None else ADAPTER_RATE if options.lora else MODEL_RATE
+    if options.config is None:
+        _set_parameter(document, "optimizer", "lr", learning_rate)
     if options.config is None and on_gpus:
         document["bf16"] = {"enabled": True}
     if options.stage is not None:
@@ -107,11 +136,11 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
         document["train_micro_batch_size_per_gpu"] = MICRO_BATCH_SIZE
         notes.append(f"train_micro_batch_size_per_gpu = {MICRO_BATCH_SIZE}")
     if given.optimizer is None or not given.optimizer.type:
-        document["optimizer"] = {"type": "AdamW", "params": {"lr": LEARNING_RATE}}
-        notes.append(f"optimizer = AdamW with lr {LEARNING_RATE:g}")
+        document["optimizer"] = {"type": "AdamW", "params": {"lr": learning_rate}}
+        notes.append(f"optimizer = AdamW with lr {learning_rate:g}")
     elif "lr" not in given.optimizer.params:
-        _set_parameter(document, "optimizer", "lr", LEARNING_RATE)
-        notes.append(f"optimizer.params.lr = {LEARNING_RATE:g}")
+        _set_parameter(document, "optimizer", "lr", learning_rate)
+        notes.append(f"optimizer.params.lr = {learning_rate:g}")
     if given.scheduler is not None and given.scheduler.type.startswith("Warmup"):
         counts = {"warmup_num_steps": max(2, options.steps // 10)}
         if given.scheduler.type != "WarmupLR":

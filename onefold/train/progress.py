@@ -133,7 +133,9 @@ def format_seconds(value: float) -> str:
 class Summary:
     """One run in a dozen figures."""
 
-    preset: str
+    model: str
+    unit: str
+    """What the loss is of: a byte or a token."""
     num_parameters: int
     num_ranks: int
     device: str
@@ -160,13 +162,13 @@ class Summary:
         peaks = ", ".join(format_bytes(value) for value in self.peak_bytes_per_rank)
         states = ", ".join(f"{stage} {format_bytes(value)}" for stage, value in self.bytes_by_stage.items())
         return [
-            ("model", f"GPT {self.preset}, {self.num_parameters:,} parameters"),
+            ("model", f"{self.model}, {self.num_parameters:,} parameters"),
             ("ranks", f"{self.num_ranks} on {self.device}"),
             ("plan", self.plan),
             ("data", self.data),
             ("steps", f"{steps} in {format_seconds(self.seconds)}{', stopped by you' * self.stopped}"),
             ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} last"),
-            ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits a byte)"),
+            ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits a {self.unit})"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s over all ranks"),
             ("peak memory", f"{peaks} (by rank)"),
             ("model states", f"{states} (a rank, by stage)"),
@@ -206,13 +208,13 @@ def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> P
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    figure.suptitle(f"GPT {summary.preset}, {summary.num_parameters / 1e6:,.1f}M parameters, {summary.num_ranks} ranks")
+    figure.suptitle(f"{summary.model}, {summary.num_parameters / 1e6:,.1f}M parameters, {summary.num_ranks} ranks")
 
     upper.plot(done, [step.loss for step in steps], color="#c9d6e8", linewidth=1, label="each step")
     upper.plot(done, _smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
     upper.axhline(summary.held_out_loss, color="#c4552d", linewidth=1.2, linestyle="--",
                   label=f"held out, at the end: {summary.held_out_loss:.3f}")  # fmt: skip
-    upper.set_ylabel("loss (nats a byte)")
+    upper.set_ylabel(f"loss (nats a {summary.unit})")
     upper.legend(frameon=False)
 
     megabytes = [step.memory_bytes / 1e6 for step in steps]

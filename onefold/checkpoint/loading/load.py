@@ -59,7 +59,10 @@ def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: M
 def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[Slot]:
     """This rank's weights and buffers, as slots under the checkpoint's names. Raises with all that does not fit."""
     outside, aliases = outside_units(target.model)
-    shapes = {m.name: m.shape for unit in target.units for param in unit.params for m in param.layout.members}
+    inside = {
+        m.name: (m.shape, param.spec) for unit in target.units for param in unit.params for m in param.layout.members
+    }
+    shapes = {name: shape for name, (shape, _) in inside.items()}
     shapes |= {name: tuple(tensor.shape) for name, tensor in outside.items()}
     sources = find_stored(checkpoint, shapes, aliases)
     left_out = set(checkpoint.manifest.left_out)
@@ -70,12 +73,14 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
                 problems.append(f"missing in the checkpoint: {name} {list(shape)}")
             continue
         there = checkpoint.stored(f"model/{sources[name]}")
-        # What lies in runs is of floats; a buffer may be of anything.
-        dtype = outside[name].dtype if name in outside else torch.float32
+        dtype = outside[name].dtype if name in outside else inside[name][1].dtype
+        fits = there.dtype.is_floating_point == dtype.is_floating_point and torch.can_cast(there.dtype, dtype)
+        if name in inside and inside[name][1].packed:
+            fits = there.dtype == dtype
         if there.shape != shape:
             theirs = list(there.shape)
             problems.append(f"another shape: {name} is {list(shape)} in the model, {theirs} in the checkpoint")
-        elif there.dtype.is_floating_point != dtype.is_floating_point or not torch.can_cast(there.dtype, dtype):
+        elif not fits:
             problems.append(f"another kind: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
     if strict:
         unexpected = {*checkpoint.names("model/")} - {*sources.values(), *aliases}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,16 @@ from onefold.checkpoint.format.safetensors_files import SafetensorsReader, Safet
 from onefold.comm import Agreement, Ledger, data_group
 from onefold.offload.param_shard import write
 from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, unsharded_shape
+from onefold.runtime.quantized_layers import scales_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The tensors of a model's state dict, each by its first name, and the other names of those that are tied."""
+    """The tensors of a model's state dict, with the scales of quantized layers, each by its first name; and the other
+    names of those that are tied.
+    """
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
@@ -33,7 +37,7 @@ class ModelTensors:
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            own: dict[str, torch.Tensor | None] = {**module._parameters}
+            own: dict[str, torch.Tensor | None] = {**module._parameters, **scales_of(module)}
             if exclude_frozen:
                 own = {name: p for name, p in own.items() if p is not None and p.requires_grad}
             own |= {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -51,18 +55,65 @@ class ModelTensors:
 
 def unsharded_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor unsharded, in turn. All ranks iterate together; a unit is gathered only while it is passed."""
-    by_handle: dict[ParamHandle | None, list[str]] = {}
-    for name, tensor in contents.tensors.items():
-        by_handle.setdefault(handle_of(tensor), []).append(name)
-    for handle in sorted(by_handle, key=lambda handle: -1 if handle is None else handle.number):
+    for handle, names in _by_handle(contents):
         if handle is not None:
             handle.borrow()
         try:
-            for name in by_handle[handle]:
+            for name in names:
                 yield name, contents.tensors[name].detach()
         finally:
             if handle is not None:
                 handle.give_back()
+
+
+def _by_handle(contents: ModelTensors) -> list[tuple[ParamHandle | None, list[str]]]:
+    """Who unshards which tensors, in the one order that all ranks keep."""
+    found: dict[ParamHandle | None, list[str]] = {}
+    for name, tensor in contents.tensors.items():
+        found.setdefault(handle_of(tensor), []).append(name)
+    return sorted(found.items(), key=lambda item: -1 if item[0] is None else item[0].number)
+
+
+def stream_weights(
+    model: nn.Module, *, bucket_bytes: int = 1 << 30, exclude_frozen: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole weights in buckets, one after the other: to send a model to an inference server without ever holding it.
+
+    All ranks iterate together, to the end, and each gets every bucket: whole tensors by name, on the device, in the
+    dtype they compute in. They are the model's own memory: send or copy them before the next bucket is asked for. A
+    bucket takes in units until the next one would lift it over `bucket_bytes`, and a unit larger than that comes in
+    several buckets: no more than `bucket_bytes` or one unit is unsharded at a time, whichever is more. A tensor larger
+    than `bucket_bytes` comes alone. Tied weights come once, by their first name.
+
+        for bucket in onefold.zero.stream_weights(engine.module):
+            if rank == 0:
+                client.update_weights(bucket)
+    """
+    contents = ModelTensors.of(getattr(model, "module", model), exclude_frozen=exclude_frozen)
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes = {bucket_bytes}: give a number of bytes above 0")
+    with ExitStack() as borrowed:
+        bucket: dict[str, torch.Tensor] = {}
+        size = 0
+        for handle, names in _by_handle(contents):
+            sizes = [
+                unsharded_shape(contents.tensors[name]).numel() * contents.tensors[name].itemsize for name in names
+            ]
+            if bucket and size + sum(sizes) > bucket_bytes:
+                yield bucket
+                borrowed.close()
+                bucket, size = {}, 0
+            if handle is not None:
+                handle.borrow()
+                borrowed.callback(handle.give_back)
+            for name, bytes_ in zip(names, sizes, strict=True):
+                if bucket and size + bytes_ > bucket_bytes:
+                    yield bucket
+                    bucket, size = {}, 0
+                bucket[name] = contents.tensors[name].detach()
+                size += bytes_
+        if bucket:
+            yield bucket
 
 
 def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:

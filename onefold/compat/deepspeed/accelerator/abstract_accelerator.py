@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from onefold.compat.deepspeed.utils.numa import get_numa_cores
 from onefold.report.memory_usage import peak_resident_bytes, resident_bytes
 
 # Functions of torch.cuda that keep their name; on a CPU they have nothing to do.
 _OF_CUDA = {
-    "current_stream", "default_stream", "empty_cache", "is_current_stream_capturing", "memory_stats",
-    "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "stream", "synchronize",
+    "current_stream", "default_stream", "empty_cache", "is_current_stream_capturing", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "reset_peak_memory_stats", "synchronize",
 }  # fmt: skip
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -53,8 +54,10 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """On a CPU: as many as the launcher says that ranks are on this node (LOCAL_SIZE), or one."""
-        return torch.cuda.device_count() if self._is_cuda else int(os.environ.get("LOCAL_SIZE", 1))
+        """GPUs; without them what `LOCAL_SIZE` says, or the memory nodes of this machine that have cores."""
+        if self._is_cuda:
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE", 0)) or max(1, sum(map(bool, get_numa_cores())))
 
     def is_available(self) -> bool:
         return torch.cuda.is_available() if self._is_cuda else True
@@ -118,6 +121,14 @@ class DeepSpeedAccelerator:
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else peak_resident_bytes()
 
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        if self._is_cuda:
+            return torch.cuda.memory_stats(device_index)
+        return {
+            "allocated_bytes.all.current": resident_bytes(),
+            "allocated_bytes.all.peak": peak_resident_bytes(),
+        }
+
     memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def total_memory(self, device_index: int | None = None) -> int:
@@ -140,12 +151,14 @@ class DeepSpeedAccelerator:
         return torch.cuda.is_bf16_supported() if self._is_cuda else True
 
     def is_fp16_supported(self) -> bool:
+        """Whether the device itself computes in fp16; on other CPUs torch does it, slowly, by way of fp32."""
+        return self._is_cuda or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+    def is_fp64_supported(self) -> bool:
         return True
 
-    is_fp64_supported = is_fp16_supported
-
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
+        return [torch.float32, torch.bfloat16, *([torch.float16] if self.is_fp16_supported() else [])]
 
     def is_triton_supported(self) -> bool:
         return self._is_cuda
@@ -153,16 +166,30 @@ class DeepSpeedAccelerator:
     def lazy_call(self, callback: Any) -> Any:
         return torch.cuda._lazy_call(callback) if self._is_cuda else callback()
 
-    def range_push(self, msg: str) -> None:
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         if self._is_cuda:
             torch.cuda.nvtx.range_push(msg)
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: str | None = None) -> None:
         if self._is_cuda:
             torch.cuda.nvtx.range_pop()
 
+    def get_op_builder(self, class_name: str) -> Any:
+        from onefold.compat.deepspeed.ops import op_builder
+
+        return getattr(op_builder, class_name, op_builder.NotImplementedBuilder)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        return self.get_op_builder(class_name)()
+
+    def op_builder_dir(self) -> str:
+        return "deepspeed.ops.op_builder"
+
     def get_compile_backend(self) -> str:
         return "inductor"
+
+    def stream(self, stream: Any) -> Any:
+        return torch.cuda.stream(stream) if self._is_cuda else contextlib.nullcontext()
 
     @property
     def Stream(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,58 @@ import torch.distributed as dist
 from onefold import comm
 from onefold.compat.deepspeed.utils.logging import logger
 
-init_distributed = comm.init_distributed
+MPI_WORLD_SIZE_ENV_VARS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS")
+"""Where launchers that set no RANK and WORLD_SIZE say how many processes they have started."""
+
+_OF_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, **given: Any
+) -> None:
+    """Start torch.distributed if it does not run; under an MPI launcher ranks and addresses come from mpi4py."""
+    wanted = not dist.is_initialized() and given.get("dist_init_required") is not False
+    if wanted and auto_mpi_discovery and not all(name in os.environ for name in _OF_LAUNCHER):
+        verbose = given.get("verbose", True)
+        if in_multi_rank_mpi_job():
+            mpi_discovery(distributed_port=distributed_port, verbose=verbose)
+        elif given.get("world_size", -1) <= 0 and "WORLD_SIZE" not in os.environ:
+            single_process_discovery(distributed_port=distributed_port, verbose=verbose)
+    comm.init_distributed(dist_backend, auto_mpi_discovery, distributed_port, **given)
+
+
+def in_multi_rank_mpi_job() -> bool:
+    return any(os.environ.get(name, "").isdigit() and int(os.environ[name]) > 1 for name in MPI_WORLD_SIZE_ENV_VARS)
+
+
+def single_process_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """What a launcher would have put into the environment of one rank; what stands there stays."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**one, "MASTER_PORT": str(distributed_port)}.items():
+        os.environ.setdefault(name, value)
+
+
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """The same from MPI: ranks of one node are those whose processor has the same name."""
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError(
+            "this process is one of several of an MPI or SLURM job, and RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+            "are not set: install mpi4py, which tells them, or start with a launcher that sets them"
+        ) from error
+    world = MPI.COMM_WORLD
+    rank, node = world.Get_rank(), MPI.Get_processor_name()
+    address = world.bcast(socket.gethostbyname(socket.gethostname()) if rank == 0 else None, root=0)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world.Get_size()),
+        "LOCAL_RANK": str(world.allgather(node)[:rank].count(node)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(distributed_port),
+    }
+    if verbose:
+        logger.info("MPI: rank %s of %s at %s:%s", rank, world.Get_size(), address, distributed_port)
 
 
 def get_local_rank() -> int:

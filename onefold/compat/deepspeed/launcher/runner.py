@@ -8,6 +8,8 @@ somebody else.
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 import shlex
 import subprocess
@@ -17,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onefold.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
-from onefold.cli.launch import choose, launch, limit, read_hostfile
+from onefold.cli.launch import choose, launch, limit, parse_choice, parse_hostfile, read_hostfile
 
 DLTS_HOSTFILE = DEFAULT_HOSTFILE
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
@@ -80,7 +82,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 wrong use, otherwise that of the rank that failed."""
+    """Exit codes: 0 done, 2 wrong use, otherwise that of the rank that failed. From Python wrong use raises."""
     given = list(sys.argv[1:] if args is None else args)
     options = parse_args(given)
     try:
@@ -93,8 +95,52 @@ def main(args: Sequence[str] | None = None) -> int:
             return launch(_here(options, nodes))
         return _run_everywhere(list(nodes), options, given)
     except UsageError as error:
+        if args is not None:
+            raise
         print(f"deepspeed: {error}", file=sys.stderr)
         return 2
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int]:
+    """The nodes of a hostfile and how many slots each has; none where there is no such file."""
+    if not Path(hostfile_path).is_file():
+        return {}
+    return {node: len(slots) for node, slots in read_hostfile(hostfile_path).items()}
+
+
+def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    return {node: len(slots) for node, slots in parse_hostfile(hostfile_lines).items()}
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """The slots that `node1:0,2@node2` leaves of each node; a node may be named several times."""
+    if include_str and exclude_str:
+        raise UsageError("include_str and exclude_str say the same thing in two ways: give one of them")
+    listed: dict[str, set[int]] = {}
+    for part in (include_str or exclude_str).split("@") if include_str or exclude_str else ():
+        for node, slots in parse_choice(part).items():
+            if node not in host_info:
+                raise UsageError(f"Hostname '{node}' not found in the hostfile")
+            for slot in slots or ():
+                if slot not in host_info[node]:
+                    raise UsageError(f"No slot '{slot}' specified on host '{node}'")
+            listed.setdefault(node, set()).update(host_info[node] if slots is None else slots)
+    left = {
+        node: [slot for slot in slots if (slot in listed.get(node, ())) == bool(include_str)]
+        for node, slots in host_info.items()
+    }
+    return {node: slots for node, slots in left.items() if slots}
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    pool = {node: list(range(num_slots)) for node, num_slots in resource_pool.items()}
+    return parse_resource_filter(pool, include_str=inclusion, exclude_str=exclusion)
+
+
+def encode_world_info(world_info: Mapping[str, object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def read_environment() -> dict[str, str]:
@@ -113,6 +159,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, reason in _REFUSED.items():
         if getattr(options, name) not in ("", "None", False):
             raise UsageError(f"--{name}: {reason}; leave it out")
+    if (options.include or options.exclude) and (options.num_nodes, options.num_gpus) != (-1, -1):
+        raise UsageError("--include and --exclude say which slots take part: leave --num_nodes and --num_gpus out")
     if options.launcher.lower() not in _SSH and not options.no_ssh:
         raise UsageError(
             f"--launcher {options.launcher}: nodes are reached by ssh. Under another launcher start `deepspeed "

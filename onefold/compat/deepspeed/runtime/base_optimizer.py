@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from onefold.compat.as_deepspeed import VERSION
+from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.engine.train_state import TrainState
 from onefold.offload.param_shard import read
@@ -26,20 +29,35 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     """The optimizer of an engine that `deepspeed.initialize` has made."""
 
     plan: Plan
+    stands_for: type[torch.optim.Optimizer]
+    """The class of the instance that `initialize` was given, or the one that DeepSpeed makes of the same config."""
     parameter_offload: DeepSpeedZeRoOffload
     """Where parameters are sharded."""
+    step_of_engine: weakref.WeakMethod[Callable[[], None]]
     nccl_start_alignment_factor = 2
 
-    def learn(self, state: TrainState) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """`engine.step()`: loops of one's own, and Lightning's Fabric, call it here."""
+        if closure is not None:
+            raise ValueError("optimizer.step(closure): an engine has no closure to call; call backward before the step")
+        step = self.step_of_engine()
+        if step is None:
+            raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+        step()
+
+    def learn(self, state: TrainState, stands_for: type[torch.optim.Optimizer]) -> None:
         """What the engine lays it over, for those who ask."""
-        self.plan = state.plan
+        self.plan, self.stands_for = state.plan, stands_for
         self.state: Mapping[torch.Tensor, Any] = _States(self.sharded)  # type: ignore[assignment]
         self._train_state = weakref.ref(state)
+        if self.sharded.instance is None:
+            self.optimizer = self._basic_optimizer()
+        vars(self.optimizer)["state_dict"] = partial(_state_dict_of, weakref.ref(self))
         if state.plan.shards_parameters:
             self.parameter_offload = DeepSpeedZeRoOffload(state.model)
 
     @property
-    def _engines(self) -> TrainState:
+    def _engine_state(self) -> TrainState:
         found = self._train_state()
         if found is None:
             raise RuntimeError("the engine of this optimizer is gone")
@@ -57,25 +75,51 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters that each shard is cut from."""
-        return [list(param.parameters) for param in self._engines.schedule.trained_params()]
+        return [list(param.parameters) for param in self._engine_state.schedule.trained_params()]
 
     bit16_groups = fp16_groups
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
         """Of each flat parameter that is unsharded, the slices of all ranks."""
-        params = [param for param in self._engines.schedule.unsharded_params() if param.trainable]
+        params = [param for param in self._engine_state.schedule.unsharded_params() if param.trainable]
         ranges = [[param.layout.shard_range(rank) for rank in range(param.layout.num_shards)] for param in params]
         return [[param.full[a:b] for a, b in each] for param, each in zip(params, ranges, strict=True)]
 
+    def _basic_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer of the class that the config names, over the same groups: schedules and monitors read it."""
+        made = self.stands_for.__new__(self.stands_for)
+        # As unpickling makes one: the constructor would make new groups, and import the compiler.
+        state = {"param_groups": self.param_groups, "defaults": dict(self.defaults), "state": self.state}
+        torch.optim.Optimizer.__setstate__(made, state)
+        self.answer_for(made)
+        return made
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states and the groups' values, as copies to look at. `engine.save_checkpoint` saves them."""
+        """This rank's part, by DeepSpeed's names, without a copy: what is on a disk comes as what loads it.
+
+        `engine.save_checkpoint` saves the part of every rank.
+        """
+        self.sharded.wait_for_host()
+        stores, stepper = self.sharded.stores, self.sharded.stepper
+        states = [{held.name: held.memory for held in stepper.held_states(store)} for store in stores]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        states = [{name: _copied(value) for name, value in state.items()} for state in self.state.values()]
-        return {"state": dict(enumerate(states)), "param_groups": groups}
+        masters, states_key = "single_partition_of_fp32_groups", "base_optimizer_state"
+        if self.plan.shards_parameters:
+            masters, states_key = "fp32_flat_groups", "optimizer_state_dict"
+        return {
+            "zero_stage": self.plan.stage,
+            "partition_count": self.plan.num_shards,
+            "overflow": self.overflow,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "loss_scale": self.loss_scale,
+            "ds_version": VERSION,
+            states_key: {"state": dict(enumerate(states)), "param_groups": groups},
+            masters: [store.master for store in stores],
+        }
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """DeepSpeed puts masters into the groups around a step. Here they are never there: `state_dict` has them."""
+        """DeepSpeed puts masters into the groups around a step. Here they are never there: `state` has them."""
 
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
@@ -97,7 +141,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _get_norm_groups(self) -> list[torch.Tensor]:
         """The norm of each group's averaged gradient. All ranks call this together."""
         found = self.averaged_gradients
-        device = self._engines.device
+        device = self._engine_state.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         squares = torch.stack(
             [
@@ -110,37 +154,49 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def _global_grad_norm(self) -> float | None:
-        return self._engines.decision.norm
+        return self._engine_state.decision.norm
 
     @property
     def micro_step_id(self) -> int:
         """Micro-steps since the last step."""
-        window = self._engines.window
+        window = self._engine_state.window
         return window.micro_steps % window.batch.accumulation
 
     @property
     def _epilogue_ran_this_backward(self) -> bool:
         """Whether a backward has ended whose gradients no step has used yet."""
-        return self._engines.window.is_open
+        return self._engine_state.window.is_open
 
     # -- loss scale and modules -------------------------------------------------------------------------------------
 
     def needs_scaler(self) -> bool:
         """Whether a bare backward takes `engine.scale(loss)`."""
-        return self._engines.decision.scales_loss
+        return self._engine_state.decision.scales_loss
 
     @property
     def dynamic_loss_scale(self) -> bool:
         return isinstance(self._loss_scale, DynamicLossScale)
 
+    @cached_property
+    def loss_scaler(self) -> LossScalerBase:
+        return scaler_of(self._loss_scale)
+
     @property
-    def loss_scaler(self) -> Any:
-        return self._loss_scale
+    def loss_scale_config(self) -> LossScalerBase:
+        return self.loss_scaler
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype | None:
+        return self.plan.precision.compute
+
+    @property
+    def adam_w_mode(self) -> bool:
+        return bool(self.param_groups[0]["decoupled_weight_decay"])
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """The parameters of each module that is never cut."""
-        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engines.model)}
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engine_state.model)}
 
 
 class _States(Mapping[torch.Tensor, dict[str, Any]]):
@@ -174,6 +230,16 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _state_dict_of(reference: weakref.ref[ZeROOptimizer]) -> dict[str, Any]:
+    """What the optimizer below answers, as torch's do: this rank's states by number, as copies, and the groups."""
+    optimizer = reference()
+    if optimizer is None:
+        raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+    states = [{name: _copied(value) for name, value in state.items()} for state in optimizer.state.values()]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"state": dict(enumerate(states)), "param_groups": groups}
 
 
 def _copied(value: Any) -> Any:

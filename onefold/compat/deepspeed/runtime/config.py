@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
+from onefold.compat.deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from onefold.compat.deepspeed.runtime.zero.config import get_zero_config
 from onefold.config import ConfigError as DeepSpeedConfigError
 from onefold.config import load_config, solve_batch
@@ -22,6 +24,11 @@ DEEPSPEED_OPTIMIZERS = [
 ]
 
 __all__ = ["DEEPSPEED_OPTIMIZERS", "DeepSpeedConfig", "DeepSpeedConfigError"]
+
+
+def get_gradient_clipping(param_dict: dict[str, Any]) -> float:
+    return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT))
+
 
 # Keys that this object has under their own name.
 _PLAIN = (
@@ -42,10 +49,10 @@ class DeepSpeedConfig:
         self._param_dict: dict[str, Any] = settings.raw
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        batch = solve_batch(settings, self.world_size)
-        self.train_batch_size = batch.train
-        self.train_micro_batch_size_per_gpu = batch.micro
-        self.gradient_accumulation_steps = batch.accumulation
+        self.train_batch_size = settings.train_batch_size
+        self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
+        self.gradient_accumulation_steps = settings.gradient_accumulation_steps
+        self._configure_train_batch_size()
         for name in _PLAIN:
             setattr(self, name, getattr(settings, name))
         self.zero_config = get_zero_config(settings.raw)
@@ -65,7 +72,20 @@ class DeepSpeedConfig:
             settings.comms_logger,
         )
         self.grad_accum_dtype = settings.data_types.grad_accum_dtype
+        self.param_dtype, self.buffer_dtype = settings.data_types.param_dtype, settings.data_types.buffer_dtype
         self.torch_autocast_enabled = settings.torch_autocast.enabled
+
+    def _configure_train_batch_size(self) -> None:
+        """Fill in what the three batch keys leave out."""
+        given = replace(
+            self.settings,
+            train_batch_size=self.train_batch_size,
+            train_micro_batch_size_per_gpu=self.train_micro_batch_size_per_gpu,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+        )
+        batch = solve_batch(given, self.world_size)
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.train, batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
 
     def print_user_config(self) -> None:
         import json

@@ -6,7 +6,7 @@ ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict
 TRAIN_BATCH_SIZE = "train_batch_size"
 TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
-GRADIENT_CLIPPING = "gradient_clipping"
+GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT = "gradient_clipping", 1.0
 OPTIMIZER, SCHEDULER, TYPE = "optimizer", "scheduler", "type"
 OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
 MAX_GRAD_NORM = "max_grad_norm"

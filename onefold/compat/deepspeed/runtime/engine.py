@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -19,8 +20,11 @@ from onefold.checkpoint.saving.rank_writer import SaveError
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
+from onefold.config import Batch, ConfigError
 from onefold.engine import Engine
 from onefold.log import logger
+from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
+from onefold.plan import Plan
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
 
@@ -36,11 +40,37 @@ class DeepSpeedEngine(Engine):
 
     optimizer_class = ZeROOptimizer
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, *args, **kwargs)
+    def __init__(
+        self, model: nn.Module, plan: Plan, batch: Batch, chosen: Chosen | None, *args: Any, **kwargs: Any
+    ) -> None:
+        _check_as_deepspeed(plan, chosen, DeepSpeedConfig(kwargs["config"]))
+        super().__init__(model, plan, batch, chosen, *args, **kwargs)
         self._saving.pointer_files += self._checkpoint_file_names()
+        # Lightning saves at the end of an epoch, wherever that is, and asks the module for weights that it leaves out.
+        self._saving.refuses_open_window = False
+        self._hooks.state_dicts_may_be_empty = True
         if isinstance(self.optimizer, ZeROOptimizer):
-            self.optimizer.learn(self.state)
+            self.optimizer.step_of_engine = weakref.WeakMethod(self.step)
+            self.optimizer.learn(self.state, self._optimizer_class(self.optimizer))
+
+    def _optimizer_class(self, optimizer: ZeROOptimizer) -> type[torch.optim.Optimizer]:
+        """That of the user's instance, or of what DeepSpeed makes of the section `optimizer`."""
+        from onefold.compat.deepspeed.ops import adagrad, adam, lion
+
+        if optimizer.sharded.instance is not None:
+            return type(optimizer.sharded.instance)
+        on_host, decoupled = self.zero_use_cpu_optimizer(), optimizer.param_groups[0].get("decoupled_weight_decay")
+        if (self._config.optimizer_params or {}).get("torch_adam"):
+            return torch.optim.AdamW if decoupled else torch.optim.Adam
+        of_adam = adam.DeepSpeedCPUAdam if on_host else adam.FusedAdam
+        kinds: dict[str, type[torch.optim.Optimizer]] = {
+            "adam": of_adam,
+            "adamw": of_adam,
+            "adagrad": adagrad.DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
+            "lion": lion.DeepSpeedCPULion if on_host else lion.FusedLion,
+            "sgd": torch.optim.SGD,
+        }
+        return kinds[optimizer.name.lower()]
 
     @cached_property
     def _config(self) -> DeepSpeedConfig:
@@ -105,9 +135,35 @@ class DeepSpeedEngine(Engine):
         for unit in self.state.schedule.units:
             unit.reshard_unused()
 
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.optimizer is None:
+            raise Misuse("must provide optimizer during init in order to use backward")
+        return super().backward(loss, *args, **kwargs)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        if self.optimizer is None:
+            raise Misuse("must provide optimizer during init in order to use step")
+        if self.state.window.in_no_sync:
+            raise Misuse("It is illegal to call Engine.step() inside no_sync context manager")
+        super().step(lr_kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here are not followed by a step. As in DeepSpeed, not where gradients are sharded."""
+        stage = self.zero_optimization_stage()
+        if stage >= ZeroStageEnum.gradients:
+            raise Misuse(
+                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: "
+                "leave it out, since gradients add up all the same until engine.step()"
+            )
+        if self.state.window.in_no_sync:
+            raise Misuse("no_sync context manager reentry is unsupported")
+        with super().no_sync():
+            yield
+
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Several backwards before one reduction: gradients add up, so they may be reduced one by one too."""
-        return self.no_sync()
+        return super().no_sync()
 
     def get_sequence_parallel_group(self) -> None:
         return None
@@ -187,6 +243,30 @@ class DeepSpeedEngine(Engine):
         gc.collect()
 
 
+class Misuse(RuntimeError, AssertionError):
+    """A call in the wrong place. DeepSpeed asserts what onefold raises."""
+
+
+class UnsupportedMix(ConfigError, NotImplementedError):
+    """Number formats that DeepSpeed does not mix."""
+
+
+def _check_as_deepspeed(plan: Plan, chosen: Chosen | None, config: DeepSpeedConfig) -> None:
+    """Refuse what DeepSpeed refuses and onefold would do."""
+    if chosen is None:
+        return
+    settings = config.settings
+    if plan.shards_states and not chosen.elementwise and chosen.name.lower() not in NOT_ELEMENTWISE:
+        check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
+    accumulate = settings.data_types.grad_accum_dtype
+    compute = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
+    if not plan.shards_states and accumulate not in (None, compute):
+        raise UnsupportedMix(
+            f"data_types.grad_accum_dtype = {accumulate!r} beside {compute} in stage 0: DeepSpeed has it in stages 1 "
+            "to 3 only. Leave it out (gradients of several micro-steps add up in fp32), or choose a stage"
+        )
+
+
 def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     read = attrgetter(path)
     return lambda self: read(self._config.settings)
@@ -261,7 +341,7 @@ _KEYS = {
 }
 for _name, _path in _KEYS.items():
     setattr(DeepSpeedEngine, _name, _getter(_path))
-for _name in ("optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"):
+for _name in ("gradient_clipping", "optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"):
     setattr(DeepSpeedEngine, _name, lambda self, _name=_name: getattr(self._config, _name))
 DeepSpeedEngine.zero_overlap_comm = lambda self: self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
 

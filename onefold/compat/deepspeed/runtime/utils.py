@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -11,7 +14,9 @@ import torch
 from onefold.report.memory_usage import memory_status, see_memory_usage
 
 __all__ = [
-    "clip_grad_norm_", "empty_cache", "ensure_directory_exists", "memory_status", "move_to_device", "noop_decorator",
+    "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "empty_cache", "ensure_directory_exists",
+    "get_global_norm_of_tensors", "get_only_unique_item", "get_weight_norm", "has_inf_or_nan",
+    "mask_nan_or_inf_with_val_inplace", "memory_status", "move_to_device", "noop_context", "noop_decorator",
     "see_memory_usage", "set_random_seed",
 ]  # fmt: skip
 
@@ -41,6 +46,7 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    _refuse_parallelism(mpu)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
@@ -51,3 +57,57 @@ def empty_cache() -> None:
 
 def noop_decorator(func: Any) -> Any:
     return func
+
+
+noop_context = nullcontext
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as it would be written: `call_to_str("f", 1, x=2)` is "f(1, x=2)"."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    (item,) = set(items)
+    return item
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(x.detach()).all()
+
+
+def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    input.masked_fill_(~torch.isfinite(input), val)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """The norm of all tensors of this process taken as one; -1 where it is not finite."""
+    _refuse_parallelism(mpu, moe_ep_group)
+    norm = torch.nn.utils.get_total_norm([tensor.detach().float() for tensor in input_tensors], float(norm_type))
+    mask_nan_or_inf_with_val_inplace(norm)
+    return norm
+
+
+get_weight_norm = get_global_norm_of_tensors
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: list[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: Any = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> Any:
+    """Scale the tensors in place so that their norm is at most `max_norm`; returns the norm before."""
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    factor = max_norm / (float(norm) + eps)
+    if factor < 1 and math.isfinite(factor):
+        torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
+    return norm
+
+
+def _refuse_parallelism(*groups: Any) -> None:
+    if any(group is not None for group in groups):
+        raise NotImplementedError("mpu and moe_ep_group describe model parallelism, which onefold does not do")

@@ -52,3 +52,9 @@ def _get_expert_parallel_group_dict() -> dict[str, Any]:
 
 
 _get_expert_data_parallel_group_dict = _get_expert_parallel_group_dict
+
+
+def _ensure_divisibility(numerator: int, denominator: int) -> None:
+    if denominator == 0:
+        raise ValueError("denominator must be non-zero")
+    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from onefold.compat.deepspeed.ops.of_engine import OrOfEngine
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=OrOfEngine):
     """torch's Adagrad with DeepSpeed's arguments."""
 
     onefold_rule = "adagrad"

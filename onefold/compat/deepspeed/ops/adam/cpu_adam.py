@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from onefold.compat.deepspeed.ops.of_engine import OrOfEngine
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+
+class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=OrOfEngine):
     """torch's Adam with DeepSpeed's arguments. `engine.step()` steps it on flat shards, unit by unit."""
 
     optimizer_id = 0
@@ -29,6 +31,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
             raise ValueError(f"{type(self).__name__}: bias_correction=False is not offered; torch's kernels correct")
         if not fp32_optimizer_states:
             raise ValueError(f"{type(self).__name__}: states are always fp32; leave fp32_optimizer_states out")
+        self.adam_w_mode = adamw_mode
         super().__init__(
             model_params,
             lr=lr,

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from onefold.compat.deepspeed.ops.of_engine import OrOfEngine
 
-class FusedAdam(torch.optim.Adam):
+
+class FusedAdam(torch.optim.Adam, metaclass=OrOfEngine):
     """torch's Adam with DeepSpeed's arguments. `engine.step()` steps it on flat shards, unit by unit."""
 
     onefold_rule = "adam"
@@ -28,6 +30,14 @@ class FusedAdam(torch.optim.Adam):
             raise ValueError("FusedAdam: bias_correction=False is not offered; torch's kernels correct")
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        self.adam_w_mode = int(adam_w_mode)
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adam_w_mode
         )
+
+
+def multi_tensor_applier(
+    op: Any, noop_flag_buffer: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *args: Any
+) -> Any:
+    """Call an operator of apex's form on lists of tensors."""
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)

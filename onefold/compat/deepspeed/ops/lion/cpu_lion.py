@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from onefold.compat.deepspeed.ops.of_engine import OrOfEngine
 from onefold.optim.rules import LionRule, Tile
 
 
-class DeepSpeedCPULion(torch.optim.Optimizer):
+class DeepSpeedCPULion(torch.optim.Optimizer, metaclass=OrOfEngine):
     """Lion with DeepSpeed's arguments. `engine.step()` steps it on flat shards, unit by unit."""
 
     onefold_rule = "lion"

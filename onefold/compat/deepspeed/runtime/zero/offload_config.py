@@ -16,9 +16,17 @@ class OffloadDeviceEnum(StrEnum):
 
 
 DeepSpeedZeroOffloadParamConfig = model_of("DeepSpeedZeroOffloadParamConfig", OffloadParam, device=OffloadDeviceEnum)
-DeepSpeedZeroOffloadOptimizerConfig = model_of(
-    "DeepSpeedZeroOffloadOptimizerConfig", OffloadOptimizer, device=OffloadDeviceEnum
-)
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(
+    model_of("_OffloadOptimizer", OffloadOptimizer, device=OffloadDeviceEnum)  # type: ignore[misc]
+):
+    """Where optimizer states rest."""
+
+    @property
+    def pipeline(self) -> bool:
+        return bool(self.pipeline_read or self.pipeline_write)
+
 
 __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig", "OffloadDeviceEnum",

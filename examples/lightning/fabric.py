@@ -1,0 +1,91 @@
+"""A loop of one's own with Lightning's Fabric and its DeepSpeed strategy. Nothing in here knows of onefold.
+
+python fabric.py out --stage 3 --precision bf16-mixed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DeepSpeedStrategy
+from net import Net, loaders
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small model, save, train on, load what was saved, and train on again. Both ways must end "
+        "alike. The last line is JSON: losses, losses after the load, the loss on other rows."
+    )
+    parser.add_argument("out", help="folder for the checkpoint")
+    parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3), help="1: states, 2: and gradients, 3: and "
+                        "parameters are sharded over the ranks")  # fmt: skip
+    parser.add_argument(
+        "--offload", action="store_true", help="optimizer states (in stage 3 parameters too) on the host"
+    )
+    parser.add_argument("--config", metavar="FILE", help="a ds_config.json instead of --stage and --offload")
+    parser.add_argument("--precision", default="bf16-mixed", help="32-true, bf16-mixed or 16-mixed")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs of this machine, a rank on each")
+    parser.add_argument(
+        "--num_nodes", type=int, default=1, help="machines; start the script on each with NODE_RANK set"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="steps before the save, and again after it")
+    parser.add_argument("--batch", type=int, default=8, help="rows a rank in a batch")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
+    return parser.parse_args()
+
+
+def strategy(options: argparse.Namespace) -> DeepSpeedStrategy:
+    if options.config:
+        return DeepSpeedStrategy(config=options.config)
+    return DeepSpeedStrategy(
+        stage=options.stage,
+        offload_optimizer=options.offload,
+        offload_parameters=options.offload and options.stage == 3,
+        logging_batch_size_per_gpu=options.batch,
+    )
+
+
+def main() -> None:
+    options = arguments()
+    fabric = Fabric(
+        accelerator="cuda",
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        strategy=strategy(options),
+        precision=options.precision,
+    )
+    fabric.launch()
+    fabric.seed_everything(1)
+    with fabric.init_module():  # in stage 3 every layer is sharded as it is built
+        model = Net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=options.lr))
+    train, valid = fabric.setup_dataloaders(*loaders(options.batch, 2 * options.steps, fabric.world_size))
+    batches = [rows for (rows,) in train]
+
+    def step(rows: torch.Tensor) -> float:
+        loss = model(rows)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return fabric.all_gather(loss.detach()).float().mean().item()
+
+    state = {"model": model, "optimizer": optimizer, "steps": options.steps}
+    losses = [step(rows) for rows in batches[: options.steps]]
+    fabric.save(f"{options.out}/half", state)
+    losses += [step(rows) for rows in batches[options.steps :]]
+    state["steps"] = 0
+    fabric.load(f"{options.out}/half", state)
+    resumed = [step(rows) for rows in batches[state["steps"] :]]
+    model.eval()
+    with torch.no_grad():
+        evaluated = fabric.all_gather(torch.stack([model(rows) for (rows,) in valid])).float().mean().item()
+    if fabric.is_global_zero:
+        found = {"losses": losses, "resumed": resumed, "eval": [evaluated]}
+        print(json.dumps({"ranks": fabric.world_size, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

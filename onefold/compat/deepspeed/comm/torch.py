@@ -1,0 +1,13 @@
+"""What DeepSpeed's backend over torch.distributed knows of the world before it starts."""
+
+from __future__ import annotations
+
+import os
+
+
+def known_world_size(world_size: int | None) -> int | None:
+    """As given, or by the launcher; None where only the `init_method` may know it."""
+    if world_size is not None and world_size > 0:
+        return world_size
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) > 0 else None

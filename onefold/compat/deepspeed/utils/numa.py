@@ -1,0 +1,62 @@
+"""Cores of this node by memory node, and the `numactl` command that binds a rank to its share of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def get_numa_cores() -> list[list[int]]:
+    """The cores of each memory node as `numactl` knows them; nothing where it is not installed."""
+    try:
+        lines = subprocess.check_output(["numactl", "--hardware"], text=True).splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[int(core) for core in line.split(":")[1].split()] for line in lines if " cpus:" in line]
+
+
+def parse_range(rng: str) -> range:
+    """`3` or `2-6`."""
+    first, dash, last = rng.partition("-")
+    found = range(int(first), int(last if dash else first) + 1)
+    if not found:
+        raise ValueError(f"`{rng}`: a range ends where it begins or after it")
+    return found
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """`0,2-4,6` as [0, 2, 3, 4, 6]; in ascending order."""
+    numbers = [number for part in range_str.split(",") for number in parse_range(part)]
+    if any(later <= earlier for earlier, later in pairwise(numbers)):
+        raise ValueError(f"`{range_str}`: ranges must ascend and not overlap")
+    return numbers
+
+
+def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
+    """How many cores a rank gets, and what to put before its command: as much as this container may bind."""
+    if shutil.which("numactl") is None:
+        raise ValueError("binding ranks to cores needs numactl, which is not installed")
+    if "KMP_AFFINITY" in os.environ:
+        raise ValueError("KMP_AFFINITY binds threads too and contradicts numactl: unset it")
+    cores = parse_range_list(bind_core_list) if bind_core_list is not None else sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_local_procs
+    assert share >= 1, f"{len(cores)} cores for {num_local_procs} ranks: each needs one at least"
+    own = cores[share * local_rank : share * (local_rank + 1)]
+    nodes = [node for node, inside in enumerate(get_numa_cores()) if set(own) & set(inside)]
+    memory = ["-m", ",".join(map(str, nodes))] if nodes else []
+    for options in ([*memory, "-C", _as_ranges(own)], ["-C", _as_ranges(own)]):
+        tried = subprocess.run(["numactl", *options, "true"], capture_output=True, text=True)
+        if tried.returncode == 0:
+            return share, ["numactl", *options]
+        if "not permitted" not in tried.stderr:
+            raise RuntimeError(f"numactl {' '.join(options)}: {tried.stderr.strip()}")
+    return share, []
+
+
+def _as_ranges(cores: Sequence[int]) -> str:
+    starts = [core for core in cores if core - 1 not in cores]
+    ends = [core for core in cores if core + 1 not in cores]
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

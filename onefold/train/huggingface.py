@@ -1,0 +1,151 @@
+"""A model of transformers as the job of `onefold train`, from a folder or a config, whole or with LoRA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.checkpoint.loading.weights import consolidate
+from onefold.engine import Engine
+from onefold.train.data import Batch, DataError
+from onefold.train.options import TrainOptions
+from onefold.train.tokens import NOT_PREDICTED, Lines, Row, SequenceSource, Tokens, Windows
+
+SEQUENCE_LENGTH = 512
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+class HuggingFaceTask:
+    """A causal language model, on text in windows or on lines of JSON."""
+
+    unit = "token"
+
+    def __init__(self, options: TrainOptions) -> None:
+        assert options.model is not None
+        # So that transformers knows stage 3 from its first import on: it loads weights into shards, module by module.
+        onefold.register_as_deepspeed()
+        self._options, self._path = options, Path(options.model)
+        self._settings = _settings(self._path)
+        longest = getattr(self._settings, "max_position_embeddings", None) or SEQUENCE_LENGTH
+        self.sequence_length = options.sequence_length or min(SEQUENCE_LENGTH, longest)
+        if self.sequence_length > longest:
+            raise DataError(f"--sequence-length {self.sequence_length}: {self._path} knows {longest} positions")
+        self._tokens = _tokenizer(self._path, self._settings)
+        rows = [path for path in options.data if path.endswith((".jsonl", ".ndjson"))]
+        if rows and len(rows) < len(options.data):
+            raise DataError(
+                "--data: give lines of JSON (.jsonl) or text, not both: their sequences are cut differently"
+            )
+        kind: type[Lines] | type[Windows] = Lines if rows else Windows
+        self._source: SequenceSource = kind(options.data, self._tokens, self.sequence_length, options.seed)
+        self.data = self._source.name
+        lora = f", LoRA of rank {options.lora}" if options.lora else ""
+        self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"
+
+    def describe_data(self) -> str:
+        return f"{self._source.describe()}; {self._tokens.describe()}, {self.sequence_length} a sequence at most"
+
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        _only_first_rank_talks()
+        with ExitStack() as stack:
+            if not _has_weights(self._path):
+                stack.enter_context(onefold.zero.Init(config_dict_or_path=config, enabled=sharded))
+                model = AutoModelForCausalLM.from_config(self._settings)
+            else:
+                if sharded:
+                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+                    alive = HfDeepSpeedConfig(config)  # transformers looks for it while it loads
+                    stack.callback(lambda: alive)
+                model = AutoModelForCausalLM.from_pretrained(self._path)
+        model.config.use_cache = False
+        if self._options.lora:
+            from peft import LoraConfig, get_peft_model
+
+            asked = LoraConfig(r=self._options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, asked)
+        return model  # type: ignore[no-any-return]
+
+    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
+        return self._pad(self._source.train_rows(step, rank, world_size, batch_size))
+
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        return map(self._pad, self._source.held_out_rows(rank, world_size, batch_size))
+
+    def _pad(self, rows: Sequence[Row]) -> Batch:
+        longest = max(len(tokens) for tokens, _ in rows)
+        batch = torch.full((2, len(rows), longest), NOT_PREDICTED)
+        for index, (tokens, labels) in enumerate(rows):
+            batch[0, index, : len(tokens)] = torch.tensor(tokens)
+            batch[1, index, : len(labels)] = torch.tensor(labels)
+        # What is padded comes last and is not predicted: nothing looks at it, whatever token it is.
+        return batch[0].masked_fill(batch[0] == NOT_PREDICTED, self._tokens.end), batch[1]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(input_ids=batch[0], labels=batch[1]).loss
+        return loss
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        prompt = torch.tensor([self._tokens.encode(self._options.prompt) or [self._tokens.end]], device=device)
+        torch.manual_seed(self._options.seed)
+        num = min(self._options.sample_length, max(self.sequence_length - prompt.shape[1], 1))
+        written = model.generate(
+            prompt, max_new_tokens=num, do_sample=True, temperature=0.7, pad_token_id=self._tokens.end
+        )  # type: ignore[operator]
+        return self._tokens.decode(written[0].tolist())
+
+    def save_weights(self, engine: Engine, folder: Path) -> str:
+        model: Any = engine.module
+        place = folder / ("adapter" if self._options.lora else "model")
+        weights = consolidate(model, exclude_frozen=bool(self._options.lora))
+        if weights is not None:
+            model.save_pretrained(place, state_dict=weights)
+            self._tokens.save(place)
+        return f"{'the adapter' if self._options.lora else 'the model'} in {place.name}/"
+
+
+def _settings(path: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise DataError(f"--model needs transformers: pip install 'onefold[huggingface]' ({error})") from error
+    if not path.exists():
+        raise DataError(f"--model {path}: there is no such file or folder (nothing is downloaded)")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--model {path}: no config of a model that transformers knows: {error}") from error
+
+
+def _tokenizer(path: Path, settings: Any) -> Tokens:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if path.is_dir() and any((path / name).exists() for name in names):
+        from transformers import AutoTokenizer
+
+        return Tokens(AutoTokenizer.from_pretrained(path))
+    if settings.vocab_size < 256:
+        raise DataError(
+            f"--model {path}: no tokenizer beside the config, and {settings.vocab_size} tokens are too few for bytes"
+        )
+    return Tokens(None)
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
+
+
+def _only_first_rank_talks() -> None:
+    from transformers.utils import logging
+
+    if os.environ.get("RANK", "0") != "0":
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
