@@ -65,6 +65,7 @@ class Init:
     """
 
     _active: Init | None = None
+    _plan = _PLAN
 
     def __init__(
         self,
@@ -121,7 +122,9 @@ class Init:
             self._cast()
 
     def __enter__(self) -> Init:
-        if self._enabled and Init._active is None:
+        if self._enabled and Init._active is not None:
+            self._first_owner = len(Init._active._owners)
+        elif self._enabled:
             Init._active = self
             self._hooks = [
                 register_module_module_registration_hook(self._child_taken),
@@ -131,7 +134,10 @@ class Init:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if Init._active is not self:
+        outer = Init._active
+        if outer is not self:
+            if self._enabled and outer is not None and error[0] is None:
+                outer._shard_owners(self._first_owner)  # what was built in here is complete
             return
         self._touch.__exit__(*error)
         Init._active = None
@@ -139,11 +145,15 @@ class Init:
             hook.remove()
         if error[0] is None:
             self._close(0)
-            for owner in (reference() for reference in self._owners):
-                if owner is not None:
-                    self._shard_own(owner)
+            self._shard_owners(0)
             self._cast()
         self._owners.clear()
+
+    def _shard_owners(self, first: int) -> None:
+        """Shard what no parent has taken, from one module that got parameters on."""
+        for owner in [reference() for reference in self._owners[first:]]:
+            if owner is not None:
+                self._shard_own(owner)
 
     def _child_taken(self, parent: nn.Module, name: str, child: nn.Module) -> None:
         if child is not None:
@@ -170,7 +180,7 @@ class Init:
                 layout = Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size)
                 spec = FlatParamSpec(layout, dtype, trainable=False, persistent=False)
                 own = [parameter for _, parameter in members]
-                params.append(FlatParam(spec, own, plan=_PLAN, rank=self._group.rank, device=self._device))
+                params.append(FlatParam(spec, own, plan=self._plan, rank=self._group.rank, device=self._device))
             handle = ParamHandle(params, self._collective, self._ledger)
             handle.take_values_of(0)
             handle.lent = 1
@@ -318,9 +328,9 @@ class GatheredParameters:
             if place:
                 names = [member.name for param in self._borrowed[place - 1].params for member in param.layout.members]
                 raise RuntimeError(
-                    f"rank {rank} wrote to {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} inside "
-                    "GatheredParameters without modifier_rank: the write would be lost. Say whose values count, "
-                    "modifier_rank=0"
+                    f"in-place modification: rank {rank} wrote to {', '.join(names[:4])}"
+                    f"{', ...' if len(names) > 4 else ''} inside GatheredParameters without modifier_rank. The write "
+                    "would be lost: say whose values count, modifier_rank=0"
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -22,14 +23,19 @@ class ZeroParamStatus(Enum):
 class LiveStatus:
     """Compares as what the parameter's status is at that moment."""
 
-    def __init__(self, handle: ParamHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: ParamHandle, parameter: nn.Parameter) -> None:
+        self._handle, self._parameter = handle, weakref.ref(parameter)
 
     @property
     def now(self) -> ZeroParamStatus:
+        parameter = self._parameter()
+        assert parameter is not None
+        param, _ = self._handle.place_of(parameter)
+        if param.stays_unsharded:
+            return ZeroParamStatus.AVAILABLE
         if self._handle.in_flight:
             return ZeroParamStatus.INFLIGHT
-        return ZeroParamStatus.AVAILABLE if self._handle.is_unsharded else ZeroParamStatus.NOT_AVAILABLE
+        return ZeroParamStatus.NOT_AVAILABLE if param.is_sharded else ZeroParamStatus.AVAILABLE
 
     def __eq__(self, other: object) -> bool:
         return self.now == (other.now if isinstance(other, LiveStatus) else other)
@@ -49,11 +55,31 @@ class LiveStatus:
         return self.now.value
 
 
+class MultipleAllGatherHandles:
+    """Gathers that were started together."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+def _gather_together(params: Iterable[nn.Parameter]) -> MultipleAllGatherHandles:
+    """Unshard these parameters until each is partitioned again. The gathers have ended when this returns."""
+    for parameter in params:
+        found = param_handle.handle_of(parameter)
+        if found is not None:
+            found.borrow()
+    return MultipleAllGatherHandles([])
+
+
 def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
     param, index = handle.place_of(parameter)
-    if not param.plan.shards_parameters:
-        return
     member, unsharded = param.layout.members[index], param.stays_unsharded
+    if not param.plan.shards_parameters or member.start == member.stop:  # of no elements there are no shards
+        return
     start, stop = param.own_range
     low, high = max(start, member.start), min(stop, member.stop)
     if param.store.param is not None:
@@ -64,16 +90,19 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
         ds_id=handle.number_of(parameter),
         ds_shape=torch.Size(member.shape),
         ds_numel=member.stop - member.start,
-        ds_status=LiveStatus(handle),
+        ds_status=LiveStatus(handle, parameter),
         ds_tensor=kept,
         ds_persist=unsharded,
         ds_process_group=handle.collective.group.process_group,
         ds_active_sub_modules=set(),
         all_gather=lambda *_, **__: handle.borrow(),
+        all_gather_coalesced=lambda params, **_: _gather_together(params),
         partition=lambda *_, **__: handle.give_back(),
         partition_numel=kept.numel,
         ds_summary=partial(_summary, weakref.ref(parameter)),
     )
+    if param.plan.node_shard_size == 1:  # what hpZ would add
+        parameter.__dict__.update(ds_secondary_tensor=None, ds_zero_param_process_group=None)
 
 
 def _left(parameter: nn.Parameter) -> None:
@@ -96,6 +125,6 @@ def _summary(reference: weakref.ref[nn.Parameter], *_: Any, **__: Any) -> dict[s
     }
 
 
-_METHODS = {"all_gather", "partition", "partition_numel"}
+_METHODS = {"all_gather", "all_gather_coalesced", "partition", "partition_numel"}
 param_handle.on_attach.append(_came)
 param_handle.on_detach.append(_left)

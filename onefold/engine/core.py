@@ -241,7 +241,7 @@ class Engine(nn.Module):
         """Somebody called `backward` on a loss without the engine."""
         if self.state.decision.scales_loss and (self._scaled_backward is None or self._scaled_backward() is None):
             raise RuntimeError(
-                "fp16 gradients underflow without a loss scale: write engine.backward(loss), "
+                "Loss scaling is required: fp16 gradients underflow without a loss scale. Write engine.backward(loss), "
                 "or engine.scale(loss).backward()"
             )
         self._begin_backward(divisor=self.batch.accumulation)

@@ -60,6 +60,20 @@ def reload_states(state: TrainState, *, non_blocking: bool) -> None:
     _wait(state.device, non_blocking=non_blocking and not offloaded)
 
 
+def devices_of(state: TrainState, kind: OffloadStateTypeEnum) -> set[torch.device]:
+    """Where the states of one kind are."""
+    host, moved = torch.device("cpu"), {storage._cdata for storage, _ in state.offloaded}
+    params = [param for unit in state.schedule.units for param in unit.params]
+    kinds_of_step = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_grads)
+    found = {host for param in params if kind in kinds_of_step and param.trainable and param.store.steps_on_host}
+    for storage in (tensor.untyped_storage() for tensor in _tensors(state, {kind})):
+        if storage._cdata in moved:
+            found.add(host)
+        elif storage.size():
+            found.add(storage.device)
+    return found
+
+
 def _offload(tensors: Iterable[torch.Tensor], *, pinned: bool) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
     """Copy the storages of these tensors to the host, in the order of the caller's stream, and empty them.
 

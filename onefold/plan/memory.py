@@ -126,7 +126,7 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
     """Whether it is unsharded at rest: as the plan says, if it is small, or if its shard is no smaller."""
     if not plan.shards_parameters or spec.persistent:
         return True
-    if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE:
+    if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE or plan.shards_on_one_rank:
         return False
     casts_from_master = spec.trainable and not spec.residency.offloads_states and master_dtype(spec.dtype) != spec.dtype
     return not casts_from_master

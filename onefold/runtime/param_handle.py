@@ -129,10 +129,6 @@ class ParamHandle:
             self._tell()  # shards that lay in the engine's memory lie elsewhere now
 
     @property
-    def is_unsharded(self) -> bool:
-        return all(param.full.untyped_storage().size() for param in self.params)
-
-    @property
     def in_flight(self) -> bool:
         unit = self.unit
         return unit is not None and unit.parameter is ParameterState.UNSHARDING

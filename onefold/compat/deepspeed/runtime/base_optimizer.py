@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from onefold.engine.train_state import TrainState
 from onefold.offload.param_shard import read
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.optim.sharded import ShardedOptimizer as DeepSpeedOptimizer
+from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
+from onefold.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_local_grad, safe_get_local_optimizer_state
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
 
@@ -30,6 +34,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     parameter_offload: DeepSpeedZeRoOffload
     """Where parameters are sharded."""
     step_of_engine: weakref.WeakMethod[Callable[[], None]]
+    nccl_start_alignment_factor = 2
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """`engine.step()`: loops of one's own, and Lightning's Fabric, call it here."""
@@ -40,20 +45,46 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
         step()
 
-    def learn(self, plan: Plan, model: nn.Module, stands_for: type[torch.optim.Optimizer]) -> None:
+    def learn(self, state: TrainState, stands_for: type[torch.optim.Optimizer]) -> None:
         """What the engine lays it over, for those who ask."""
-        self.plan, self.stands_for = plan, stands_for
+        self.plan, self.stands_for = state.plan, stands_for
+        self.state: Mapping[torch.Tensor, Any] = _States(self.sharded)  # type: ignore[assignment]
+        self._train_state = weakref.ref(state)
         if self.sharded.instance is None:
             self.optimizer = self._basic_optimizer()
-        if plan.shards_parameters:
-            self.parameter_offload = DeepSpeedZeRoOffload(model)
+        vars(self.optimizer)["state_dict"] = partial(_state_dict_of, weakref.ref(self))
+        if state.plan.shards_parameters:
+            self.parameter_offload = DeepSpeedZeRoOffload(state.model)
+
+    @property
+    def _engine_state(self) -> TrainState:
+        found = self._train_state()
+        if found is None:
+            raise RuntimeError("the engine of this optimizer is gone")
+        return found
+
+    # -- this rank's shards -----------------------------------------------------------------------------------------
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's fp32 masters, a flat tensor for each shard."""
         return [read(store.master) for store in self.sharded.stores]
 
-    single_partition_of_fp32_groups = fp32_groups_flat_partition = fp32_partitioned_groups_flat
+    single_partition_of_fp32_groups = fp32_groups_flat_partition = fp32_groups_flat = fp32_partitioned_groups_flat
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters that each shard is cut from."""
+        return [list(param.parameters) for param in self._engine_state.schedule.trained_params()]
+
+    bit16_groups = fp16_groups
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
+        """Of each flat parameter that is unsharded, the slices of all ranks."""
+        params = [param for param in self._engine_state.schedule.unsharded_params() if param.trainable]
+        ranges = [[param.layout.shard_range(rank) for rank in range(param.layout.num_shards)] for param in params]
+        return [[param.full[a:b] for a, b in each] for param, each in zip(params, ranges, strict=True)]
 
     def _basic_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer of the class that the config names, over the same groups: schedules and monitors read it."""
@@ -87,9 +118,60 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             masters: [store.master for store in stores],
         }
 
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """DeepSpeed puts masters into the groups around a step. Here they are never there: `state` has them."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
+    # -- gradients between backward and step ------------------------------------------------------------------------
+
     @property
-    def adam_w_mode(self) -> bool:
-        return bool(self.param_groups[0]["decoupled_weight_decay"])
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's part of each averaged gradient, by group, as copies."""
+        parts = [[safe_get_local_grad(parameter) for parameter in group["params"]] for group in self.param_groups]
+        found = [[part for part in group if part is not None] for group in parts]
+        return {index: group for index, group in enumerate(found) if group}
+
+    @property
+    def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
+        """The averaged gradients of each group, whole and flat, as copies. All ranks call this together."""
+        grads = [[safe_get_full_grad(parameter) for parameter in group["params"]] for group in self.param_groups]
+        return [torch.cat([grad.flatten() for grad in group if grad is not None]) for group in grads]
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """The norm of each group's averaged gradient. All ranks call this together."""
+        found = self.averaged_gradients
+        device = self._engine_state.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        squares = torch.stack(
+            [
+                sum((part.double().square().sum() for part in found.get(i, [])), zero)
+                for i in range(len(self.param_groups))
+            ]
+        )
+        dist.all_reduce(squares)
+        return list(squares.sqrt().float())
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._engine_state.decision.norm
+
+    @property
+    def micro_step_id(self) -> int:
+        """Micro-steps since the last step."""
+        window = self._engine_state.window
+        return window.micro_steps % window.batch.accumulation
+
+    @property
+    def _epilogue_ran_this_backward(self) -> bool:
+        """Whether a backward has ended whose gradients no step has used yet."""
+        return self._engine_state.window.is_open
+
+    # -- loss scale and modules -------------------------------------------------------------------------------------
+
+    def needs_scaler(self) -> bool:
+        """Whether a bare backward takes `engine.scale(loss)`."""
+        return self._engine_state.decision.scales_loss
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -106,3 +188,59 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def low_precision_dtype(self) -> torch.dtype | None:
         return self.plan.precision.compute
+
+    @property
+    def adam_w_mode(self) -> bool:
+        return bool(self.param_groups[0]["decoupled_weight_decay"])
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is never cut."""
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engine_state.model)}
+
+
+class _States(Mapping[torch.Tensor, dict[str, Any]]):
+    """The states of each shard, by its fp32 master, and the steps that were taken. Read when they are asked for.
+
+    A parameter of the model is answered for too: with this rank's part of its states.
+    """
+
+    def __init__(self, step: ShardedStep) -> None:
+        self._step = step
+
+    def __getitem__(self, key: torch.Tensor) -> dict[str, Any]:
+        self._step.wait_for_host()
+        store = next((store for store in self._step.stores if store.master is key), None)
+        parts: dict[str, list[torch.Tensor]] = {}
+        if store is not None:
+            for held in self._step.stepper.held_states(store):
+                parts.setdefault(held.name, []).append(read(held.memory))
+        elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
+            names = {held.name for store in self._step.stores for held in self._step.stepper.held_states(store)}
+            for name in sorted(names):
+                if (part := safe_get_local_optimizer_state(key, name)) is not None:  # type: ignore[arg-type]
+                    parts[name] = [part]
+        else:
+            raise KeyError("neither the master of a shard (optimizer.fp32_partitioned_groups_flat) nor a parameter")
+        found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
+        return {"step": self._step.num_steps, **found} if found else {}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (store.master for store in self._step.stores if isinstance(store.master, torch.Tensor))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _state_dict_of(reference: weakref.ref[ZeROOptimizer]) -> dict[str, Any]:
+    """What the optimizer below answers, as torch's do: this rank's states by number, as copies, and the groups."""
+    optimizer = reference()
+    if optimizer is None:
+        raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+    states = [{name: _copied(value) for name, value in state.items()} for state in optimizer.state.values()]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"state": dict(enumerate(states)), "param_groups": groups}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

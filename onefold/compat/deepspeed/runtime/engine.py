@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,17 +16,23 @@ from torch import nn
 
 import onefold.compat.parameters  # noqa: F401 - puts the ds_* attributes on parameters
 from onefold import start
+from onefold.checkpoint.saving.rank_writer import SaveError
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
 from onefold.config import Batch, ConfigError
 from onefold.engine import Engine
+from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
 from onefold.plan import Plan
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
 
 __all__ = ["DeepSpeedEngine", "initialize"]
+
+
+class TagError(SaveError, AssertionError):
+    """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail"."""
 
 
 class DeepSpeedEngine(Engine):
@@ -43,7 +51,7 @@ class DeepSpeedEngine(Engine):
         self._hooks.state_dicts_may_be_empty = True
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.step_of_engine = weakref.WeakMethod(self.step)
-            self.optimizer.learn(self.plan, model, self._optimizer_class(self.optimizer))
+            self.optimizer.learn(self.state, self._optimizer_class(self.optimizer))
 
     def _optimizer_class(self, optimizer: ZeROOptimizer) -> type[torch.optim.Optimizer]:
         """That of the user's instance, or of what DeepSpeed makes of the section `optimizer`."""
@@ -75,6 +83,47 @@ class DeepSpeedEngine(Engine):
         prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
         optimizers = [f"{prefix}{rank}_optim_states.pt" for rank in ranks] if self.plan.shards_states else []
         return [*(f"{model}_model_states.pt" for model in models), *optimizers]
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """The loss times the loss scale. `retain_graph`: autograd is told again, and nothing else has to know."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise AssertionError("engine.scale takes a loss, a scalar tensor: reduce it first, e.g. loss.mean()")
+        return super().scale(loss)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        try:
+            return super().save_checkpoint(*args, **kwargs)
+        except SaveError as error:
+            if "checkpoint.tag_validation" in str(error):
+                raise TagError(str(error)) from None
+            raise
+
+    def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
+        """This rank's file of the model. It is there, and points to the manifest that says where the tensors are."""
+        place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00" if self.plan.shards_parameters else "mp_rank_00"
+        return os.path.join(checkpoints_path, str(tag), f"{place}_model_states.pt")
+
+    def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
+        """This rank's file of the optimizer, likewise."""
+        prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
+        place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00"
+        return os.path.join(checkpoints_path, str(tag), f"{prefix}{place}_optim_states.pt")
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
+        """The file of an optimizer of expert-parallel layers. There are none, so loading never asks for it."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make a script executable, where the file system has such a thing."""
+        try:
+            os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
+        except OSError as error:
+            logger.info("%s could not be made executable: %s", dst, error)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules with sparse gradients: none, as `sparse_gradients` is refused."""
+        return set()
 
     def get_type(self) -> list[Any]:
         groups = self.optimizer.param_groups if self.optimizer is not None else []

@@ -6,7 +6,7 @@ _ACCESS = (
     "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",
     "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
     "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
+    "safe_set_local_optimizer_state", "safe_get_full_model_grads", "safe_update_full_grad_vectorized",
 )  # fmt: skip
 _LEAVES = (
     "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
@@ -17,7 +17,7 @@ __getattr__, __dir__ = names(
     __name__,
     {
         **same("onefold.compat.deepspeed.utils.tensor_fragment", *_ACCESS),
-        **same("onefold.compat.deepspeed.utils.z3_leaf_module", *_LEAVES),
+        **same("onefold.utils", *_LEAVES),
         **same("onefold.compat.deepspeed.utils.logging", "log_dist", "logger", "set_log_level_from_string"),
         **same("onefold.compat.deepspeed.utils.init_on_device", "OnDevice"),
         **same("onefold.compat.deepspeed.utils.nvtx", "instrument_w_nvtx"),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from onefold.compat.parameters import ZeroParamStatus
-from onefold.zero import GatheredParameters, Init, register_external_parameter, unregister_external_parameter
+from onefold.compat.not_offered import NotOffered
+from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus
+from onefold.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
+from onefold.zero import Init as _Init
 
 __all__ = [
-    "GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "register_external_parameter",
-    "unregister_external_parameter",
+    "GatheredParameters", "Init", "MultipleAllGatherHandles", "ZeroParamStatus", "ZeroParamType", "is_zero_param",
+    "partitioned_param_data_shape", "register_external_parameter", "unregister_external_parameter",
 ]  # fmt: skip
+
+partitioned_param_data_shape = [0]
+"""The shape of a parameter that rests as shards."""
 
 
 class ZeroParamType(Enum):
@@ -20,6 +28,44 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+class CUDAQuantizer(NotOffered):
+    what = "DeepSpeed's quantizer by itself (zero_quantized_weights is served; onefold.comm.codec is its form)"
+
+
+class InsertPostInitMethodToModuleSubClasses(NotOffered):
+    what = "patches of module classes (torch's own registration hooks tell zero.Init of modules)"
+
+
+class zero3_linear_wrap(NotOffered):
+    what = "a linear function in the place of torch's (torch's own is used, and holds no gathered weight)"
+
+
+class Init(_Init):
+    """onefold's, which empties parameters on a single rank too, and refuses one where the launcher has started more."""
+
+    _plan = replace(_Init._plan, shards_on_one_rank=True)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._enabled:
+            problem = _contradicting_single_rank_pg_error(self._group.size, None)
+            if problem is not None:
+                raise RuntimeError(problem)
+
+
 def is_zero_param(parameter: Any) -> bool:
     """Whether a parameter rests as shards, or did until it was gathered."""
     return hasattr(parameter, "ds_id")
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, data_parallel_group: Any, env: Mapping[str, str | None] | None = None
+) -> str | None:
+    """What is wrong with a group of one rank where the launcher has started several; None if nothing is."""
+    started = str((os.environ if env is None else env).get("WORLD_SIZE") or "")
+    if dp_world_size != 1 or data_parallel_group is not None or not started.isdecimal() or int(started) < 2:
+        return None
+    return (
+        f"zero.Init: the process group has one rank, and the launcher says WORLD_SIZE={started}: every rank would hold "
+        "the whole model. Something has made a group of one rank before: call deepspeed.init_distributed() first"
+    )

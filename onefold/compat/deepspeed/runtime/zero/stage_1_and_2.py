@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 
@@ -15,3 +17,11 @@ class _OfStages1And2(type):
 
 class DeepSpeedZeroOptimizer(metaclass=_OfStages1And2):
     """`isinstance` of it: an optimizer of an engine whose states are sharded and whose parameters are not."""
+
+
+def split_half_float_double(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Dense tensors by dtype: fp16, fp32, fp64, bf16; none for a dtype that is not there."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+    found = [[tensor for tensor in dense if tensor.dtype is dtype] for dtype in dtypes]
+    return [bucket for bucket in found if bucket]

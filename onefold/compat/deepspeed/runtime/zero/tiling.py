@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,20 +32,22 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts, self.out_parts = _cut(in_features, in_splits), _cut(out_features, out_splits)
+        self._columns, self._heights = _cut(in_features, in_splits), _cut(out_features, out_splits)
+        # Where tiles begin, and where the last one ends.
+        self.in_parts, self.out_parts = [0, *accumulate(self._columns)], [0, *accumulate(self._heights)]
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 # The bias is added once for each output, by its last tile.
                 linear_cls(columns, rows, bias=bias and index == in_splits - 1, **kwargs)
-                for index, columns in enumerate(self.in_parts)
+                for index, columns in enumerate(self._columns)
             )
-            for rows in self.out_parts
+            for rows in self._heights
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        inputs = input_ if self.input_is_already_split else torch.split(input_, self.in_parts, dim=-1)
+        inputs = input_ if self.input_is_already_split else torch.split(input_, self._columns, dim=-1)
         outputs = [self._add([tile(x) for tile, x in zip(row, inputs, strict=True)]) for row in self._rows()]
         return self._combine(outputs) if self.combine_out_splits else outputs
 
@@ -65,11 +68,11 @@ class TiledLinear(nn.Module):
         if bool(other.bias is not None) != self.use_bias:
             raise RuntimeError("TiledLinear: one of the two layers has a bias and the other has not")
         with GatheredParameters([other.weight, other.bias, *self.parameters()], modifier_rank=0):
-            for row, weights in zip(self._rows(), other.weight.split(self.out_parts, dim=0), strict=True):
-                for tile, weight in zip(row, weights.split(self.in_parts, dim=1), strict=True):
+            for row, weights in zip(self._rows(), other.weight.split(self._heights, dim=0), strict=True):
+                for tile, weight in zip(row, weights.split(self._columns, dim=1), strict=True):
                     tile.weight.copy_(weight)
             if other.bias is not None:
-                for row, bias in zip(self._rows(), other.bias.split(self.out_parts), strict=True):
+                for row, bias in zip(self._rows(), other.bias.split(self._heights), strict=True):
                     row[-1].bias.copy_(bias)
 
 

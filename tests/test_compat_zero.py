@@ -1,0 +1,249 @@
+"""Sharded parameters, optimizers and checkpoints as DeepSpeed's programs look at them."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onefold.compat import deepspeed
+from onefold.compat.deepspeed import utils
+from onefold.compat.deepspeed.accelerator import get_accelerator
+from onefold.compat.deepspeed.checkpoint import ds_to_universal
+from onefold.compat.deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
+from onefold.compat.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from onefold.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from onefold.compat.deepspeed.runtime.zero import partition_parameters
+from onefold.compat.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import split_half_float_double
+from onefold.compat.deepspeed.runtime.zero.tiling import TiledLinear
+from onefold.compat.deepspeed.utils.torch import required_torch_version
+from onefold.compat.deepspeed.utils.zero_to_fp32 import to_torch_tensor
+
+# -- without ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_leaf_helpers_are_functions_whatever_was_imported_before():
+    model = nn.Linear(2, 2)
+    assert not utils.z3_leaf_module(model)
+    importlib.import_module("onefold.compat.deepspeed.utils.z3_leaf_module")  # from now on the package's attribute
+    utils.set_z3_leaf_modules(model, [nn.Linear])
+    assert utils.z3_leaf_module(model)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (2, 3), (5, 5)])
+def test_tiles_say_where_they_begin_and_end(columns, rows):
+    whole = nn.Linear(8, 10)
+    tiled = TiledLinear(8, 10, in_splits=columns, out_splits=rows, init_linear=whole)
+    assert (len(tiled.in_parts), len(tiled.out_parts)) == (columns + 1, rows + 1)
+    for row, (top, bottom) in enumerate(zip(tiled.out_parts, tiled.out_parts[1:], strict=False)):
+        for column, (left, right) in enumerate(zip(tiled.in_parts, tiled.in_parts[1:], strict=False)):
+            tile: Any = tiled.linears[row][column]  # type: ignore[index]
+            assert torch.equal(tile.weight, whole.weight[top:bottom, left:right])
+
+
+def test_a_group_of_one_rank_beside_a_launcher_of_several_is_an_error():
+    check = partition_parameters._contradicting_single_rank_pg_error
+    assert "WORLD_SIZE=8" in (check(1, None, {"WORLD_SIZE": "8"}) or "")
+    for size, group, environment in [(8, None, "8"), (1, object(), "8"), (1, None, "1"), (1, None, ""), (1, None, "x")]:
+        assert check(size, group, {"WORLD_SIZE": environment}) is None
+
+
+def test_dense_tensors_by_dtype():
+    found = [torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.bfloat16)]
+    assert [len(bucket) for bucket in split_half_float_double([*found, found[1].to_sparse()])] == [1, 1, 1]
+
+
+def test_names_of_one_tensor_stay_names_of_one():
+    weight = torch.arange(4.0)
+    made = to_torch_tensor({"a": weight, "b": weight, "mask": weight > 1}, dtype="bf16")
+    assert made["a"] is made["b"]
+    assert (made["a"].dtype, made["mask"].dtype) == (torch.bfloat16, torch.bool)
+    with pytest.raises(ValueError, match="Unsupported output dtype 'int8'"):
+        to_torch_tensor({"a": weight}, dtype="int8")
+
+
+def test_versions_and_operators():
+    assert required_torch_version(min_version=1.4)
+    assert not required_torch_version(max_version=1.4)
+    assert CPUAdamBuilder().is_compatible()
+    assert not QuantizerBuilder().is_compatible()
+    with pytest.raises(NotImplementedError, match="compiled kernels"):
+        CPUAdamBuilder().load()
+
+
+def test_devices_of_a_cpu_are_the_ranks_that_a_launcher_has_started(monkeypatch):
+    if get_accelerator().device_name() == "cpu":
+        monkeypatch.setenv("LOCAL_SIZE", "4")
+        assert get_accelerator().device_count() == 4
+
+
+def test_only_a_checkpoint_of_ours_is_universal_already(tmp_path):
+    with pytest.raises(ValueError, match="import-deepspeed"):
+        ds_to_universal.main(SimpleNamespace(input_folder=tmp_path, output_folder=tmp_path / "out"))
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.empty = nn.Parameter(torch.empty(0, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.inner(x))).float().square().mean() + (x @ self.empty.t()).sum()
+
+
+def engine_of(stage: int, **config: Any) -> Any:
+    torch.manual_seed(3)
+    model = Model()
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+        **config,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+
+
+def train(engine: Any, *, steps: int = 2, dtype: torch.dtype = torch.float32) -> None:
+    for step in range(steps):
+        torch.manual_seed(10 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(2, 8, dtype=dtype)))
+        engine.step()
+
+
+def built_in_nested_contexts() -> list[Any]:
+    with partition_parameters.Init():
+        with partition_parameters.Init():
+            inner = nn.Linear(4, 4)
+        seen = hasattr(inner.weight, "ds_id")
+        outer = nn.Linear(4, 4)
+        early = hasattr(outer.weight, "ds_id")
+    with partition_parameters.GatheredParameters(outer.weight):
+        whole = outer.weight.numel()
+    return [seen, early, outer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE, outer.weight.numel(), whole]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_an_inner_context_built_is_sharded_when_it_ends_on_one_rank_too(on_ranks, world_size):
+    assert on_ranks(world_size, built_in_nested_contexts) == [[True, False, True, 0, 16]] * world_size
+
+
+def statuses() -> dict[str, Any]:
+    engine = engine_of(3)
+    train(engine)
+    found = {
+        name: (parameter.ds_persist, parameter.ds_status.name)
+        for name, parameter in engine.module.named_parameters()
+        if hasattr(parameter, "ds_id")
+    }
+    gathered = [parameter for parameter in engine.module.parameters() if hasattr(parameter, "ds_id")]
+    gathered[0].all_gather_coalesced(gathered).wait()
+    whole = [parameter.numel() == parameter.ds_numel for parameter in gathered]
+    for parameter in gathered:
+        parameter.partition()
+    return {**found, "whole": all(whole), "after": gathered[0].ds_status.name}
+
+
+@pytest.mark.slow
+def test_persistent_parameters_are_available_and_empty_ones_have_no_shards(on_ranks):
+    for found in on_ranks(2, statuses):
+        assert found == {
+            "inner.weight": (False, "NOT_AVAILABLE"), "inner.bias": (True, "AVAILABLE"),
+            "head.weight": (False, "NOT_AVAILABLE"), "head.bias": (True, "AVAILABLE"),
+            "whole": True, "after": "NOT_AVAILABLE",
+        }  # fmt: skip
+
+
+def looked_at(stage: int) -> dict[str, Any]:
+    engine = engine_of(stage, bf16={"enabled": True})
+    optimizer = engine.optimizer
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
+    norms = torch.stack(optimizer._get_norm_groups())
+    full = [utils.safe_get_full_grad(parameter) for parameter in engine.parameters() if parameter.ndim]
+    expected = torch.cat([grad.flatten() for grad in full if grad is not None]).norm()
+    utils.safe_update_full_grad_vectorized(list(engine.parameters()), lambda grad, _: torch.zeros_like(grad))
+    zeroed = [float(part.abs().sum()) for part in optimizer.averaged_gradients[0]]
+    engine.step()
+    masters = optimizer.fp32_partitioned_groups_flat
+    states = [optimizer.state[master] for master in masters]
+    return {
+        "norm": bool(torch.allclose(norms.norm(), expected, rtol=1e-4)),
+        "zeroed": sum(zeroed),
+        "steps": {state["step"] for state in states if state} | {optimizer.state[engine.module.head.weight]["step"]},
+        "sizes": all(state["exp_avg"].shape == m.shape for m, state in zip(masters, states, strict=True) if state),
+        "kept": sorted(optimizer.state_dict()),
+        "kinds": (isinstance(optimizer, FP16_Optimizer), isinstance(optimizer, BF16_Optimizer)),
+        "window": (optimizer.micro_step_id, optimizer._epilogue_ran_this_backward),
+        "scaler": optimizer.needs_scaler(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_optimizer_shows_gradients_and_states(on_ranks, stage):
+    for found in on_ranks(2, looked_at, stage):
+        assert found == {
+            "norm": True, "zeroed": 0.0, "steps": {1}, "sizes": True, "kept": ["param_groups", "state"],
+            "kinds": (stage == 0, stage == 1), "window": (0, False), "scaler": False,
+        }  # fmt: skip
+
+
+def refusals(folder: str) -> list[str]:
+    engine = engine_of(1, checkpoint={"tag_validation": "Fail"}, fp16={"enabled": True})
+    found = []
+    for wrong in (
+        lambda: engine.save_checkpoint(folder, tag=f"tag{dist.get_rank()}"),
+        lambda: engine.scale(torch.ones(2)),
+        lambda: engine(torch.ones(2, 8, dtype=torch.float16)).backward(),
+    ):
+        with pytest.raises((AssertionError, RuntimeError)) as raised:
+            wrong()
+        found.append(f"{isinstance(raised.value, AssertionError)} {raised.value}")
+    return found
+
+
+@pytest.mark.slow
+def test_errors_are_of_the_kinds_that_programs_catch(on_ranks, tmp_path):
+    for tags, scale, backward in on_ranks(2, refusals, str(tmp_path)):
+        assert tags.startswith("True ")
+        assert "tag_validation" in tags
+        assert scale.startswith("True ")
+        assert "scalar tensor" in scale
+        assert "Loss scaling is required" in backward
+
+
+def saved(folder: str) -> None:
+    engine = engine_of(3)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+    if dist.get_rank() == 0:
+        arguments = SimpleNamespace(input_folder=f"{folder}/one", output_folder=f"{folder}/one_universal")
+        ds_to_universal.main(arguments)
+        shutil.rmtree(f"{folder}/one")
+    dist.barrier()
+
+
+def loaded(folder: str) -> int:
+    engine = engine_of(1, checkpoint={"load_universal": True})
+    engine.load_checkpoint(folder, tag="one_universal")
+    train(engine, steps=1)
+    return int(engine.global_steps)
+
+
+@pytest.mark.slow
+def test_a_universal_checkpoint_is_the_same_one_under_a_second_name(on_ranks, tmp_path: Path):
+    on_ranks(2, saved, str(tmp_path))
+    assert on_ranks(1, loaded, str(tmp_path)) == [3]
