@@ -286,6 +286,7 @@ class GatheredParameters:
                 self._borrowed.append(handle)
             if self._modifier_rank is None:
                 self._before = [[_fingerprint(param) for param in handle.params] for handle in self._borrowed]
+            ParamHandle.num_contexts += 1
         except BaseException:
             self._give_back()
             raise
@@ -295,6 +296,7 @@ class GatheredParameters:
             self._borrowed.pop().give_back()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        ParamHandle.num_contexts -= 1
         try:
             if kind is not None or not self._borrowed:
                 return

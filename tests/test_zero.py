@@ -260,6 +260,33 @@ def test_another_shape_is_taken_from_all_ranks_before_initialize_or_refused_on_a
         assert found == "taken (40, 21)" if everybody and not engaged else "before initialize" in found
 
 
+def initialised_late() -> list[Any]:
+    """What transformers does after Init for classes that initialise their children: every rank, in place."""
+    with onefold.zero.Init():
+        model = Net()
+    torch.manual_seed(7 + rank())
+    with torch.no_grad():
+        nn.init.normal_(model.head.weight, std=0.5)
+        model.blocks[0].up.weight.fill_(2.0)
+    torch.manual_seed(7)
+    expected = torch.empty(model.head.out_features, model.head.in_features).normal_(std=0.5)
+    weights = weights_of(model)
+    found = [torch.equal(weights["head.weight"], expected), bool((weights["blocks.0.up.weight"] == 2).all())]
+    with (
+        pytest.raises(RuntimeError, match="sharded over the ranks"),
+        onefold.zero.GatheredParameters(model.head.weight),
+    ):
+        model.blocks[0].up.weight.fill_(1.0)  # other ranks may not be here
+    engine = start(model, config(3))
+    with pytest.raises(RuntimeError, match="sharded over the ranks"), torch.no_grad():
+        engine.module.head.weight.fill_(1.0)
+    return found
+
+
+def test_code_that_initialises_after_init_is_served_until_there_is_an_engine(on_ranks):
+    assert on_ranks(2, initialised_late) == [[True, True]] * 2
+
+
 def elsewhere() -> str:
     for accepted in (None, "none", "cpu", "nvme"):
         onefold.zero.Init(remote_device=accepted)

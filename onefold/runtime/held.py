@@ -192,6 +192,9 @@ def _torch_function(
     holder = _holder(resting[0])
     if holder is not None and holder.in_pass:
         return holder.operate(func, args, kwargs, resting)
+    written = args[0] if args else kwargs.get("tensor")  # functions of `torch.nn.init` come with keywords
+    if holder is not None and holder.may_be_initialised and written is resting[0] and _is_in_place(func):
+        return holder.initialise(resting[0], func, args, kwargs)
     names = [name_of(parameter) for parameter in resting]
     if func in _WITHOUT_VALUES:
         return _without_values(func, args, kwargs, names)
@@ -303,6 +306,11 @@ def _words(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         name = f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
     return f"{name} of a parameter" if name.startswith((".", "__")) else f"{name.removeprefix('_')}() on a parameter"
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def reads_no_values(func: Callable[..., Any]) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.comm import Agreement, Collective, Ledger, broadcast_from
+from onefold.comm import Agreement, Collective, Ledger, agree, broadcast_from
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
 from onefold.runtime.order import Request
@@ -58,6 +58,9 @@ class Owner(Protocol):
 
 class ParamHandle:
     """Flat parameters that are unsharded and resharded together. `number`: of the first, the same on every rank."""
+
+    num_contexts = 0
+    """`GatheredParameters` that are open in this process."""
 
     def __init__(self, params: Sequence[FlatParam], collective: Collective, ledger: Ledger) -> None:
         global _next_number
@@ -196,6 +199,29 @@ class ParamHandle:
                     unit.keep_for_pass()
                 elif nodes:
                     _Recorded.watch(unit, result, nodes, again=again)
+        return result
+
+    @property
+    def may_be_initialised(self) -> bool:
+        """Whether code may still give values to parameters at rest: no engine has them, and no rank writes alone, as
+        one does inside `GatheredParameters`.
+        """
+        return self.owner is None and not ParamHandle.num_contexts
+
+    def initialise(
+        self, parameter: nn.Parameter, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One function in place that every rank calls, as initialising code does after `zero.Init`; rank 0's values
+        are taken.
+        """
+        what = f"{getattr(func, '__name__', func)}() on a parameter before initialize"
+        agree(what, [(self.name_of(parameter), {"number": str(self.number_of(parameter))})])
+        self.borrow()
+        try:
+            result = func(*args, **kwargs)
+            self.take_values_of(0)
+        finally:
+            self.give_back()
         return result
 
     def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
