@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import batches, config, net, rank, start
 from torch import nn
 
 from onefold.compat import deepspeed
@@ -26,6 +27,7 @@ from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import split_half_float
 from onefold.compat.deepspeed.runtime.zero.tiling import TiledLinear
 from onefold.compat.deepspeed.utils.torch import required_torch_version
 from onefold.compat.deepspeed.utils.zero_to_fp32 import to_torch_tensor
+from onefold.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_local_fp32_param
 
 # -- without ranks -----------------------------------------------------------------------------------------------------
 
@@ -247,3 +249,41 @@ def loaded(folder: str) -> int:
 def test_a_universal_checkpoint_is_the_same_one_under_a_second_name(on_ranks, tmp_path: Path):
     on_ranks(2, saved, str(tmp_path))
     assert on_ranks(1, loaded, str(tmp_path)) == [3]
+
+
+def local_parts(stage: int, more: dict[str, Any]) -> tuple[bool, bool, list[float]]:
+    """Every rank sets its part of a parameter that stays unsharded: all have all parts."""
+    settings = config(stage, zero_optimization={"stage3_param_persistence_threshold": 10**6}, **more)
+    engine = start(net(), settings)
+    weight = engine.module.head.weight
+    part = safe_get_local_fp32_param(weight)
+    safe_set_local_fp32_param(weight, torch.full_like(part, 3.0 + rank()))
+    whole = safe_get_full_fp32_param(weight)
+    ours = int((whole == 3.0 + rank()).sum()) == part.numel()
+    return ours, torch.equal(whole.to(weight.dtype), weight.detach()), whole.unique().tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}])
+def test_parts_of_a_parameter_that_stays_unsharded_are_set_by_all_ranks(on_ranks, stage, more):
+    found = on_ranks(2, local_parts, stage, more)
+    assert [row[:2] for row in found] == [(True, True)] * 2
+    assert found[0][2] == found[1][2]
+
+
+def gradient_before_its_reduction() -> float:
+    engine = start(net(), config(0, gradient_accumulation_steps=2))
+    plain = net()
+    plain.load_state_dict(engine.module.state_dict())
+    ((x, y),) = batches(1)
+    with engine.no_sync():
+        engine.backward(engine(x, y))
+        found = utils.safe_get_full_grad(engine.module.head.weight)
+    (plain(x, y) / 2).backward()
+    return (found - plain.head.weight.grad).abs().max().item()
+
+
+@pytest.mark.slow
+def test_inside_no_sync_a_gradient_is_what_this_rank_has_accumulated(on_ranks):
+    assert max(on_ranks(2, gradient_before_its_reduction)) < 1e-6

@@ -150,21 +150,41 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master. Only where parameters rest as shards: elsewhere ranks would differ.
+    """Set this rank's part of the master. Only where masters are sharded: elsewhere ranks would differ. Of a parameter
+    that stays unsharded all ranks set their parts together, since each gets the others'.
 
     With secondary shards (hpZ) a write between two micro-steps is seen after the step.
     """
     place = _trained(param)
-    if place.param.stays_unsharded:
+    flat = place.param
+    if flat.stays_unsharded and not place.engine.plan.shards_states:
         raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
-    place.step.let_change()
-    place.master().write(value, local=True)
-    place.param.store.push().wait()
+    if not flat.stays_unsharded:
+        place.step.let_change()
+        place.master().write(value, local=True)
+        flat.store.push().wait()
+    else:
+        place.engine.about_to_write()
+        place.master().write(value, local=True)
+        start, stop = flat.own_range
+        flat.full[start:stop].copy_(read(flat.store.master))
+        place.handle.meet(Request.READ, [])
+        place.handle.collective.start_gather([Gathering(flat.full)]).finish()
+        flat.note_values()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole averaged gradient between backward and step; None where there is none, or not reduced yet."""
     return _get_gradient(param, local=False)
+
+
+def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """What this rank alone has accumulated, inside `no_sync` or before the boundary, where it is held unsharded."""
+    place = _place(param)
+    if place is None or place.param.grad.slot is None or place.param.grad.shard.value is not None:
+        return None
+    flat = place.param.grad.slot[place.member.start : place.member.stop]
+    return flat.view(place.member.shape).float() * place.engine.gradient_factor * place.param.layout.num_shards
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

@@ -82,18 +82,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: Model, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> Model:
-    """Move a model to the CPU and give it the weights of a checkpoint. What only one of the two has is warned of."""
+    """Move a model to the CPU and give it the weights of a checkpoint. What only one of the two has is warned of.
+
+    A sharded model is filled inside `GatheredParameters(model.parameters(), modifier_rank=0)`, and stays where it is.
+    """
     from onefold.runtime import handle_of
 
+    handles = {name: handle_of(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        handle = handle_of(parameter)
-        if handle is not None and not handle.place_of(parameter)[0].stays_unsharded:
+        handle = handles[name]
+        if handle is not None and not handle.lent and not handle.place_of(parameter)[0].stays_unsharded:
             raise ExportError(
                 f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
                 "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"
             )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model = model.cpu()
+    if not any(handle is not None and handle.lent for handle in handles.values()):
+        model = model.cpu()
     misfits = model.load_state_dict(state, strict=False)
     for what, names in (("not in the checkpoint", misfits.missing_keys), ("not in the model", misfits.unexpected_keys)):
         if names:

@@ -9,7 +9,6 @@ from torch import nn
 
 from onefold.utils import (
     safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_grad,
@@ -20,7 +19,9 @@ from onefold.utils import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
+    unreduced_gradient,
 )
+from onefold.utils import safe_get_full_grad as reduced_gradient
 
 __all__ = [
     "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_model_grads", "safe_get_full_optimizer_state",
@@ -28,6 +29,12 @@ __all__ = [
     "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
     "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized",
 ]  # fmt: skip
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The averaged gradient; inside `no_sync`, as in DeepSpeed, what this rank alone has accumulated."""
+    gradient = reduced_gradient(param)
+    return unreduced_gradient(param) if gradient is None else gradient
 
 
 def safe_get_full_model_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
