@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_as_deepspeed import installed  # noqa: F401 - a fixture
-from test_dropin import EVERY_TWO, EXAMPLES, assert_alike, config, model, needs_trl, runner  # noqa: F401
+from test_dropin import EVERY_TWO, EXAMPLES, assert_alike, config, last_line, model, needs_trl, runner  # noqa: F401
 from torch import nn
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
@@ -262,3 +262,61 @@ def test_the_trainer_finds_a_smaller_batch(runner):  # noqa: F811
         "--auto_find_batch_size", "True",
     )  # fmt: skip
     assert len(found["losses"]) == 4
+
+
+# 12 layers of 12 MB each. glibc is told to give freed memory back: what is measured is what was in use.
+LOADING = """
+import os, re, sys, threading, time, torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations import HfDeepSpeedConfig
+
+def megabytes(kind):
+    return int(re.search(rf"{kind}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
+
+def build(num_layers):
+    shape = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, vocab_size=500)
+    return AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=num_layers, **shape))
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    build(12).save_pretrained("big")
+    build(1).save_pretrained("small")
+dist.barrier()
+alive = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+AutoModelForCausalLM.from_pretrained("small")
+before, peaks, done = {}, {}, threading.Event()
+for kind in ("RssAnon", "RssFile"):
+    before[kind] = peaks[kind] = megabytes(kind)
+
+def watch():
+    while not done.is_set():
+        for kind in peaks:
+            peaks[kind] = max(peaks[kind], megabytes(kind))
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = AutoModelForCausalLM.from_pretrained("big")
+done.set()
+watcher.join()
+found = [None, None]
+dist.all_gather_object(found, {kind: peaks[kind] - before[kind] for kind in peaks})
+if dist.get_rank() == 0:
+    import json
+    print(json.dumps({"size": os.path.getsize("big/model.safetensors") / 2**20, "ranks": found}))
+"""
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_loading_takes_a_shard_and_a_layer_and_one_rank_reads_the_file(runner):  # noqa: F811
+    runner.set_variable("MALLOC_MMAP_THRESHOLD_", "65536")
+    (runner.folder / "loading.py").write_text(LOADING)
+    launch = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"]
+    found = last_line(runner.python(*launch, "loading.py"))
+    first, second = found["ranks"]
+    assert first["RssFile"] > 0.9 * found["size"], "rank 0 maps the file and reads all of it"
+    assert second["RssFile"] < 0.1 * found["size"]
+    for rank in (first, second):
+        assert rank["RssAnon"] < found["size"] / 2 + 40, "its shard, and a few layers on the way"

@@ -42,6 +42,9 @@ class Runner:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
 
+    def set_variable(self, name: str, value: str) -> None:
+        self._environment[name] = value
+
     def python(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, *arguments],
