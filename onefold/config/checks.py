@@ -339,7 +339,14 @@ def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> in
 
 
 def _rank_hint(train: int, by: int) -> str:
-    """The common accident: the ranks do not know of each other, so each of them is a world of 1."""
+    """The common accidents: ranks that do not know of each other, so that each of them is a world of 1; or a library
+    that takes them for one, as accelerate does where there is no GPU.
+    """
+    if train == by:
+        return (
+            " (it fits one rank. Without a GPU accelerate takes several for one: give transformers use_cpu=True, or "
+            "Accelerator kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
+        )
     return f" (it fits {train // by} ranks: were they all started?)" if train % by == 0 else ""
 
 
