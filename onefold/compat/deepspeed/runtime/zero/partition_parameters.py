@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -14,7 +14,7 @@ from onefold.zero import GatheredParameters, register_external_parameter, unregi
 from onefold.zero import Init as _Init
 
 __all__ = [
-    "GatheredParameters", "Init", "MultipleAllGatherHandles", "ZeroParamStatus", "ZeroParamType", "is_zero_param",
+    "DeepSpeedTensorOverride", "GatheredParameters", "Init", "MultipleAllGatherHandles", "ZeroParamStatus", "ZeroParamType", "is_zero_param",
     "partitioned_param_data_shape", "register_external_parameter", "unregister_external_parameter",
 ]  # fmt: skip
 
@@ -40,12 +40,26 @@ class zero3_linear_wrap(NotOffered):
     what = "a linear function in the place of torch's (torch's own is used, and holds no gathered weight)"
 
 
+class DeepSpeedTensorOverride(Enum):
+    dtype = 1
+    device = 2
+
+
 class Init(_Init):
-    """onefold's, which empties parameters on a single rank too, and refuses one where the launcher has started more."""
+    """onefold's, which empties parameters on a single rank too, and refuses one where the launcher has started more.
+
+    `tensor_overrides` has nothing to do: tensors are made as the code inside says, none in another dtype or on another
+    device, and parameters are moved and cast when all of them have their values.
+    """
 
     _plan = replace(_Init._plan, shards_on_one_rank=True)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        tensor_overrides: Sequence[DeepSpeedTensorOverride] = tuple(DeepSpeedTensorOverride),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if self._enabled:
             problem = _contradicting_single_rank_pg_error(self._group.size, None)
