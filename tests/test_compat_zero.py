@@ -77,7 +77,7 @@ def test_versions_and_operators():
     assert not required_torch_version(max_version=1.4)
     assert CPUAdamBuilder().is_compatible()
     assert not QuantizerBuilder().is_compatible()
-    with pytest.raises(NotImplementedError, match="compiled kernels"):
+    with pytest.raises(NotImplementedError, match="compiles no operator"):
         CPUAdamBuilder().load()
 
 
@@ -186,7 +186,7 @@ def looked_at(stage: int) -> dict[str, Any]:
         "zeroed": sum(zeroed),
         "steps": {state["step"] for state in states if state} | {optimizer.state[engine.module.head.weight]["step"]},
         "sizes": all(state["exp_avg"].shape == m.shape for m, state in zip(masters, states, strict=True) if state),
-        "kept": sorted(optimizer.state_dict()),
+        "kept": {"zero_stage", "partition_count", "loss_scale"} <= {*optimizer.state_dict()},
         "kinds": (isinstance(optimizer, FP16_Optimizer), isinstance(optimizer, BF16_Optimizer)),
         "window": (optimizer.micro_step_id, optimizer._epilogue_ran_this_backward),
         "scaler": optimizer.needs_scaler(),
@@ -198,7 +198,7 @@ def looked_at(stage: int) -> dict[str, Any]:
 def test_an_optimizer_shows_gradients_and_states(on_ranks, stage):
     for found in on_ranks(2, looked_at, stage):
         assert found == {
-            "norm": True, "zeroed": 0.0, "steps": {1}, "sizes": True, "kept": ["param_groups", "state"],
+            "norm": True, "zeroed": 0.0, "steps": {1}, "sizes": True, "kept": True,
             "kinds": (stage == 0, stage == 1), "window": (0, False), "scaler": False,
         }  # fmt: skip
 

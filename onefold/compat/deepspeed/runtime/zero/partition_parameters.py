@@ -14,8 +14,9 @@ from onefold.zero import GatheredParameters, register_external_parameter, unregi
 from onefold.zero import Init as _Init
 
 __all__ = [
-    "DeepSpeedTensorOverride", "GatheredParameters", "Init", "MultipleAllGatherHandles", "ZeroParamStatus", "ZeroParamType", "is_zero_param",
-    "partitioned_param_data_shape", "register_external_parameter", "unregister_external_parameter",
+    "DeepSpeedTensorOverride", "GatheredParameters", "Init", "MultipleAllGatherHandles", "ZeroParamStatus",
+    "ZeroParamType", "is_zero_param", "partitioned_param_data_shape", "register_external_parameter",
+    "unregister_external_parameter",
 ]  # fmt: skip
 
 partitioned_param_data_shape = [0]
