@@ -82,6 +82,16 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
 EVERY_TWO = ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
 
 
+def test_the_trainer_trains_and_evaluates(runner):
+    found = runner.script(
+        "trainer.py", *config(3), "--output_dir", "out", "--eval_strategy", "steps", "--eval_steps", "2"
+    )
+    assert len(found["losses"]) == 4
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["eval"][1] < found["eval"][0]
+
+
+@pytest.mark.slow
 def test_the_trainer_trains_evaluates_saves_and_resumes(runner):
     """Stage 3 equals stage 2, also where it goes on from a checkpoint; the weights that it saves are whole."""
     expected = runner.script("trainer.py", *config(2), "--output_dir", "two", *EVERY_TWO)

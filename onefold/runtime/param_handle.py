@@ -67,6 +67,7 @@ class ParamHandle:
         self.number = _next_number
         _next_number += sum(len(param.parameters) for param in params)
         self.lent = 0
+        self._is_new = True
         self.collective = collective
         self.ledger = ledger
         # A live engine holds the unit; this must not keep it alive.
@@ -88,6 +89,7 @@ class ParamHandle:
     def of_unit(unit: Unit, ledger: Ledger, owner: Owner) -> ParamHandle:
         handle = ParamHandle(unit.params, unit.schedule.in_flight.collective, ledger)
         handle._unit, handle._params, handle._owner = weakref.ref(unit), None, weakref.ref(owner)
+        handle._is_new = False
         return handle
 
     def _tell(self) -> None:
@@ -203,10 +205,10 @@ class ParamHandle:
 
     @property
     def may_be_initialised(self) -> bool:
-        """Whether code may still give values to parameters at rest: no engine has them, and no rank writes alone, as
-        one does inside `GatheredParameters`.
+        """Whether code may still give values to parameters at rest: no engine has had them, and no rank writes alone,
+        as one does inside `GatheredParameters`.
         """
-        return self.owner is None and not ParamHandle.num_contexts
+        return self._is_new and not ParamHandle.num_contexts
 
     def initialise(
         self, parameter: nn.Parameter, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
