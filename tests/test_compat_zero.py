@@ -287,3 +287,25 @@ def gradient_before_its_reduction() -> float:
 @pytest.mark.slow
 def test_inside_no_sync_a_gradient_is_what_this_rank_has_accumulated(on_ranks):
     assert max(on_ranks(2, gradient_before_its_reduction)) < 1e-6
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return self.a(x).sum() + (self.b(x).sum() if both else 0)
+
+
+def gradient_of_another_window() -> bool:
+    engine = start(Two(), config(1, gradient_accumulation_steps=2))
+    for both in (True, True, False):
+        engine.backward(engine(torch.ones(1, 4), both=both))
+        engine.step()
+    return utils.safe_get_full_grad(engine.module.b.weight) is None
+
+
+@pytest.mark.slow
+def test_a_gradient_that_has_not_come_in_this_window_is_none(on_ranks):
+    assert on_ranks(2, gradient_of_another_window) == [True, True]

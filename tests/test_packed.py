@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,56 @@ def quantized_wire_case(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 def test_packed_weights_are_neither_rounded_nor_cast(on_ranks, kind):
     assert on_ranks(2, quantized_wire_case, kind) == [(True, 2, getattr(torch, kind))] * 2
+
+
+class Odd(nn.Module):
+    """Few bytes that are no multiple of eight, read through `.data`; and parameters that no flat one can hold."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(size, dtype=torch.uint8), requires_grad=False)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.freqs = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() * self.codes.data.sum() * self.freqs.real.sum()
+
+
+class Alone(nn.Module):
+    """A unit of its own that has nothing to flatten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.mask = nn.Parameter(torch.ones(4, dtype=torch.bool), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * self.mask
+        return x.sum()
+
+
+def odd_case(size: int) -> list[float]:
+    found = []
+    for model_ in (Odd(size), Alone()):
+        for stage in (0, 3):
+            torch.manual_seed(3)
+            for parameter in model_.parameters():
+                if parameter.requires_grad:
+                    nn.init.normal_(parameter)
+            engine = start(copy.deepcopy(model_), config(stage))
+            loss = engine(torch.ones(2, 4))
+            engine.backward(loss)
+            engine.step()
+            found.append(engine(torch.ones(2, 4)).item())
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("size", [5, 30])
+def test_odd_sizes_and_units_without_a_flat_parameter(on_ranks, size):
+    for a, b, c, d in on_ranks(2, odd_case, size):
+        assert a == b
+        assert c == d

@@ -151,8 +151,9 @@ def test_gaps_are_filled_and_said(tmp_path: Path) -> None:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
+    preset = () if "--model" in arguments else ("--preset", "tiny")
     return subprocess.Popen(
-        [sys.executable, "-m", "onefold.cli.main", "train", "--preset", "tiny", *arguments],
+        [sys.executable, "-m", "onefold.cli.main", "train", *preset, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -283,30 +284,33 @@ class Words:
     eos_token_id = 99
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [len(word) for word in text.split()]}
+        return {"input_ids": [77] * add_special_tokens + [len(word) for word in text.split()]}
 
 
 def lines(tmp_path: Path, *rows: object, length: int = 8) -> Lines:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Lines([str(file)], Tokens(Words()), length, seed=3)
+    return Lines([str(file)], Tokens(Words(), 99), length, seed=3)
 
 
 def test_lines_of_json_become_rows(tmp_path: Path) -> None:
     rows = [{"text": "a bb ccc"}, {"prompt": "dddd e", "completion": "ff"}]
     source = lines(tmp_path, *rows, {"text": "held out"})
-    (row,) = {tuple(map(tuple, row)) for row in source.train_rows(0, 0, 1, 2)} - {((1, 2, 3, 99), (1, 2, 3, 99))}
-    assert row == ((4, 1, 2, 99), (-100, -100, 2, 99)), "nothing is learnt of a prompt"
-    assert list(source.held_out_rows(0, 1, 2)) == [[([4, 3, 99], [4, 3, 99])] * 2]
-    cut = lines(tmp_path, {"text": "a bb ccc"}, {"text": "a"}, length=2)
-    assert cut.train_rows(0, 0, 1, 1) == [([1, 2], [1, 2])]
+    rows_of_tokens = sorted(source.train_rows(0, 0, 1, 2))
+    assert rows_of_tokens[0] == ([77, 1, 2, 3, 99], [-100, 1, 2, 3, 99]), "as the tokenizer begins a text"
+    assert rows_of_tokens[1] == ([77, 4, 1, 2, 99], [-100, -100, -100, 2, 99]), "nothing is learnt of a prompt"
+    assert list(source.held_out_rows(0, 1, 2)) == [[([77, 4, 3, 99], [-100, 4, 3, 99])] * 2]
+    cut = lines(tmp_path, {"text": "a bb ccc"}, {"text": "a"}, length=3)
+    assert cut.train_rows(0, 0, 1, 1) == [([77, 1, 2], [-100, 1, 2])]
+    long = lines(tmp_path, {"prompt": "a bb ccc dddd eeeee", "completion": "x yy"}, {"text": "a"}, length=6)
+    assert long.train_rows(0, 0, 1, 1) == [([77, 4, 5, 1, 2, 99], [-100, -100, -100, 1, 2, 99])], "a prompt's end"
 
 
 def test_every_line_comes_once_an_epoch_whatever_the_ranks(tmp_path: Path) -> None:
     source = lines(tmp_path, *({"text": "x" * number} for number in range(1, 41)))
     for world_size in (1, 2):
         drawn = [
-            row[0][0]
+            row[0][1]
             for step in range(38 // world_size)
             for rank in range(world_size)
             for row in source.train_rows(step, rank, world_size, 1)
@@ -320,12 +324,12 @@ def test_every_line_comes_once_an_epoch_whatever_the_ranks(tmp_path: Path) -> No
         ({"body": "x"}, "an object with text"),
         ([1], "an object with text"),
         ({"messages": []}, "chat template"),
-        ({"prompt": "a b c d e f g h", "completion": "x"}, "prompt has 8 tokens"),
+        ({"text": " "}, "text is empty"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, row: object, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        lines(tmp_path, row, row)
+        lines(tmp_path, {"text": "a"}, {"text": "b"}, row)
 
 
 @needs_transformers

@@ -396,8 +396,8 @@ def streamed(stage: int, bucket_bytes: int) -> tuple[bool, list[int], int]:
     train(engine, 2)
     whole = {name: value for name, value in weights_of(engine.module).items() if name != "head.weight"}
     buckets, found, most = [], {}, 0
-    for bucket in onefold.zero.stream_weights(engine, bucket_bytes=bucket_bytes):
-        buckets.append(bucket)
+    for bucket in onefold.zero.stream_weights(engine.module, bucket_bytes=bucket_bytes):
+        buckets.append(dict(bucket))
         found |= {name: value.clone() for name, value in bucket.items()}
         open_units = [unit for unit in engine.state.schedule.units if unit.parameter is ParameterState.UNSHARDED]
         members = [member for unit in open_units for param in unit.sharded for member in param.layout.members]
@@ -493,8 +493,7 @@ def test_masters_gradients_and_states_are_read_and_set_in_every_stage(on_ranks, 
     for found in results:
         for name in ("before", "close", "half", "momentum", "again", "master", "shown"):
             assert found[name], (name, stage, dtype)
-        rests_as_shards = stage == 3 and (world > 1 or dtype != "fp32")
-        assert bool(found["refused"]) != rests_as_shards
+        assert bool(found["refused"]) == (stage == 0), "where masters are sharded, ranks may set their parts"
     if stage:
         for which in range(3):
             assert sum(found["local"][which] for found in results) == results[0]["numel"]

@@ -37,8 +37,8 @@ def init_distributed(
 ) -> None:
     """Start the default process group if none runs: NCCL where there are GPUs, gloo elsewhere.
 
-    The arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have nothing to do: there is no MPI
-    launcher, and nothing is printed.
+    The arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have nothing to do: under an MPI
+    launcher this raises, and nothing is printed.
 
     Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without any
     of it this is a world of one rank.
@@ -48,6 +48,7 @@ def init_distributed(
     if dist_init_required is False:
         raise RuntimeError("dist_init_required is False, but torch.distributed is not initialized")
     if "WORLD_SIZE" not in os.environ and world_size <= 0:
+        _check_alone()
         rank, world_size = 0, 1
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -69,6 +70,17 @@ def init_distributed(
             timeout=timeout,
         )
     watch_world()  # from here on a rank that ends says so: others may wait for it in initialize
+
+
+def _check_alone() -> None:
+    """Refuse to take one of several processes of an MPI or SLURM launcher, which sets no RANK, for a world alone."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
+            raise RuntimeError(
+                f"{name} = {size}: this process is one of several, and RANK and WORLD_SIZE are not set, so each would "
+                "train alone. Start them with torchrun, onefold launch or deepspeed; or set RANK, WORLD_SIZE, "
+                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables"
+            )
 
 
 def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:

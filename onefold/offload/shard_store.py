@@ -44,10 +44,13 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """As whole numbers, the widest that fit: comparing them is fastest, and tells NaN and -0 apart."""
     wide = values.nbytes % 8 == 0 and values.data_ptr() % 8 == 0 and values.storage_offset() * values.itemsize % 8 == 0
-    return values.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+    return values.view(torch.int64 if wide else _INTEGERS[values.itemsize])
 
 
 class ShardStore:

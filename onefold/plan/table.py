@@ -164,7 +164,7 @@ class Plan:
     num_replicas: int = 1
     """and groups of them: more than one with MiCS."""
     shards_on_one_rank: bool = False
-    """Parameters are placeholders between uses on a single rank too, where that saves nothing."""
+    """Parameters are placeholders between uses on a single rank too, although that saves nothing."""
     node_size: int | None = None
     """Ranks of one node; None: as many as the launcher says."""
     node_shard_size: int = 1

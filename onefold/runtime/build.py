@@ -70,7 +70,8 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
         params = []
         for key, members in flat.items():
             params.append(FlatParamSpec(Layout.of(members, plan.num_shards, key[0].itemsize), *key))
-        specs.append(UnitSpec(found, params))
+        if params:
+            specs.append(UnitSpec(found, params))
     return specs
 
 

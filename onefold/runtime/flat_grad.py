@@ -106,6 +106,13 @@ class FlatGrad:
         self.dropped.discard(index)
         set_raw_grad(parameter, None)
 
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """What this rank has accumulated of one gradient and not reduced yet, in its parameter's shape."""
+        if self.slot is None or self.shard.value is not None or not self._filled[index] or index in self.dropped:
+            return None
+        member = self.layout.members[index]
+        return self.slot[member.start : member.stop].view(member.shape)
+
     # -- reduction ----------------------------------------------------------------------------------------------
 
     def start_reduction(self, prescale: float, pool: Pool) -> Reduction:

@@ -11,7 +11,8 @@ Parameter.
   autograd's gradient has been moved into a flat buffer, so reading it gives what stands for it, and setting it to None
   drops it.
 * Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation
-  on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`), elsewhere it raises.
+  on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`); before `initialize` a
+  function in place that every rank calls is served (`ParamHandle.initialise`); elsewhere it raises.
 """
 
 from __future__ import annotations
@@ -258,8 +259,10 @@ class HeldGradient(torch.Tensor):
             for gradient in held:
                 gradient._onefold_parameter.grad = None
             return args[0]
-        if func in _MOVES:
+        if func in _MOVES and isinstance(args[0], HeldGradient):
             return args[0]
+        if func in _MOVES:  # another tensor is cast as the gradient is
+            return args[0].to(dtype=held[0].dtype, device=held[0].device)
         if func == _data.__set__ and isinstance(args[1], HeldGradient):
             return None
         raise RuntimeError(
@@ -332,7 +335,7 @@ _METADATA: set[Any] = {
     """.split()  # noqa: SIM905
     if hasattr(torch.Tensor, name)
 } | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
-# What is about to write the bytes of a tensor asks for.
+# Asked for by code that is about to save a tensor's bytes.
 _MEMORY: set[Any] = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
 # Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail
 # before anybody reads a value.

@@ -12,14 +12,15 @@ def follow_weights(model: nn.Module) -> None:
     """For a model whose parameters were flattened. Nothing is imported: the layers are known by their attributes."""
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if hasattr(weight, "SCB"):
+        if hasattr(weight, "SCB") and hasattr(module, "init_8bit_state"):
             _follow_int8(module)
         elif hasattr(weight, "quant_state"):
             # On some CPUs an evaluation would put weights of another shape in their place.
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-# Names in bitsandbytes' own files, and where a layer's weight has the tensor. Scales may be quantized themselves.
+# Names as in bitsandbytes' own files, the last one aside, and where a layer's weight has the tensor. Scales may be
+# quantized themselves. Its files also describe the format, which a model has from its own quantization.
 _OF_4_BITS = {
     "weight.absmax": "absmax",
     "weight.quant_map": "code",

@@ -46,8 +46,9 @@ class Corpus:
         self.num_train = self.num_bytes - self.num_held_out
         if self.num_train <= sequence_length:
             raise DataError(
-                f"{name} holds {self.num_bytes:,} bytes of text; sequences of {sequence_length} need at least "
-                f"{2 * sequence_length + 2:,}. Give more text with --data, or take a preset with shorter sequences."
+                f"{name} holds {self.num_bytes:,} bytes of text; sequences of {sequence_length} bytes need at least "
+                f"{2 * sequence_length + 2:,}. Give more text with --data, or shorter sequences (a smaller --preset; "
+                "with --model --sequence-length)."
             )
 
     def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> Batch:
@@ -96,7 +97,7 @@ def load_corpus(paths: Sequence[str | Path], sequence_length: int) -> Corpus:
     if not paths:
         pieces = list(_map_files(standard_library_files(), STANDARD_LIBRARY_CAP))
         return Corpus(pieces, "the Python standard library's source", sequence_length)
-    files = [file for path in paths for file in _files_of(Path(path))]
+    files = [file for path in paths for file in files_of(Path(path))]
     pieces = list(_map_files(files, None))
     name = ", ".join(str(path) for path in paths)
     if not pieces:
@@ -113,7 +114,7 @@ def standard_library_files() -> list[Path]:
     return sorted(files)
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"--data {path}: there is no such file or folder")
     if path.is_file():

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import onefold
 from onefold.checkpoint.loading.weights import consolidate
 from onefold.engine import Engine
-from onefold.train.data import Batch, DataError
+from onefold.train.data import Batch, DataError, files_of
 from onefold.train.options import TrainOptions
 from onefold.train.tokens import NOT_PREDICTED, Lines, Row, SequenceSource, Tokens, Windows
 
 SEQUENCE_LENGTH = 512
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 class HuggingFaceTask:
@@ -37,14 +37,22 @@ class HuggingFaceTask:
         self.sequence_length = options.sequence_length or min(SEQUENCE_LENGTH, longest)
         if self.sequence_length > longest:
             raise DataError(f"--sequence-length {self.sequence_length}: {self._path} knows {longest} positions")
+        if self.sequence_length < 2:
+            raise DataError("--sequence-length 1: nothing follows the only token; give at least 2")
+        if self._path.is_dir() and not _has_weights(self._path):
+            raise DataError(
+                f"--model {self._path}: a folder without weights (*.safetensors). To start from nothing, give its "
+                "config.json; a tokenizer beside that is used"
+            )
         self._tokens = _tokenizer(self._path, self._settings)
-        rows = [path for path in options.data if path.endswith((".jsonl", ".ndjson"))]
-        if rows and len(rows) < len(options.data):
+        files = [str(file) for path in options.data for file in files_of(Path(path))]
+        rows = [file for file in files if file.endswith((".jsonl", ".ndjson"))]
+        if rows and len(rows) < len(files):
             raise DataError(
                 "--data: give lines of JSON (.jsonl) or text, not both: their sequences are cut differently"
             )
-        kind: type[Lines] | type[Windows] = Lines if rows else Windows
-        self._source: SequenceSource = kind(options.data, self._tokens, self.sequence_length, options.seed)
+        how = self._tokens, self.sequence_length, options.seed
+        self._source: SequenceSource = Lines(rows, *how) if rows else Windows(options.data, *how)
         self.data = self._source.name
         lora = f", LoRA of rank {options.lora}" if options.lora else ""
         self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"
@@ -67,7 +75,6 @@ class HuggingFaceTask:
                     alive = HfDeepSpeedConfig(config)  # transformers looks for it while it loads
                     stack.callback(lambda: alive)
                 model = AutoModelForCausalLM.from_pretrained(self._path)
-        model.config.use_cache = False
         if self._options.lora:
             from peft import LoraConfig, get_peft_model
 
@@ -91,7 +98,7 @@ class HuggingFaceTask:
         return batch[0].masked_fill(batch[0] == NOT_PREDICTED, self._tokens.end), batch[1]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(input_ids=batch[0], labels=batch[1]).loss
+        loss: Tensor = model(input_ids=batch[0], labels=batch[1], use_cache=False).loss
         return loss
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
@@ -127,16 +134,23 @@ def _settings(path: Path) -> Any:
 
 
 def _tokenizer(path: Path, settings: Any) -> Tokens:
+    """Of the folder, or of the folder that a config.json lies in."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if path.is_dir() and any((path / name).exists() for name in names):
+    folder = path if path.is_dir() else path.parent
+    if any((folder / name).exists() for name in names):
         from transformers import AutoTokenizer
 
-        return Tokens(AutoTokenizer.from_pretrained(path))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else settings.eos_token_id
+        end = end[0] if isinstance(end, list) else end
+        if end is None:
+            raise DataError(f"--model {path}: neither its tokenizer nor its config says which token ends a text (eos)")
+        return Tokens(tokenizer, end)
     if settings.vocab_size < 256:
         raise DataError(
             f"--model {path}: no tokenizer beside the config, and {settings.vocab_size} tokens are too few for bytes"
         )
-    return Tokens(None)
+    return Tokens(None, 0)
 
 
 def _has_weights(path: Path) -> bool:

@@ -127,9 +127,9 @@ def train_steps(
             engine.backward(loss)
             engine.step()
             loss_sum += loss.detach().float()
-            num_tokens += tokens.numel()
-        # One small exchange a step: the mean loss, the number of tokens (lines differ in length), and whether any rank
-        # was asked to stop, so that all stop together.
+            num_tokens += int((targets != -100).sum())
+        # One small exchange a step: the mean loss, the number of tokens learnt (lines differ in length), and whether
+        # any rank was asked to stop, so that all stop together.
         counts = torch.tensor([float(num_tokens), float(stop_asked())]).to(loss_sum)
         shared = torch.cat([loss_sum[None] / (accumulation * world_size), counts])
         dist.all_reduce(shared)

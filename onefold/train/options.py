@@ -117,6 +117,8 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
     """The user's config, or the shipped one, with the flags in it and its gaps filled."""
     from onefold.config import ConfigError, load_config
 
+    if options.model is not None and options.preset != TrainOptions.preset:
+        raise ConfigError("--preset is the size of the built-in GPT; with --model the model's own config says its size")
     for flag in ("lora", "sequence_length"):
         if options.model is None and getattr(options, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} is for a model of transformers: give --model PATH too")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,10 +24,13 @@ Row = tuple[list[int], list[int]]
 class Tokens:
     """The tokenizer of the model's folder; where it has none, bytes are tokens."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, end: int) -> None:
         self._tokenizer = tokenizer
-        known = getattr(tokenizer, "eos_token_id", None)
-        self.end: int = 0 if known is None else known
+        self.end = end
+        """The token that ends a text."""
+        # What the tokenizer puts before a text, as it will when the model is used.
+        whole = tokenizer("", add_special_tokens=True)["input_ids"] if tokenizer is not None else []
+        self.begin: list[int] = [token for token in whole[:1] if token != end]
 
     def describe(self) -> str:
         return "bytes as tokens (the model's folder has no tokenizer)" if self._tokenizer is None else "its own tokens"
@@ -91,44 +94,38 @@ class Windows:
 
     def _row(self, window: Bytes) -> Row:
         text = window.tobytes().decode(errors="ignore")
-        tokens = self._tokens.encode(text)[: self._length] or [self._tokens.end]
+        tokens = [*self._tokens.begin, *self._tokens.encode(text)][: self._length]
+        tokens = tokens if len(tokens) > 1 else [*tokens, self._tokens.end, self._tokens.end][:2]
         return tokens, tokens
 
 
 class Lines:
     """Files of JSON, an object a line: `text`, `prompt` with `completion`, or `messages`. Every line once an epoch, in
-    an order drawn from (seed, epoch); the last twentieth is held out. Lines are read when they are needed.
+    an order drawn from (seed, epoch); the last twentieth is held out. All are looked at before the first step, and
+    tokenized when they are needed. A text is learnt whole, all turns of a conversation too; of a prompt nothing.
     """
 
     def __init__(self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int) -> None:
         self.name = ", ".join(paths)
-        self._paths, self._tokens, self._length, self._seed = paths, tokens, sequence_length, seed
+        self._tokens, self._length, self._seed = tokens, sequence_length, seed
+        self._files = [(path, _mapped(path)) for path in paths]
+        self._places = list(self._find_lines())
         self._num_held_out = max(int(len(self._places) * HELD_OUT_FRACTION), 1)
         self._num_train = len(self._places) - self._num_held_out
         if self._num_train < 1:
             raise DataError(f"--data {self.name}: {len(self._places)} lines; two are needed, one of them is held out")
-        self._row(0)  # what is wrong with the first line is wrong with all
 
     def describe(self) -> str:
         return f"{self._num_train:,} lines of {self.name}, {self._num_held_out:,} more held out"
 
-    @cached_property
-    def _places(self) -> list[tuple[int, int, int]]:
-        """File, begin and end of every line that is not empty."""
-        found = []
-        for number, file in enumerate(self._files):
+    def _find_lines(self) -> Iterator[tuple[int, int, int]]:
+        """File, begin and end of every line that says something. Raises for the first that cannot be used."""
+        for number, (_, file) in enumerate(self._files):
             ends = [*(np.flatnonzero(file == ord("\n")) + 1).tolist(), len(file)]
             for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-                if end - begin > 1:
-                    found.append((number, begin, end))
-        return found
-
-    @cached_property
-    def _files(self) -> list[Bytes]:
-        try:
-            return [np.memmap(path, dtype=np.uint8, mode="r") for path in self._paths if os.path.getsize(path)]
-        except OSError as error:
-            raise DataError(f"--data {error.filename}: {error.strerror}") from error
+                if file[begin:end].tobytes().strip():
+                    self._parts(number, begin, end)
+                    yield number, begin, end
 
     def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]:
         first = (step * world_size + rank) * batch_size
@@ -146,29 +143,43 @@ class Lines:
             yield [self._row(place) for place in places]
 
     def _row(self, index: int) -> Row:
-        number, begin, end = self._places[index]
-        where = f"--data {self._paths[number]}, the line at byte {begin:,}"
+        prompt, text = self._parts(*self._places[index])
+        learnt = self._tokens.encode(text)
+        if learnt[-1:] != [self._tokens.end]:  # some chat templates have written it
+            learnt.append(self._tokens.end)
+        # Of a prompt that is too long its end is kept, in at most half of the sequence.
+        room = max(self._length - len(learnt), self._length // 2) - len(self._tokens.begin)
+        asked = [*self._tokens.begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
+        return (asked + learnt)[: self._length], ([NOT_PREDICTED] * len(asked) + learnt)[: self._length]
+
+    def _parts(self, number: int, begin: int, end: int) -> tuple[str, str]:
+        """The prompt of a line, and what is learnt of it."""
+        path, file = self._files[number]
+        where = f"--data {path}, the line at byte {begin:,}"
         try:
-            line = json.loads(self._files[number][begin:end].tobytes())
+            line = json.loads(file[begin:end].tobytes())
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}") from error
         line = line if isinstance(line, dict) else {}
-        prompt = ""
         if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
             prompt, text = line["prompt"], line["completion"]
         elif isinstance(line.get("text"), str):
-            text = line["text"]
+            prompt, text = "", line["text"]
         elif "messages" in line:
-            text = self._tokens.chat(line["messages"], where)
+            prompt, text = "", self._tokens.chat(line["messages"], where)
         else:
             raise DataError(f"{where}: an object with text, with prompt and completion, or with messages is needed")
-        asked = self._tokens.encode(prompt) if prompt else []
-        learnt = [*self._tokens.encode(text), self._tokens.end]
-        if len(asked) >= self._length:
-            raise DataError(
-                f"{where}: its prompt has {len(asked)} tokens, which leaves none of the sequence's {self._length}"
-            )
-        return (asked + learnt)[: self._length], ([NOT_PREDICTED] * len(asked) + learnt)[: self._length]
+        if not text.strip():
+            raise DataError(f"{where}: its text is empty, so nothing can be learnt of it")
+        return prompt, text
+
+
+def _mapped(path: str) -> Bytes:
+    try:
+        size = os.path.getsize(path)
+        return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, dtype=np.uint8)
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}") from error
 
 
 @lru_cache(maxsize=2)

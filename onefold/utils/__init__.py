@@ -181,10 +181,10 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """What this rank alone has accumulated, inside `no_sync` or before the boundary, where it is held unsharded."""
     place = _place(param)
-    if place is None or place.param.grad.slot is None or place.param.grad.shard.value is not None:
+    found = place.param.grad.unreduced(place.param.layout.members.index(place.member)) if place else None
+    if place is None or found is None:
         return None
-    flat = place.param.grad.slot[place.member.start : place.member.stop]
-    return flat.view(place.member.shape).float() * place.engine.gradient_factor * place.param.layout.num_shards
+    return found.float() * place.engine.gradient_factor * place.engine.state.group.size
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

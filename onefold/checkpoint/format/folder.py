@@ -114,8 +114,9 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
     script = save_dir / SCRIPT_NAME
     if not script.exists():
         replace_file(script, SCRIPT)
-        mode = script.stat().st_mode
-        script.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it may run it
+        with suppress(OSError):  # some file systems have no modes
+            mode = script.stat().st_mode
+            script.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it may run it
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
     with suppress(PermissionError):  # the folder above may not be ours to open

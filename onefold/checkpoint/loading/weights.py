@@ -80,16 +80,16 @@ def stream_weights(
     """Whole weights in buckets, one after the other: to send a model to an inference server without ever holding it.
 
     All ranks iterate together, to the end, and each gets every bucket: whole tensors by name, on the device, in the
-    dtype they compute in. They are the model's own memory: send or copy them before the next bucket is asked for. A
-    bucket takes in units until the next one would lift it over `bucket_bytes`, and a unit larger than that comes in
-    several buckets: no more than `bucket_bytes` or one unit is unsharded at a time, whichever is more. A tensor larger
-    than `bucket_bytes` comes alone. Tied weights come once, by their first name.
+    dtype they compute in. They are the model's own memory: send or copy them before the next bucket is asked for, which
+    empties the dict. A bucket takes in units until the next one would lift it over `bucket_bytes`, and a unit larger
+    than that comes in several buckets: no more than `bucket_bytes` or one unit is unsharded at a time, whichever is
+    more. A tensor larger than `bucket_bytes` comes alone. Tied weights come once, by their first name.
 
         for bucket in onefold.zero.stream_weights(engine.module):
             if rank == 0:
                 client.update_weights(bucket)
     """
-    contents = ModelTensors.of(getattr(model, "module", model), exclude_frozen=exclude_frozen)
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes = {bucket_bytes}: give a number of bytes above 0")
     with ExitStack() as borrowed:
@@ -101,15 +101,17 @@ def stream_weights(
             ]
             if bucket and size + sum(sizes) > bucket_bytes:
                 yield bucket
+                bucket.clear()  # whoever keeps a tensor keeps its memory
                 borrowed.close()
-                bucket, size = {}, 0
+                size = 0
             if handle is not None:
                 handle.borrow()
                 borrowed.callback(handle.give_back)
             for name, bytes_ in zip(names, sizes, strict=True):
                 if bucket and size + bytes_ > bucket_bytes:
                     yield bucket
-                    bucket, size = {}, 0
+                    bucket.clear()
+                    size = 0
                 bucket[name] = contents.tensors[name].detach()
                 size += bytes_
         if bucket:

@@ -18,17 +18,21 @@ _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"
 
 
 def init_distributed(
-    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, **given: Any
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    *rest: Any,
+    **given: Any,
 ) -> None:
     """Start torch.distributed if it does not run; under an MPI launcher ranks and addresses come from mpi4py."""
     wanted = not dist.is_initialized() and given.get("dist_init_required") is not False
     if wanted and auto_mpi_discovery and not all(name in os.environ for name in _OF_LAUNCHER):
-        verbose = given.get("verbose", True)
         if in_multi_rank_mpi_job():
             mpi_discovery(distributed_port=distributed_port, verbose=verbose)
         elif given.get("world_size", -1) <= 0 and "WORLD_SIZE" not in os.environ:
             single_process_discovery(distributed_port=distributed_port, verbose=verbose)
-    comm.init_distributed(dist_backend, auto_mpi_discovery, distributed_port, **given)
+    comm.init_distributed(dist_backend, auto_mpi_discovery, distributed_port, verbose, *rest, **given)
 
 
 def in_multi_rank_mpi_job() -> bool:
@@ -48,8 +52,8 @@ def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
         from mpi4py import MPI  # type: ignore[import-not-found]
     except ImportError as error:
         raise ImportError(
-            "this process is one of several of an MPI or SLURM job, and RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-            "are not set: install mpi4py, which tells them, or start with a launcher that sets them"
+            f"this process is one of several of an MPI or SLURM job, and not all of {', '.join(_OF_LAUNCHER)} are set: "
+            "install mpi4py, which tells them, or start with a launcher that sets them"
         ) from error
     world = MPI.COMM_WORLD
     rank, node = world.Get_rank(), MPI.Get_processor_name()

@@ -136,7 +136,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
         """The averaged gradients of each group, whole and flat, as copies. All ranks call this together."""
         grads = [[safe_get_full_grad(parameter) for parameter in group["params"]] for group in self.param_groups]
-        return [torch.cat([grad.flatten() for grad in group if grad is not None]) for group in grads]
+        empty = torch.empty(0, device=self._engine_state.device)
+        return [torch.cat([empty, *(grad.flatten() for grad in group if grad is not None)]) for group in grads]
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         """The norm of each group's averaged gradient. All ranks call this together."""
@@ -149,6 +150,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
                 for i in range(len(self.param_groups))
             ]
         )
+        if self._engine_state.group.rank >= self.plan.num_shards:
+            squares.zero_()  # with MiCS other ranks hold the same shards again
         dist.all_reduce(squares)
         return list(squares.sqrt().float())
 
@@ -191,6 +194,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def adam_w_mode(self) -> bool:
+        if "decoupled_weight_decay" not in self.param_groups[0]:
+            raise AttributeError(f"{self.name} has no adam_w_mode")
         return bool(self.param_groups[0]["decoupled_weight_decay"])
 
     @property

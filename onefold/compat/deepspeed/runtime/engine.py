@@ -85,7 +85,7 @@ class DeepSpeedEngine(Engine):
         return [*(f"{model}_model_states.pt" for model in models), *optimizers]
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """The loss times the loss scale. `retain_graph`: autograd is told again, and nothing else has to know."""
+        """The loss times the loss scale. `retain_graph` is not used here: pass it to `backward`."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise AssertionError("engine.scale takes a loss, a scalar tensor: reduce it first, e.g. loss.mean()")
         return super().scale(loss)

@@ -33,7 +33,7 @@ _WARMUP = (WARMUP_NUM_STEPS, WARMUP_TYPE)
 # The switches that each schedule reads.
 _SWITCHES = {
     LR_RANGE_TEST: (LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE, LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE),
-    ONE_CYCLE: (*(name for name in _NUMBERS if name.startswith(("cycle_", "decay_"))), *_LEFT_OUT, CYCLE_MOMENTUM),
+    ONE_CYCLE: (*(name for name in _NUMBERS if name.startswith(("cycle_", "decay_"))), *_LEFT_OUT),
     WARMUP_LR: (WARMUP_MIN_LR, WARMUP_MAX_LR, *_WARMUP),
     WARMUP_DECAY_LR: (WARMUP_MIN_LR, WARMUP_MAX_LR, *_WARMUP),
     WARMUP_COSINE_LR: (WARMUP_MIN_RATIO, COS_MIN_RATIO, *_WARMUP),
@@ -55,10 +55,14 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         group.add_argument(f"--{name}", type=type(default), default=default)
     for name in _LEFT_OUT:
         group.add_argument(f"--{name}", type=int)
-    group.add_argument(f"--{LR_RANGE_TEST_STAIRCASE}", action="store_true")
+    group.add_argument(f"--{LR_RANGE_TEST_STAIRCASE}", type=_flag, nargs="?", const=True, default=False)
     group.add_argument(f"--{CYCLE_MOMENTUM}", action="store_true")
     group.add_argument(f"--{WARMUP_TYPE}", default=WARMUP_LOG_RATE)
     return parser
+
+
+def _flag(text: str) -> bool:
+    return text.lower() in ("true", "1", "yes")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

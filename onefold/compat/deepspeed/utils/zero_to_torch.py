@@ -1,12 +1,8 @@
-#!/usr/bin/env python
 """The weights of a checkpoint, whole, in a format of one's choice."""
 
 import argparse
 
-if __package__:
-    from onefold.compat.deepspeed.utils import zero_to_fp32
-else:  # copied beside a checkpoint
-    import zero_to_fp32  # type: ignore[import-not-found, no-redef]
+from onefold.compat.deepspeed.utils import zero_to_fp32
 
 
 def main(argv: list[str] | None = None) -> None:
