@@ -260,8 +260,10 @@ class HeldGradient(torch.Tensor):
                 gradient._onefold_parameter.grad = None
             return args[0]
         if func in _MOVES and isinstance(args[0], HeldGradient):
-            return args[0]
-        if func in _MOVES:  # another tensor is cast as the gradient is
+            like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            if not func(like, *args[1:], **kwargs).is_meta:  # a model without values has no use for an engine
+                return args[0]
+        elif func in _MOVES:  # another tensor is cast as the gradient is
             return args[0].to(dtype=held[0].dtype, device=held[0].device)
         if func == _data.__set__ and isinstance(args[1], HeldGradient):
             return None
