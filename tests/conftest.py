@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, start_mps, stop_mps
 
 # Ranks are forked from this process: no thread pool may exist here yet.
 torch.set_num_threads(1)
@@ -103,6 +103,27 @@ def nccl() -> Iterator[RankPool]:
     pool = RankPool(1, backend="nccl")
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def on_nccl_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`on_nccl_ranks(world_size, case, *args, node_size=n)` runs a function on NCCL ranks that share one GPU."""
+    with_mps = start_mps()
+    pools: dict[tuple[int, int | None], RankPool] = {}
+
+    def run(world_size: int, case: Callable[..., Any], *args: Any, node_size: int | None = None) -> list[Any]:
+        key = (world_size, node_size)
+        if key not in pools:
+            for other in list(pools):  # one at a time: their memory would add up
+                pools.pop(other).stop()
+            pools[key] = RankPool(world_size, "nccl", node_size)
+        return pools[key].run(case, *args)
+
+    yield run
+    for pool in pools.values():
+        pool.stop()
+    if with_mps:
+        stop_mps()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,10 @@
-"""Pools of real gloo ranks, forked once per world size from a parent that has imported torch."""
+"""Pools of real ranks: gloo's, forked once per world size from a parent that has imported torch; and NCCL's.
+
+[Note: NCCL ranks on one GPU]
+NCCL refuses two ranks on one device only if both say they are on the same host, and `NCCL_HOSTID` is what a rank says.
+So each rank gets another one, all take device 0, and NCCL connects them by sockets of the loopback. With CUDA's MPS
+daemon their kernels run side by side; without it the device switches between processes, and everything is slow.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,10 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import socket
+import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,9 +35,11 @@ class RankError(AssertionError):
 class RankPool:
     """`world_size` processes in one group. A case that breaks a rank gets a fresh pool for the next one."""
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", node_size: int | None = None) -> None:
+        """`node_size`: what ranks take for the number of ranks on their host."""
         self.world_size = world_size
         self._backend = backend
+        self._node_size = node_size or world_size
         self._ranks: list[tuple[Any, Any]] = []
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -72,7 +83,7 @@ class RankPool:
         for rank in range(self.world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, port, self._backend, there), daemon=True
+                target=_serve, args=(rank, self.world_size, self._node_size, port, self._backend, there), daemon=True
             )
             process.start()
             self._ranks.append((process, here))
@@ -85,10 +96,25 @@ class RankPool:
         self._ranks = []
 
 
-def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> None:
+def start_mps() -> bool:
+    """Have CUDA's daemon for kernels of several processes, where there is one. It ends with the last of them."""
+    folder = os.environ.setdefault("CUDA_MPS_PIPE_DIRECTORY", tempfile.mkdtemp(prefix="onefold-mps-"))
+    os.environ.setdefault("CUDA_MPS_LOG_DIRECTORY", folder)
+    daemon = shutil.which("nvidia-cuda-mps-control")
+    return daemon is not None and subprocess.run([daemon, "-d"], capture_output=True, check=False).returncode == 0
+
+
+def stop_mps() -> None:
+    subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, capture_output=True, check=False)
+
+
+def _serve(rank: int, world_size: int, node_size: int, port: int, backend: str, pipe: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    if backend == "nccl" and world_size > torch.cuda.device_count():
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(node_size), NCCL_HOSTID=f"host{rank}")
+        os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -51,7 +51,7 @@ TESTS = {
     "comm/kernels.py": "gpu_codec",
     "comm/ledger.py": "wires traffic stage3",
     "comm/mesh.py": "listeners mics wires nodes launch",
-    "comm/native.py": "traffic wires_cases gpu",
+    "comm/native.py": "traffic wires_cases gpu gpu_ranks",
     "comm/quantized.py": "wires wires_cases wires_training gpu_wires",
     "comm/replicated.py": "mics gpu_wires",
     "comm/stacks.py": "hangs",

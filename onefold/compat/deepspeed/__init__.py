@@ -1,8 +1,8 @@
 """DeepSpeed's public names over onefold's runtime, one module for each of DeepSpeed's that others import.
 
-No module here keeps an engine's state: that is onefold's. Importing one costs little: names are fetched when they are read. What is not
-ZeRO (pipelines, expert layers, inference kernels, compression) can be imported and says that it is not offered when it
-is used.
+No module here keeps an engine's state: that is onefold's. Importing one costs little: names are fetched when they are
+read. What is not ZeRO (pipelines, expert layers, inference kernels, compression) can be imported and says that it is
+not offered when it is used.
 """
 
 from __future__ import annotations
