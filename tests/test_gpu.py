@@ -1,6 +1,6 @@
 """On a CUDA device: NCCL at world size 1, and two ranks on one GPU over the host-staged exchange.
 
-NCCL refuses two ranks on one GPU, so NCCL between GPUs is not run here.
+Several NCCL ranks are in test_gpu_ranks.py.
 """
 
 from __future__ import annotations

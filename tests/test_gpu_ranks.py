@@ -20,7 +20,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-DTYPES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
+# How far losses may be apart, relatively, and weights in the mean: where 16-bit sums round a small gradient to another
+# sign, Adam moves one weight the other way.
+DTYPES = {"fp32": (1e-5, 1e-6), "bf16": (3e-2, 1e-3), "fp16": (5e-3, 3e-4)}
 
 
 def train(engine: onefold.Engine, num: int, seed: int = 0) -> list[float]:
@@ -43,11 +45,12 @@ def trained(settings: dict[str, Any], init: bool = False) -> tuple[list[float], 
     return losses, weights, {row.operation for row in engine.ledger.rows()}
 
 
-def assert_close(found: Any, expected: Any, tolerance: float) -> None:
+def assert_close(found: Any, expected: Any, dtype: str) -> None:
+    of_losses, of_weights = DTYPES[dtype]
     for got, wanted in zip(found, expected, strict=True):
-        assert got[0] == pytest.approx(wanted[0], rel=tolerance)
+        assert got[0] == pytest.approx(wanted[0], rel=of_losses)
         for name, weight in wanted[1].items():
-            assert torch.allclose(got[1][name], weight, rtol=tolerance, atol=tolerance), name
+            assert (got[1][name] - weight).abs().mean() < of_weights, name
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -61,8 +64,8 @@ def test_stages_train_alike(on_nccl_ranks, world, dtype):
     for stage in (1, 2, 3):
         for overlap in (False, True):
             settings = config(stage, zero_optimization={"overlap_comm": overlap}, **more)
-            assert_close(on_nccl_ranks(world, trained, settings), expected, DTYPES[dtype])
-    assert_close(on_nccl_ranks(world, trained, config(3, **more), True), expected, DTYPES[dtype])
+            assert_close(on_nccl_ranks(world, trained, settings), expected, dtype)
+    assert_close(on_nccl_ranks(world, trained, config(3, **more), True), expected, dtype)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_stages_train_alike(on_nccl_ranks, world, dtype):
 def test_other_places_of_states_train_alike(on_nccl_ranks, zero):
     expected = on_nccl_ranks(4, trained, config(0, **precision("bf16")), node_size=2)
     settings = config(3, zero_optimization=zero, **precision("bf16"))
-    assert_close(on_nccl_ranks(4, trained, settings, node_size=2), expected, DTYPES["bf16"])
+    assert_close(on_nccl_ranks(4, trained, settings, node_size=2), expected, "bf16")
 
 
 def test_quantized_wires_stay_close(on_nccl_ranks):
