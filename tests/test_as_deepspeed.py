@@ -296,6 +296,8 @@ def test_inference_is_plain_evaluation_or_refused():
     for more in ({"mp_size": 2}, {"tensor_parallel": {"tp_size": 2}}, {"replace_with_kernel_inject": True}):
         with pytest.raises(NotImplementedError, match=next(iter(more))):
             init_inference(torch.nn.Linear(4, 4), **more)
+    with pytest.raises(TypeError, match="did you mean 'replace_with_kernel_inject'"):
+        init_inference(torch.nn.Linear(4, 4), replace_with_kernel_injct=True)
     with pytest.raises(TypeError, match="a dict here, not str"):
         init_inference(torch.nn.Linear(4, 4), config="config.json")
 

@@ -309,3 +309,25 @@ def gradient_of_another_window() -> bool:
 @pytest.mark.slow
 def test_a_gradient_that_has_not_come_in_this_window_is_none(on_ranks):
     assert on_ranks(2, gradient_of_another_window) == [True, True]
+
+
+def states_set() -> str:
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config(1))[0]
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    (states,) = [found for found in engine.optimizer.state.values() if found] or [{}]
+    if not states:  # this rank's shard is all padding
+        return "nothing here"
+    states["exp_avg"] = states["exp_avg"].clone()  # what changes nothing is let through
+    try:
+        states["exp_avg"] = states["exp_avg"] + 1
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_state_that_is_set_where_it_would_be_lost_is_refused(on_ranks):
+    found = on_ranks(2, states_set)
+    assert "safe_set_full_optimizer_state" in found[0]
+    assert all(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
@@ -20,8 +21,23 @@ _MORE = {
     "checkpoint": (None,),
     "enable_cuda_graph": (False, None),
     "injection_policy": ({}, None),
+    "injection_dict": ({}, None),
+    "injection_policy_tuple": ((), None),
     "zero": ({}, None),
+    "use_triton": (False, None),
+    "keep_module_on_host": (False, None),
+    "save_mp_checkpoint_path": (None,),
+    "set_empty_params": (False, None),
+    "mpu": (None,),
+    "ep_size": (1, None),
 }
+# What says how kernels and partitioned checkpoints work: nothing without them.
+_OF_KERNELS = """
+    max_out_tokens max_tokens min_out_tokens min_tokens return_tuple triangular_masking tm replace_method base_dir
+    training_mp_size transposed_mode triton_autotune checkpoint_config ckpt_config moe_experts moe_type config args
+    ep_group expert_group ep_mp_group expert_mp_group
+""".split()  # noqa: SIM905
+_KEYS = {*_MORE, *_OF_KERNELS, "dtype", "tensor_parallel", "tp"}
 
 
 class InferenceEngine(nn.Module):
@@ -52,6 +68,9 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     if config is not None and not isinstance(config, dict):
         raise TypeError(f"init_inference: config is a dict here, not {type(config).__name__}")
     settings = {**(config or {}), **kwargs}
+    for name in settings.keys() - _KEYS:
+        near = difflib.get_close_matches(name, _KEYS, 1)
+        raise TypeError(f"init_inference: there is no {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     parallel = settings.get("tensor_parallel") or settings.get("tp") or {}
     size = parallel.get("tp_size", 1) if isinstance(parallel, dict) else parallel
     more = [name for name, plain in _MORE.items() if name in settings and settings[name] not in plain]

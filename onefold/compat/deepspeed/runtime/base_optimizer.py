@@ -228,13 +228,27 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         else:
             raise KeyError("neither the master of a shard (optimizer.fp32_partitioned_groups_flat) nor a parameter")
         found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
-        return {"step": self._step.num_steps, **found} if found else {}
+        return _Shown({"step": self._step.num_steps, **found} if found else {})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (store.master for store in self._step.stores if isinstance(store.master, torch.Tensor))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _Shown(dict[str, Any]):
+    """States of one shard, to look at. Setting one raises, since it would be lost; unless its values are the same, as
+    where Lightning moves all states to the CPU at the end of a run.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        known = self.get(name)
+        if not (isinstance(value, torch.Tensor) and known is not None and torch.equal(value.to(known.device), known)):
+            raise TypeError(
+                f"optimizer.state[...][{name!r}] = ...: states are the engine's, and this would be lost. Set them on "
+                "all ranks with deepspeed.utils.safe_set_full_optimizer_state(parameter, value, name)"
+            )
 
 
 def _state_dict_of(reference: weakref.ref[ZeROOptimizer]) -> dict[str, Any]:
