@@ -254,16 +254,23 @@ MUTATIONS = [
     Mutation(
         "sum-by-distance",
         "onefold/comm/exchange.py",
-        "ordered = [pieces[rank] for rank in range(group.size)]",
-        "ordered = list(pieces.values())",
-        "test_exactness.py -k rank_order",
+        "[pieces[rank] for rank in range(group.size)]",
+        "list(pieces.values())",
+        "test_exactness.py -k one_tree",
     ),
     Mutation(
         "narrow-sum",
-        "onefold/comm/exchange.py",
-        "self._pool.take(size, torch.float32).copy_(ordered[0])",
-        "self._pool.take(size, reduction.wire).copy_(ordered[0])",
-        "test_exactness.py -k rank_order",
+        "onefold/comm/tree.py",
+        "return torch.promote_types(dtype, torch.float32)",
+        "return dtype",
+        "test_exactness.py -k one_tree",
+    ),
+    Mutation(
+        "sum-in-rank-order",
+        "onefold/comm/tree.py",
+        "return 1 << (num - 1).bit_length() - 1",
+        "return num - 1",
+        "test_exactness.py -k one_tree",
     ),
     Mutation(
         "across-counted-as-near",
@@ -275,8 +282,8 @@ MUTATIONS = [
     Mutation(
         "mics-narrow-sum",
         "onefold/comm/replicated.py",
-        "rows[0].to(torch.promote_types(dtype, torch.float32), copy=True)",
-        "rows[0].clone()",
+        "dtype=sum_dtype(rows[0].dtype)",
+        "dtype=rows[0].dtype",
         "test_mics.py",
     ),
     Mutation(

@@ -35,6 +35,7 @@ import onefold
 from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.manifest import RANGE_BYTES
 from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.plan import layout
 from onefold.runtime import unsharded
 from onefold.utils import (
     safe_get_full_optimizer_state,
@@ -480,6 +481,28 @@ def trained_values(folder: str, tag: str) -> Arrays:
 @pytest.mark.parametrize("stage", [*slower(0, 1, 2), 3])
 def test_units_groups_and_precision_may_change(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, between_layouts, str(tmp_path), stage) == [[], []]
+
+
+def saved_with_narrow_alignment(folder: str, stage: int, alignment: int) -> list[str]:
+    """A checkpoint from when parameters started at other places, taken up today."""
+    today, layout.PARAMETER_ALIGNMENT = layout.PARAMETER_ALIGNMENT, alignment
+    try:
+        engine = odd_engine(stage, "bf16")
+        starts = [member.start for param in engine.state.schedule.trained_params() for member in param.layout.members]
+        assert any(start % today for start in starts)
+        learn(engine, 2)
+        engine.save_checkpoint(folder, "old")
+    finally:
+        layout.PARAMETER_ALIGNMENT = today
+    engine = odd_engine(stage, "bf16", seed=77)
+    engine.load_checkpoint(folder, "old")
+    engine.save_checkpoint(folder, "new")
+    return differing(trained_values(folder, "new"), trained_values(folder, "old"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_may_have_started_at_other_places(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
+    assert on_ranks(2, saved_with_narrow_alignment, str(tmp_path), stage, 64) == [[], []]
 
 
 def rates(folder: str) -> Any:

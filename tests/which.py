@@ -56,6 +56,8 @@ TESTS = {
     "comm/replicated.py": "mics gpu_wires",
     "comm/stacks.py": "hangs",
     "comm/staged.py": "gpu gpu_wires",
+    "comm/tree.py": "exactness mics",
+    "comm/tree_kernel.py": "gpu_ranks gpu_codec",
     "comm/watch.py": "hangs exits stage3 checkpoints offload_faults",
     "compat/": "as_deepspeed compat_config compat_zero compat_accelerate compat_huggingface dropin beside_deepspeed",
     "compat/parameters.py": "compat_zero zero huggingface",

@@ -13,7 +13,7 @@ from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
-from onefold.comm.native import Native
+from onefold.comm.native import AllToAll, Native
 from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
@@ -54,14 +54,16 @@ __all__ = [
 def make_collective(
     kind: str, group: Group, ledger: Ledger, device: torch.device, wires: Wires | None = None
 ) -> Collective:
-    """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL, exchange elsewhere)."""
+    """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL over several nodes)."""
     if group.replicas > 1:
         return Replicated(make_collective(kind, replace(group, replicas=1), ledger, device, wires), group, device)
     if wires is not None and wires != Wires() and group.size > 1:
         return Quantized(make_collective(kind, group, ledger, device), wires, device)
     staged = device.type == "cuda" and not group.uses_nccl
-    if kind == "native" or (kind == "auto" and group.uses_nccl and group.size > 1):
-        if staged:
-            raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")
+    if kind == "native" and staged:
+        raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")
+    if kind == "native" or (kind == "auto" and group.uses_nccl and group.node_size < group.size):
         return Native(group, ledger, device)
-    return StagedExchange(group, ledger, device) if staged and group.size > 1 else Exchange(group, ledger, device)
+    if group.size == 1 or device.type == "cpu":
+        return Exchange(group, ledger, device)
+    return StagedExchange(group, ledger, device) if staged else AllToAll(group, ledger, device)

@@ -1,13 +1,13 @@
-"""Collectives by pairwise exchange. The default on gloo, whose rings are slower, and wherever stages must agree.
+"""Collectives by pairwise exchange: the default on gloo, whose rings are slower.
 
-Every rank sends each peer that peer's slice and adds what it receives in rank order, in fp32: one order of addition at
-any stage, which is what makes stages bit-equal.
+Every rank sends each peer that peer's slice and adds what it receives in the order of the tree, in fp32: one order of
+addition at any stage ([Note: one order of addition] in tree.py), which is what makes stages bit-equal.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.comm.tree import add_tree
 from onefold.pool import Pool
 
 # The ledger's group for what leaves a node, where ranks are on several.
@@ -55,7 +56,7 @@ class Exchange:
 
         def add() -> None:
             for reduction, source, inbox in jobs:
-                self._add_in_rank_order(reduction, source, inbox)
+                self._add(reduction, source, inbox)
 
         return self._start("reduce-scatter", exchanges(), add)
 
@@ -82,17 +83,15 @@ class Exchange:
         """Launch exchanges, each with its tag, which are prepared on the lane; `then` follows when all have arrived."""
         group, ledger = self.group, self._ledger
         operations: list[dist.P2POp] = []
-        sent: dict[str, int] = {}
+        sent: dict[int, int] = {}
         with self._lane.enter(), ledger.timed(operation, group.axis):
             for each, tag in exchanges:
                 peer, there = each.peer, group.global_rank(each.peer)
                 operations.append(dist.P2POp(dist.irecv, each.incoming, there, group.process_group, tag))
                 operations.append(dist.P2POp(dist.isend, each.outgoing, there, group.process_group, tag))
-                axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
-                sent[axis] = sent.get(axis, 0) + each.outgoing.nbytes
+                sent[peer] = sent.get(peer, 0) + each.outgoing.nbytes
             works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        for axis, num_bytes in (sent or {group.axis: 0}).items():
-            ledger.count(operation, axis, num_bytes)
+        count_sent(ledger, operation, group, sent)
 
         def complete() -> None:
             with ledger.timed(operation, group.axis):
@@ -107,28 +106,22 @@ class Exchange:
             return reduction.source
         return self._pool.take(reduction.source.numel(), reduction.wire).copy_(reduction.source)
 
-    def _add_in_rank_order(self, reduction: Reduction, source: torch.Tensor, inbox: torch.Tensor) -> None:
+    def _add(self, reduction: Reduction, source: torch.Tensor, inbox: torch.Tensor) -> None:
         group = self.group
         size = source.numel() // group.size
         pieces = {peer: inbox.narrow(0, row * size, size) for row, peer in enumerate(group.peers)}
         pieces[group.rank] = source.narrow(0, group.rank * size, size)
-        ordered = [pieces[rank] for rank in range(group.size)]
-        if reduction.wire.itemsize >= 4:
-            # Sums run in a buffer that was received: the source may be the target, or still belong to the unit.
-            spare = ordered[1] if group.rank == 0 else ordered[0]
-            total = ordered[0]
-            for piece in ordered[1:-1]:
-                total = torch.add(total, piece, out=spare)
-            if reduction.add or reduction.target.dtype != reduction.wire:
-                reduction.store(torch.add(total, ordered[-1], out=spare))
-            else:
-                torch.add(total, ordered[-1], out=reduction.target)
-        else:
-            total = self._pool.take(size, torch.float32).copy_(ordered[0])
-            for piece in ordered[1:]:
-                total.add_(piece)
-            reduction.store(total)
-            self._pool.give_back(total)
+        add_tree([pieces[rank] for rank in range(group.size)], reduction.target, add=reduction.add)
         self._pool.give_back(inbox)
         if source is not reduction.source:
             self._pool.give_back(source)
+
+
+def count_sent(ledger: Ledger, operation: str, group: Group, sent: Mapping[int, int]) -> None:
+    """One call, in which so many bytes go to each peer."""
+    by_axis: dict[str, int] = {}
+    for peer, num_bytes in sent.items():
+        axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
+        by_axis[axis] = by_axis.get(axis, 0) + num_bytes
+    for axis, num_bytes in (by_axis or {group.axis: 0}).items():
+        ledger.count(operation, axis, num_bytes)

@@ -1,24 +1,27 @@
-"""Collectives of the backend itself: the default on NCCL. They add in the backend's own order."""
+"""Collectives of the backend, one call for all that travels together: the default on NCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
-from onefold.comm.exchange import Exchange
+from onefold.comm.exchange import Exchange, count_sent
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.comm.tree import add_tree
 
-# Renamed in torch 2.13; the old name warns there, the new one does not exist before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# What ranks receive before they add it, at the most: larger gradients travel in several rounds.
+INBOX_BYTES = 1 << 27
 
 
 class Native(CollectiveWrapper):
-    """Reduce-scatter and gather as the backend offers them. What only some ranks do together goes peer by peer."""
+    """Reduce-scatter and gather as the backend offers them: it adds in its own order, in the wire's dtype. What only
+    some ranks do together goes peer by peer.
+    """
 
     def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
         super().__init__(Exchange(group, ledger, device), group, device)
@@ -26,36 +29,33 @@ class Native(CollectiveWrapper):
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
-        jobs = []
         with self._lane.enter(), ledger.timed("reduce-scatter", group.axis):
-            for reduction in reductions:
-                source = reduction.source.to(reduction.wire)
-                in_place = not reduction.add and reduction.target.dtype == source.dtype
-                total = reduction.target if in_place else source.new_empty(source.numel() // group.size)
-                work = _reduce_scatter(total, source, group=group.process_group, async_op=True)
-                ledger.count("reduce-scatter", group.axis, total.nbytes * (group.size - 1))
-                # The source stays referenced until the sum is stored: it may be a cast that nobody else holds.
-                jobs.append((reduction, source, total, work))
+            # Sources stay referenced until the sums are stored: they may be casts that nobody else holds.
+            sources = [reduction.source.to(reduction.wire) for reduction in reductions]
+            totals = [_total(*pair, group.size) for pair in zip(reductions, sources, strict=True)]
+            work = group.process_group.reduce_scatter_tensor_coalesced(totals, sources)
+            ledger.count("reduce-scatter", group.axis, sum(total.nbytes for total in totals) * (group.size - 1))
 
         def complete() -> None:
             with ledger.timed("reduce-scatter", group.axis):
-                for reduction, _, total, work in jobs:
-                    work.wait()
+                work.wait()
+                for reduction, _, total in zip(reductions, sources, totals, strict=True):
                     reduction.store(total)
 
         return self._lane.pending(complete)
 
     def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
         group, ledger = self.group, self._ledger
-        works = []
         spanned = [gathering for gathering in gatherings if gathering.span is not None]
-        gatherings = [gathering for gathering in gatherings if gathering.span is None]
+        whole = [gathering for gathering in gatherings if gathering.span is None]
         beside = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
+        works = []
         with self._lane.enter(), ledger.timed("gather", group.axis):
-            for gathering in gatherings:
-                own = gathering.place_own(group.rank, group.size)
-                works.append(_all_gather(gathering.line, own, group=group.process_group, async_op=True))
-                ledger.count("gather", group.axis, own.nbytes * (group.size - 1))
+            lines = [gathering.line for gathering in whole]
+            own = [gathering.place_own(group.rank, group.size) for gathering in whole]
+            if whole:
+                works.append(group.process_group.allgather_into_tensor_coalesced(lines, own))
+                ledger.count("gather", group.axis, sum(slice_.nbytes for slice_ in own) * (group.size - 1))
 
         def complete() -> None:
             with ledger.timed("gather", group.axis):
@@ -64,3 +64,77 @@ class Native(CollectiveWrapper):
                 beside.finish()
 
         return self._lane.pending(complete)
+
+
+def _total(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Where the backend leaves a sum."""
+    in_place = not reduction.add and reduction.target.dtype == source.dtype
+    return reduction.target if in_place else source.new_empty(source.numel() // num_ranks)
+
+
+class AllToAll(Native):
+    """The backend's gathers; gradients in one grouped all-to-all, added by this rank in the order of the tree, in fp32
+    ([Note: one order of addition] in tree.py). As many bytes travel as in a reduce-scatter.
+    """
+
+    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
+        group, ledger = self.group, self._ledger
+        with self._lane.enter():
+            rounds = list(_rounds([part for reduction in reductions for part in self._parts(reduction)]))
+
+        def complete() -> None:
+            with ledger.timed("reduce-scatter", group.axis):
+                for parts in rounds:
+                    pieces, work = self._exchange(parts)
+                    work.wait()
+                    for part, ordered in zip(parts, pieces, strict=True):
+                        add_tree(ordered, part.target, add=part.add)
+
+        return self._lane.pending(complete)
+
+    def _parts(self, reduction: Reduction) -> Iterator[_Part]:
+        """The gradient as it travels, a row for each rank, cut so that no part is larger than the inbox."""
+        rows = reduction.source.to(reduction.wire).view(self.group.size, -1)
+        width = max(1, INBOX_BYTES // rows[:, :1].nbytes)
+        for start in range(0, rows.shape[1], width):
+            yield _Part(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)
+
+    def _exchange(self, parts: Sequence[_Part]) -> tuple[list[list[torch.Tensor]], dist.Work]:
+        """Every rank's pieces of this rank's row, in the order of ranks, once the work is done."""
+        group, process_group = self.group, self.group.process_group
+        pieces = [
+            [torch.empty_like(part.rows[0]) if rank != group.rank else part.rows[rank] for rank in range(group.size)]
+            for part in parts
+        ]
+        process_group._start_coalescing(self._lane.device)
+        for part, incoming in zip(parts, pieces, strict=True):
+            nothing = part.rows.new_empty(0)  # for itself
+            process_group.alltoall(
+                [nothing if rank == group.rank else piece for rank, piece in enumerate(incoming)],
+                [nothing if rank == group.rank else row for rank, row in enumerate(part.rows)],
+            )
+        work = process_group._end_coalescing(self._lane.device)
+        sent = sum(part.rows[0].nbytes for part in parts)
+        count_sent(self._ledger, "reduce-scatter", group, dict.fromkeys(group.peers, sent))
+        return pieces, work
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Columns of a gradient that travel together: row k goes to rank k, and the sum of this rank's rows to `target`."""
+
+    rows: torch.Tensor
+    target: torch.Tensor
+    add: bool
+
+
+def _rounds(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Neighbouring parts that fit into the inbox together."""
+    batch: list[_Part] = []
+    for part in parts:
+        if batch and sum(each.rows.nbytes for each in [*batch, part]) > INBOX_BYTES:
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch

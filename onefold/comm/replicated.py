@@ -1,9 +1,10 @@
 """Replica groups: a whole model state sharded over each group of neighbouring ranks (MiCS), over any collective.
 
 [Note: replica groups]
-Gathers stay inside a replica group. A gradient is added inside the group first, in rank order; then ranks with the same
-place in their groups add theirs in the order of the groups, each of them a fraction of it, and hand the fractions
-round: every group has the same bits.
+Gathers stay inside a replica group. A gradient is added inside the group first; then ranks with the same place in their
+groups add theirs, each of them a fraction of it, and hand the fractions round: every group has the same bits. Groups of
+2, 4, 8, ... ranks are branches of one tree ([Note: one order of addition] in tree.py), so the bits are those of shards
+over all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from onefold.comm.collective import CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
+from onefold.comm.tree import add_tree, sum_dtype
 
 
 class Replicated(CollectiveWrapper):
@@ -32,12 +34,12 @@ class Replicated(CollectiveWrapper):
             totals = []
             for pending, _, rows, tag, _ in inside:
                 pending.finish()
-                total = _sum(list(rows), rows.dtype)
+                total = _sum(list(rows))
                 totals.append((total, *self._start_across(total, tag)))
             rounds = []
             for (total, pending, fractions), (*_, tag) in zip(totals, inside, strict=True):
                 pending.finish()
-                rounds.append(self._start_round(total, _sum(fractions, total.dtype), tag))
+                rounds.append(self._start_round(total, _sum(fractions), tag))
             for reduction, (total, *_), pending in zip(reductions, totals, rounds, strict=True):
                 pending.finish()
                 reduction.store(total)
@@ -83,9 +85,7 @@ class Replicated(CollectiveWrapper):
         return self.group.rank // self.group.num_shards
 
 
-def _sum(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """In the order of the rows, in fp32 at least."""
-    total = rows[0].to(torch.promote_types(dtype, torch.float32), copy=True)
-    for row in rows[1:]:
-        total += row
+def _sum(rows: list[torch.Tensor]) -> torch.Tensor:
+    total = rows[0].new_empty(rows[0].shape, dtype=sum_dtype(rows[0].dtype))
+    add_tree(rows, total)
     return total

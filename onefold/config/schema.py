@@ -99,8 +99,8 @@ class OnefoldSection:
 
     collective: Literal["auto", "native", "exchange"] = key(
         "auto",
-        "native: the backend's own collectives; exchange: pairwise, added in rank order in fp32; auto: exchange on "
-        "gloo, native elsewhere.",
+        "How gradients are added. exchange: each rank gets its slice from all others and adds in one order, in fp32; "
+        "native: by the backend's own reduce-scatter; auto: native on NCCL over several nodes, exchange elsewhere.",
     )
     node_size: int | None = key(None, "Ranks of a node, neighbours by rank. Left out: the launcher's.", minimum=1)
     units: tuple[str, ...] = key((), "Classes, names or patterns (`*`) of modules that are units; empty: by structure.")

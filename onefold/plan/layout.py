@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 # Each parameter starts at a multiple of this many elements, and each optimizer group ends at one: vector kernels
-# then meet no scalar tail inside a range (a tail may round differently).
-PARAMETER_ALIGNMENT = 64
+# then meet no scalar tail inside a range (a tail may round differently), and a block of so many elements, as quantized
+# states share a scale, belongs to one parameter and one rank.
+PARAMETER_ALIGNMENT = 256
 
 # Each shard is a multiple of this many elements: vector kernels, quantization blocks and, at two bytes an element,
 # pages of direct disk access never straddle a rank. Elements of one byte need twice as many for a page.

@@ -1,0 +1,89 @@
+"""Sums over ranks, always in one order: a balanced binary tree, in fp32.
+
+[Note: one order of addition]
+Neighbours are added in pairs, then neighbouring pairs, and so on; whoever is left over waits for the next level:
+
+    ranks 0 1 2 3 4 5      ((0 + 1) + (2 + 3)) + (4 + 5)
+
+So the sum of 2, 4, 8, ... neighbouring ranks is a branch of the tree, wherever it is computed: inside a node or a
+replica group first and then across gives the bits of one sum over all ranks. Floats of 16 bits are widened before they
+are added. On a CUDA device one kernel of Triton's does the same to the bit, in one pass over memory
+(`comm/tree_kernel.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from onefold.log import logger
+
+# Elements that are added at once on a CPU: partial sums stay in cache.
+_CHUNK = 1 << 17
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what pieces of a dtype are added."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool = False) -> None:
+    """The sum of pieces of one dtype, in the order of the tree, to the target, or added to what it holds. The target
+    may be one of the pieces.
+    """
+    if target.is_cuda and pieces[0].dtype != torch.float64 and (kernel := _kernel()):
+        kernel.add_tree(pieces, target, add=add)
+        return
+    size = sum_dtype(pieces[0].dtype)
+    scratch = [target.new_empty(min(_CHUNK, target.numel()), dtype=size) for _ in range(len(pieces).bit_length() + 1)]
+    for start in range(0, target.numel(), _CHUNK):
+        stop = min(start + _CHUNK, target.numel())
+        into = target[start:stop]
+        rows, spare = [piece[start:stop] for piece in pieces], [buffer[: stop - start] for buffer in scratch]
+        if add or into.dtype != size or len(rows) == 1:
+            total = _fold(rows, spare[1:], spare[0])
+            into.add_(total) if add else into.copy_(total)
+        else:
+            half = _half(len(rows))
+            left, right = _fold(rows[:half], spare[2:], spare[0]), _fold(rows[half:], spare[2:], spare[1])
+            _add(left, right, into)
+
+
+def _fold(pieces: Sequence[torch.Tensor], spare: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """The sum in `out`, or the only piece itself."""
+    if len(pieces) == 1:
+        return pieces[0]
+    half = _half(len(pieces))
+    left = _fold(pieces[:half], spare, out)
+    return _add(left, _fold(pieces[half:], spare[1:], spare[0]), out)
+
+
+def _add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if left.dtype == out.dtype or right.dtype == out.dtype:
+        return torch.add(left, right, out=out)
+    return out.copy_(left).add_(right)  # both are narrow
+
+
+def _half(num: int) -> int:
+    """How many of so many pieces are the left branch: the largest power of two below."""
+    return 1 << (num - 1).bit_length() - 1
+
+
+@cache
+def _kernel() -> ModuleType | None:
+    """Triton's kernel, once it has been seen to build and to run. Imported when the first CUDA tensors are added."""
+    try:
+        from onefold.comm import tree_kernel
+
+        tree_kernel.try_out()
+    except Exception as error:  # whatever a compiler may raise
+        logger.warning(
+            "sums over ranks: Triton's kernel cannot be used (%s: %s); torch adds, in more passes over memory",
+            type(error).__name__,
+            error,
+        )
+        return None
+    return tree_kernel
