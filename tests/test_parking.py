@@ -82,17 +82,18 @@ def by_kind(engine: onefold.Engine) -> dict[str, int]:
 
 
 def some_leave(include: list[str]) -> tuple[dict[str, int], dict[str, int], dict[str, int], str | None]:
-    settings = config(2, **precision("bf16"))
+    """Between two micro-steps of a window: gradients are there too."""
+    settings = config(2, gradient_accumulation_steps=2, **precision("bf16"))
     straight = start(net(), settings)
-    train(straight, 2)
-    expected = train(straight, 2, seed=1)
+    train(straight, 3)
+    expected = train(straight, 3, seed=1)
     engine = start(net(), settings)
-    train(engine, 2)
+    train(engine, 3)
     before = by_kind(engine)
     engine.offload_states(include=include)
     between = by_kind(engine)
     engine.reload_states()
-    return before, between, by_kind(engine), first_difference(train(engine, 2, seed=1), expected)
+    return before, between, by_kind(engine), first_difference(train(engine, 3, seed=1), expected)
 
 
 @pytest.mark.parametrize(

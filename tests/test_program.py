@@ -80,9 +80,7 @@ def launches_at(program: Program, place: int) -> range:
 
 def gathers_between(program: Program, unit: int, first: int, last: int) -> list[int]:
     found = range(first, last)
-    return [
-        number for number in found if program.launches[number].gathers and program.launches[number].units == (unit,)
-    ]
+    return [number for number in found if program.launches[number].gathers and unit in program.launches[number].units]
 
 
 def whole_at(one: Pass, program: Program) -> Iterator[tuple[int, set[int], set[int]]]:
@@ -136,7 +134,7 @@ def test_every_use_is_gathered_once_unless_the_one_before_kept_it():
             expected = 0 if before is not None and program.kept[before] else 1
             assert len(found) == expected, (one, place)
             last[unit] = place
-        total = sum(launch.gathers for launch in program.launches)
+        total = sum(len(launch.units) for launch in program.launches if launch.gathers)
         kept = sum(program.kept[place] for place, _ in uses_of(one))
         assert total == len(list(uses_of(one))) - kept
 
@@ -164,13 +162,26 @@ def test_gathers_come_in_the_order_of_use():
             if unit not in kept:
                 needed.append(unit)
             kept = kept | {unit} if program.kept[place] else kept - {unit}
-        assert [launch.units[0] for launch in program.launches if launch.gathers] == needed
+        assert [unit for launch in program.launches if launch.gathers for unit in launch.units] == needed
+
+
+def test_gathers_of_small_units_that_are_launched_together_share_a_collective():
+    shared = 0
+    for one in random_passes():
+        program = one.compile()
+        for place in range(len(one.events)):
+            found = [program.launches[number] for number in launches_at(program, place)]
+            sizes = [[one.gathered[unit] for unit in launch.units] for launch in found if launch.gathers]
+            assert all(sum(batch) >= SMALL_MESSAGE for batch in sizes[:-1])
+            assert all(sum(batch[:-1]) < SMALL_MESSAGE for batch in sizes)
+            shared += sum(len(batch) > 1 for batch in sizes)
+    assert shared > 50
 
 
 def test_units_that_rest_whole_are_never_gathered():
     for one in random_passes():
         program = one.compile()
-        assert all(one.gathered[launch.units[0]] for launch in program.launches if launch.gathers)
+        assert all(one.gathered[unit] for launch in program.launches if launch.gathers for unit in launch.units)
 
 
 def test_units_that_enclose_others_are_never_gathered_ahead():
@@ -336,9 +347,10 @@ def test_small_reductions_share_a_batch_up_to_the_bucket():
         sizes = [[one.reduced[unit] for unit in batch] for batch in batches]
         for batch in sizes:
             assert len(batch) == 1 or sum(batch) <= one.bucket
-            # Only what is still small takes another one in.
+        for batch in sizes[:-1]:
+            # Only what is still small takes another one in, until the last ones, which share whatever their size.
             assert len(batch) == 1 or sum(batch[:-1]) < SMALL_MESSAGE
-        for batch, following in pairwise(sizes):
+        for batch, following in pairwise(sizes[:-1]):
             assert sum(batch) >= SMALL_MESSAGE or sum(batch) + following[0] > one.bucket
 
 
@@ -350,6 +362,9 @@ def test_small_reductions_share_a_batch_up_to_the_bucket():
         ([10, 10, 10], 1, [[0], [1], [2]]),
         ([SMALL_MESSAGE, 10, 10], PLENTY, [[0], [1, 2]]),
         ([10, SMALL_MESSAGE, 10], PLENTY, [[0, 1], [2]]),
+        ([SMALL_MESSAGE] * 4, PLENTY, [[0], [1], [2, 3]]),
+        ([SMALL_MESSAGE] * 4, SMALL_MESSAGE, [[0], [1], [2], [3]]),
+        ([SMALL_MESSAGE] * 3 + [10], PLENTY, [[0], [1, 2, 3]]),
         ([0, 0, 0], 1, [[0, 1, 2]]),
         ([], 1, []),
     ],

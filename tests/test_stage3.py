@@ -348,7 +348,8 @@ def test_limits_move_no_byte_unless_units_are_kept(on_ranks):
     none, ahead = on_ranks(2, knobs, limits())[0], on_ranks(2, knobs, limits(prefetch=PLENTY, live=PLENTY))[0]
     kept = on_ranks(2, knobs, limits(live=PLENTY, reuse=PLENTY))[0]
     assert none["gather"] == ahead["gather"] == 2 * kept["gather"]
-    assert none["gathers"] == ahead["gathers"] == 2 * kept["gathers"] == 14
+    assert none["gathers"] == 2 * kept["gathers"] == 14
+    assert ahead["gathers"] < 14  # small units that are launched together share a collective
 
 
 @pytest.mark.parametrize("units", [2, 4])
@@ -1450,9 +1451,10 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
     starts, finishes = InFlightCollectives.start_unshard, InFlightCollectives._finish_unshard
     reshards = Unit.reshard
 
-    def start_unshard(flights: InFlightCollectives, unit: Unit, **how: bool) -> None:
-        starts(flights, unit, **how)
-        flying[unit] = flying.get(unit, 0) + 1
+    def start_unshard(flights: InFlightCollectives, units: list[Unit], **how: bool) -> None:
+        starts(flights, units, **how)
+        for unit in units:
+            flying[unit] = flying.get(unit, 0) + 1
 
     def finish_unshard(flights: InFlightCollectives) -> None:
         units = list(flights.gathers[0].units)

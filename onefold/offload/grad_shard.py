@@ -59,52 +59,47 @@ class GradShard:
 
 
 class DeviceGrad(GradShard):
-    """On the device. `in_place`: the sum stays in this rank's slice of the slot, and costs no memory of its own."""
+    """On the device, from the first reduction to the step. `in_place`: the sum stays in this rank's slice of the slot,
+    and costs no memory of its own.
+    """
 
     tier = Tier.DEVICE
 
-    def __init__(self, size: int, dtype: torch.dtype, rank: int, device: torch.device, *, in_place: bool) -> None:
-        self.slot: torch.Tensor | None = None
-        self._size, self._rank, self._device = size, rank, device
-        self._own: torch.Tensor | None = None
-        self._allocate(dtype, in_place)
-
-    def _allocate(self, dtype: torch.dtype, in_place: bool) -> None:
-        if in_place:
-            self._own = None
-        elif self._own is None or self._own.dtype != dtype:
-            self._own = torch.zeros(self._size, dtype=dtype, device=self._device)
+    def __init__(self, size: int, dtype: torch.dtype, rank: int, *, in_place: bool) -> None:
+        self._size, self._rank, self._dtype, self._in_place = size, rank, dtype, in_place
+        # What the value lies in, where that is not memory of its own.
+        self._slot: torch.Tensor | None = None
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
         add = self.value is not None
-        if self.value is None and self._own is None:
-            self.value, self.slot = slot[self._rank * self._size : (self._rank + 1) * self._size], slot
+        if self.value is None and self._in_place:
+            self.value, self._slot = slot[self._rank * self._size : (self._rank + 1) * self._size], slot
         elif self.value is None:
-            self.value = self._own
+            self.value = pool.take(self._size, self._dtype)
         assert self.value is not None
         return self.value, add
 
     def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
-        if slot is not self.slot:
+        if slot is not self._slot:
             pool.give_back(slot, key)
 
     def widen(self, dtype: torch.dtype, pool: Pool, key: Hashable, *, in_place: bool) -> None:
-        self._allocate(dtype, in_place)
+        self._dtype, self._in_place = dtype, in_place
         if self.value is not None and self.value.dtype != dtype:
-            self.value = self.value.to(dtype)
-            self._give_back(pool, key)
+            wide = pool.take(self._size, dtype).copy_(self.value)
+            self.drop(pool, key)
+            self.value = wide
 
     def drop(self, pool: Pool, key: Hashable) -> None:
-        self._give_back(pool, key)
-        self.value = None
-
-    def _give_back(self, pool: Pool, key: Hashable) -> None:
-        if self.slot is not None:
-            pool.give_back(self.slot, key)
-            self.slot = None
+        if self._slot is not None:
+            pool.give_back(self._slot, key)
+        elif self.value is not None:
+            pool.give_back(self.value)
+        self._slot = self.value = None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for tensor in (self._own, self.slot) if tensor is not None]
+        held = self._slot if self._slot is not None else self.value
+        return [held] if held is not None else []
 
 
 class HostGrad(GradShard):

@@ -151,7 +151,7 @@ class ShardStore:
         """Where reduced gradients go, in the tier where they are stepped with."""
         size, delays = self.spec.layout.shard_size, self._plan.delays_host
         if not self.steps_on_host:
-            self.grad = DeviceGrad(size, dtype, self._rank, self.device, in_place=in_place)
+            self.grad = DeviceGrad(size, dtype, self._rank, in_place=in_place)
         else:
             assert self._memory is not None
             alone = self.spec.layout.num_shards == 1

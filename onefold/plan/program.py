@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective: the gather of one unit, or the reduction of several."""
+    """One collective: the gather, or the reduction, of some units."""
 
     gathers: bool
     units: tuple[int, ...]
@@ -103,6 +103,7 @@ def compile_program(
             ahead.pop(unit, None)
             if unit not in enclosing:
                 live[unit] = gathered[unit]
+            batches: list[list[int]] = []
             while next_gather < len(gathers):
                 place = gathers[next_gather]
                 following = events[place][1]
@@ -114,8 +115,12 @@ def compile_program(
                     if whole or full:
                         break
                     ahead[following] = live[following] = size
-                launches.append(Launch(gathers=True, units=(following,)))
+                if batches and sum(gathered[other] for other in batches[-1]) < SMALL_MESSAGE:
+                    batches[-1].append(following)
+                else:
+                    batches.append([following])
                 next_gather += 1
+            launches += [Launch(gathers=True, units=tuple(batch)) for batch in batches]
         launched_at.append(len(launches))
         if moment is not Moment.REDUCE and not kept[position]:
             live.pop(unit, None)
@@ -157,14 +162,17 @@ def _kept(
 
 
 def coalesce(units: Iterable[int], sizes: Sequence[int], bucket: int) -> list[list[int]]:
-    """Neighbours that are small share a batch, up to the bucket size."""
+    """Neighbours that are small share a batch, and so do the last two, beside which little is left to compute: up to
+    the bucket size.
+    """
     batches: list[list[int]] = []
-    size = 0
     for unit in units:
+        size = sum(sizes[other] for other in batches[-1]) if batches else 0
         if batches and size < SMALL_MESSAGE and size + sizes[unit] <= bucket:
             batches[-1].append(unit)
         else:
             batches.append([unit])
-            size = 0
-        size += sizes[unit]
+    tail = batches[-2:] if batches and sum(sizes[unit] for unit in batches[-1]) >= SMALL_MESSAGE else batches[-3:]
+    if len(batches) > 2 and sum(sizes[unit] for batch in tail for unit in batch) <= bucket:
+        batches[-len(tail) :] = [[unit for batch in tail for unit in batch]]
     return batches

@@ -60,20 +60,26 @@ class InFlightCollectives:
 
     # -- gathers that unshard -----------------------------------------------------------------------------------
 
-    def start_unshard(self, unit: Unit, *, lossless: bool = False, use_secondary: bool = False) -> None:
-        """Whatever the unit's state here: another rank may need this rank's shard."""
-        if self._plan.node_shard_size > 1:
-            self.wait_for_unshard(unit)  # which may be filling the secondary shard
-        for param in unit.sharded:
-            param.store.finish_step()
+    def start_unshard(self, units: list[Unit], *, lossless: bool = False, use_secondary: bool = False) -> None:
+        """Whatever the units' states here: another rank may need this rank's shards."""
+        for unit in units:
+            if self._plan.node_shard_size > 1:
+                self.wait_for_unshard(unit)  # which may be filling the secondary shard
+            for param in unit.sharded:
+                param.store.finish_step()
+        started: list[Unit] = []
         try:
-            with self._waiting("gather of", [unit]):
-                gatherings = unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
+            with self._waiting("gather of", units):
+                gatherings: list[Gathering] = []
+                for unit in units:
+                    started.append(unit)
+                    gatherings += unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
                 pending = self.collective.start_gather(gatherings)
         except BaseException:
-            unit.undo_unshard()
+            for unit in started:
+                unit.undo_unshard()
             raise
-        self.gathers.append(PendingCollective([unit], pending, unit.num_gathered))
+        self.gathers.append(PendingCollective(units, pending, sum(unit.num_gathered for unit in units)))
 
     def prefetch(self, units: Iterable[Unit]) -> None:
         """These are gathered next, in this order: read ahead what rests on disk, as far as there is room."""

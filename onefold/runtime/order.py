@@ -146,7 +146,7 @@ class Order:
         rows = self._negotiate(Request.LEND, unit.index)
         if len({row[1] for row in rows}) > 1:
             raise Disagreement(self._differ(rows))
-        self._in_flight.start_unshard(unit, lossless=True)
+        self._in_flight.start_unshard([unit], lossless=True)
         self._in_flight.finish_unshards()
 
     def note_use(self, unit: Unit) -> None:
@@ -214,10 +214,10 @@ class Order:
         self._launched += 1
         self._guard.progress = self._launched
         if launch.gathers:
-            self._in_flight.start_unshard(self.units[launch.units[0]], use_secondary=True)
+            self._in_flight.start_unshard([self.units[index] for index in launch.units], use_secondary=True)
             assert self.program is not None
             ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
-            self._in_flight.prefetch(self.units[other.units[0]] for other in ahead)
+            self._in_flight.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
             self._reduce([self.units[index] for index in launch.units])
 
@@ -284,7 +284,7 @@ class Order:
                 raise Disagreement(self._differ(rows))
             moment, index = min(gathers, key=_turn)
             unit = self.units[index]
-            self._in_flight.start_unshard(unit)
+            self._in_flight.start_unshard([unit])
             self._in_flight.finish_unshards()
             if self.open and self._learning:
                 self._events.append((Moment(moment), index))
