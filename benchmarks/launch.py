@@ -1,4 +1,11 @@
-"""Runs one system in fresh processes, one a rank, and gathers what the ranks measured. A failure is an outcome too."""
+"""Runs one system in fresh processes, one a rank, and gathers what the ranks measured. A failure is an outcome too.
+
+[Note: NCCL ranks on one GPU]
+NCCL refuses two ranks on one device only if both say they are on the same host, and `NCCL_HOSTID` is what a rank says.
+So where there are more ranks than GPUs each says another one, and NCCL connects them by sockets of the loopback. With
+CUDA's MPS daemon their kernels run side by side; without it the device switches between processes, and every small
+collective costs milliseconds. It is not NVLink: how systems compare there is real, bandwidth and latency are not.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,19 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from benchmarks.systems import Workload, missing_reason
 
@@ -32,6 +43,12 @@ class Outcome:
     startup_seconds: float = 0.0
     resident_mb: float = 0.0
     gpu_mb: float = 0.0
+    startup_gpu_mb: float = 0.0
+    """Until the first step's end; `gpu_mb` is the peak after it."""
+    collectives: int = 0
+    host_exchanges: int = 0
+    sent_mb: float | None = None
+    """What a rank sends in a step, where ranks talk over the loopback."""
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -40,14 +57,16 @@ class Outcome:
         return statistics.mean(self.step_seconds)
 
 
-def run(system: str, workload: Workload, num_ranks: int, timeout: float) -> Outcome:
+def run(
+    system: str, workload: Workload, num_ranks: int, timeout: float, environment: dict[str, str] | None = None
+) -> Outcome:
     reason = missing_reason(system)
     if reason is not None:
         return Outcome(system, error=reason)
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
         logs = [Path(folder, f"{rank}.log") for rank in range(num_ranks)]
-        ranks = _start(system, workload, results, logs)
+        ranks = _start(system, workload, results, logs, environment or {})
         problem = wait(ranks, timeout)
         if problem is not None:
             rank, what = problem
@@ -60,14 +79,21 @@ def run(system: str, workload: Workload, num_ranks: int, timeout: float) -> Outc
         startup_seconds=max(rank["startup_seconds"] for rank in measured),
         resident_mb=max(rank["resident_mb"] for rank in measured),
         gpu_mb=max(rank["gpu_mb"] for rank in measured),
+        startup_gpu_mb=max(rank["startup_gpu_mb"] for rank in measured),
+        collectives=measured[0]["collectives"],
+        host_exchanges=measured[0]["host_exchanges"],
+        sent_mb=measured[0]["sent_mb"],
         losses=[statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in measured), strict=True)],
     )
 
 
-def _start(system: str, workload: Workload, results: list[Path], logs: list[Path]) -> list[subprocess.Popen[bytes]]:
+def _start(
+    system: str, workload: Workload, results: list[Path], logs: list[Path], environment: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
     num_ranks = len(results)
     shared = {
         **os.environ,
+        **environment,
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -84,12 +110,47 @@ def _start(system: str, workload: Workload, results: list[Path], logs: list[Path
                 subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.worker", *arguments],
                     cwd=ROOT,
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env={**shared, "RANK": str(rank), **_place(rank, num_ranks, workload)},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             )
     return ranks
+
+
+def shares_devices(num_ranks: int, workload: Workload) -> bool:
+    return workload.device == "cuda" and num_ranks > torch.cuda.device_count()
+
+
+def _place(rank: int, num_ranks: int, workload: Workload) -> dict[str, str]:
+    """Where a rank computes and how it talks; see [Note: NCCL ranks on one GPU]."""
+    if not shares_devices(num_ranks, workload):
+        return {"LOCAL_RANK": str(rank)}
+    device = str(rank % torch.cuda.device_count())
+    return {"LOCAL_RANK": device, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+@contextmanager
+def mps() -> Iterator[dict[str, str]]:
+    """CUDA's daemon for kernels of several processes, where there is one: what ranks need to find it, or nothing."""
+    daemon = shutil.which("nvidia-cuda-mps-control")
+    with tempfile.TemporaryDirectory(prefix="onefold-mps-", ignore_cleanup_errors=True) as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+
+        def control(*arguments: str, text: str = "") -> bool:
+            if daemon is None:
+                return False
+            settings = {**os.environ, **places}
+            return not subprocess.run(
+                [daemon, *arguments], input=text, text=True, capture_output=True, env=settings
+            ).returncode
+
+        started = control("-d")
+        try:
+            yield places if started else {}
+        finally:
+            if started:
+                control(text="quit\n")
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:

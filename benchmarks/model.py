@@ -23,8 +23,11 @@ class ModelShape:
 PRESETS = {
     "tiny": ModelShape(num_layers=2, width=64, num_heads=2, vocabulary=256, max_sequence=64),
     "25m": ModelShape(num_layers=8, width=512, num_heads=8, vocabulary=2048, max_sequence=256),
+    "27m": ModelShape(num_layers=6, width=512, num_heads=8, vocabulary=8192, max_sequence=256),
+    "109m": ModelShape(num_layers=12, width=768, num_heads=12, vocabulary=15360, max_sequence=512),
     "120m": ModelShape(num_layers=12, width=768, num_heads=12, vocabulary=20480, max_sequence=256),
     "217m": ModelShape(num_layers=14, width=1024, num_heads=16, vocabulary=19456, max_sequence=1024),
+    "390m": ModelShape(num_layers=24, width=1024, num_heads=16, vocabulary=42496, max_sequence=512),
     "1.3b": ModelShape(num_layers=24, width=2048, num_heads=16, vocabulary=32000, max_sequence=1024),
     "6.7b": ModelShape(num_layers=32, width=4096, num_heads=32, vocabulary=32000, max_sequence=2048),
     "15b": ModelShape(num_layers=48, width=5120, num_heads=40, vocabulary=32000, max_sequence=1024),

@@ -2,7 +2,7 @@
 
 All use the same AdamW hyperparameters and no clipping. In fp32 everything is fp32; in bf16 each system runs in its
 natural mode: autocast for plain torch and DDP, a mixed-precision policy for FSDP2, 16-bit weights with fp32 masters
-in the others.
+in the others. Gradients are then added in fp32, or, where the name ends so (FSDP2's `-bf16`, our `-native`), in bf16.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def _ddp(construct: Construct, workload: Workload) -> Step:
     return _torch_loop(wrapped, workload, autocast=workload.dtype == "bf16")
 
 
-def _fsdp2(reshard: bool, *, offload: bool = False) -> Callable[[Construct, Workload], Step]:
+def _fsdp2(
+    reshard: bool, *, reduce_dtype: torch.dtype = torch.float32, offload: bool = False
+) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -80,7 +82,7 @@ def _fsdp2(reshard: bool, *, offload: bool = False) -> Callable[[Construct, Work
         mesh = dist.init_device_mesh(workload.device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
         if workload.dtype == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         rest = CPUOffloadPolicy() if offload else OffloadPolicy()
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
@@ -137,11 +139,11 @@ NOTHING_KEPT = {
 ONE_AHEAD = {**NOTHING_KEPT, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 1}
 
 
-def _onefold(stage: int, limits: dict[str, int] | None = None) -> Callable[[Construct, Workload], Step]:
+def _onefold(stage: int, limits: dict[str, int] | None = None, **own: Any) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
-        config = zero_config(stage, workload)
+        config = {**zero_config(stage, workload), "onefold": own}
         config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
         with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
             model = construct()
@@ -178,6 +180,15 @@ def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) ->
     return build
 
 
+# The same with gradients that are added in bf16. These are run where they are named, and are no members of a family.
+REDUCING_IN_BF16: dict[str, Callable[[Construct, Workload], Step]] = {
+    "fsdp2-keep-bf16": _fsdp2(reshard=False, reduce_dtype=torch.bfloat16),
+    "fsdp2-reshard-bf16": _fsdp2(reshard=True, reduce_dtype=torch.bfloat16),
+    "onefold-1-native": _onefold(1, collective="native"),
+    "onefold-2-native": _onefold(2, collective="native"),
+    "onefold-3-native": _onefold(3, NOTHING_KEPT, collective="native"),
+    "onefold-3-ahead-native": _onefold(3, ONE_AHEAD, collective="native"),
+}
 SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "torch": _plain,
     "ddp": _ddp,
@@ -198,6 +209,7 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "offload-onefold-roomy": _offloaded(2, ROOMY_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-disk": _offloaded(3, offload_optimizer=DISK),
     "offload-onefold-largest": _offloaded(3, LARGEST_BUDGET, offload_optimizer=AUTO),
+    **REDUCING_IN_BF16,
 }
 
 
@@ -212,7 +224,8 @@ def parse_systems(text: str) -> list[str]:
     """A comma-separated list of names; a family name ('onefold') stands for its members."""
     chosen: list[str] = []
     for name in text.split(","):
-        members = [system for system in SYSTEMS if system == name or system.startswith(f"{name}-")]
+        family = [each for each in SYSTEMS if each.startswith(f"{name}-") and each not in REDUCING_IN_BF16]
+        members = [name] if name in SYSTEMS else family
         if not members:
             raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
         chosen += [member for member in members if member not in chosen]

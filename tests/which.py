@@ -143,7 +143,7 @@ TESTS = {
 }
 
 # Of no module: of the house, of the papers, of `benchmarks/`, and of the tests themselves.
-OTHERS = "floors readme network models mutants which"
+OTHERS = "floors readme network benchmarks models mutants which"
 
 
 def tests_of(module: str) -> list[str]:
