@@ -26,7 +26,7 @@ test-of: $(STAMP)  ## the tests of one module: make test-of MODULE=onefold/comm/
 test-slow: $(STAMP)  ## more of the same cases: other world sizes, more models
 	$(BIN)/python -m pytest -q -m 'slow and not gpu' $(ARGS)
 
-test-gpu:  ## tests that need a CUDA device, with the Python that has it
+test-gpu:  ## tests that need a CUDA device, with the Python that has it; ARGS="--part 1/3" for a third of their files
 	$(PYTHON) -m pytest -q -m gpu $(ARGS)
 
 mutants: $(STAMP)  ## bugs put into a copy of the tree, one at a time: which of them do the tests miss?

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts import files_of
 from ranks import RankPool, start_mps, stop_mps
 
 # Ranks are forked from this process: no thread pool may exist here yet.
@@ -22,15 +23,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fifth", type=int, help="of the chosen tests only a fifth, by this number; five make all of them"
     )
+    parser.addoption("--part", help="of the tests that need a GPU only a part, as 2/3: whole files (tests/parts.py)")
     parser.addoption("--first-cases", action="store_true", help="of each test in tests/check.txt only the first case")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_cases_to_the_slow_tier(items)
-    fifth, first_cases = config.getoption("--fifth"), config.getoption("--first-cases")
+    fifth, part, first_cases = (config.getoption(name) for name in ("--fifth", "--part", "--first-cases"))
     if fifth is not None:
         _keep(config, items, [item for item in items if _number(item) % 5 == fifth % 5])
+    if part is not None:
+        on_gpu = {item.path.name for item in items if item.get_closest_marker("gpu") is not None}
+        try:
+            chosen = files_of(part, on_gpu)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        _keep(config, items, [item for item in items if item.path.name in chosen])
     if first_cases:
         wanted = set(CHECK.read_text().split())
         quick = [item for item in items if item.get_closest_marker("slow") is None and _function(item) in wanted]

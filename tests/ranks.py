@@ -118,6 +118,8 @@ def _serve(rank: int, world_size: int, node_size: int, port: int, backend: str, 
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        if backend == "nccl" and world_size > 1:  # their runs are compared to the bit
+            torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     while True:
         try:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import ParameterState, Unit
@@ -49,7 +50,8 @@ LIMITS = {"none": limits(), "ahead": limits(prefetch=1, live=PLENTY), "kept": li
 
 def data(step: int, *shape: int) -> torch.Tensor:
     """Different on every rank and in every step."""
-    return torch.randn(shape or (4, WIDTH), generator=torch.Generator().manual_seed(100 * step + rank() + 7))
+    generator = torch.Generator().manual_seed(100 * step + rank() + 7)
+    return torch.randn(shape or (4, WIDTH), generator=generator).to(local_device())
 
 
 class Stack(nn.Module):
@@ -895,7 +897,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.gate(x).softmax(-1)
-        scores = scores + torch.tensor([rank() == 0, rank() == 1, 0.0, -9.0])
+        scores = scores + torch.tensor([rank() == 0, rank() == 1, 0.0, -9.0], device=x.device)
         best, chosen = scores.max(-1)
         out = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
@@ -1221,7 +1223,7 @@ class FrozenFirst(Stack):
 def on_one_rank_nothing(model: Any, step: int) -> torch.Tensor:
     """In turn, one rank has no batch at all."""
     if step % 2 == 1 - rank() % 2:
-        return torch.zeros(1, requires_grad=True).sum()
+        return torch.zeros(1, requires_grad=True, device=local_device()).sum()
     return square(model, step)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import parts
 import pytest
 import which
 
@@ -53,3 +54,19 @@ def test_the_quick_check_names_tests_that_exist():
     for name in (Path(__file__).parent / "check.txt").read_text().split():
         file, _, function = name.partition("::")
         assert f"\ndef {function}(" in (Path(__file__).parent / file).read_text(), name
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_every_file_of_the_gpu_is_in_one_part_and_no_part_is_much_longer(num_parts):
+    files = [*parts.SECONDS, "test_other.py"]
+    found = [parts.files_of(f"{number}/{num_parts}", files) for number in range(1, num_parts + 1)]
+    assert sorted(name for part in found for name in part) == sorted(files)
+    times = [sum(parts.SECONDS.get(name, 1) for name in part) for part in found]
+    assert max(times) - min(times) <= max(parts.SECONDS.values())
+
+
+def test_files_that_are_timed_exist_and_other_parts_are_refused():
+    assert [name for name in parts.SECONDS if not (Path(__file__).parent / name).exists()] == []
+    for wrong in ("", "1", "0/3", "4/3", "a/b"):
+        with pytest.raises(ValueError, match="expected a number and how many there are"):
+            parts.files_of(wrong, [])

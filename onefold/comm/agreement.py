@@ -23,7 +23,7 @@ class Agreement:
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
         self.group = group
-        self.guard = Guard(group.host_group)
+        self.guard = Guard(group.host_group, group.process_group)
         self._ledger = ledger
 
     def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:

@@ -55,6 +55,8 @@ def init_distributed(
     timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES)))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
+        # The hang guard says what is wrong on every rank and ends their waits; torch would end the process first.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     store: Store | None = None
     if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank = rank if rank >= 0 else int(os.environ["RANK"])

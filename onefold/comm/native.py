@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
 from onefold.comm.exchange import Exchange, count_sent
@@ -33,12 +36,13 @@ class Native(CollectiveWrapper):
             # Sources stay referenced until the sums are stored: they may be casts that nobody else holds.
             sources = [reduction.source.to(reduction.wire) for reduction in reductions]
             totals = [_total(*pair, group.size) for pair in zip(reductions, sources, strict=True)]
-            work = group.process_group.reduce_scatter_tensor_coalesced(totals, sources)
+            works = self._launch("reduce_scatter", totals, sources)
             ledger.count("reduce-scatter", group.axis, sum(total.nbytes for total in totals) * (group.size - 1))
 
         def complete() -> None:
             with ledger.timed("reduce-scatter", group.axis):
-                work.wait()
+                for work in works:
+                    work.wait()
                 for reduction, _, total in zip(reductions, sources, totals, strict=True):
                     reduction.store(total)
 
@@ -49,12 +53,11 @@ class Native(CollectiveWrapper):
         spanned = [gathering for gathering in gatherings if gathering.span is not None]
         whole = [gathering for gathering in gatherings if gathering.span is None]
         beside = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
-        works = []
         with self._lane.enter(), ledger.timed("gather", group.axis):
             lines = [gathering.line for gathering in whole]
             own = [gathering.place_own(group.rank, group.size) for gathering in whole]
+            works = self._launch("all_gather", lines, own) if whole else []
             if whole:
-                works.append(group.process_group.allgather_into_tensor_coalesced(lines, own))
                 ledger.count("gather", group.axis, sum(slice_.nbytes for slice_ in own) * (group.size - 1))
 
         def complete() -> None:
@@ -64,6 +67,22 @@ class Native(CollectiveWrapper):
                 beside.finish()
 
         return self._lane.pending(complete)
+
+    def _launch(self, kind: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[dist.Work]:
+        """One call, whatever number of tensors it carries: what is to be waited for."""
+        names, make_options = _COALESCED[kind]
+        launch = next(found for name in names if (found := getattr(self.group.process_group, name, None)))
+        options = make_options()
+        options.asyncOp = self._lane.stream is None  # on a device it runs on the lane itself
+        work = launch(outputs, inputs, options)
+        return [work] if work is not None else []
+
+
+# Renamed in torch 2.13.
+_COALESCED: dict[str, tuple[tuple[str, str], Callable[[], Any]]] = {
+    "all_gather": (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), AllgatherOptions),
+    "reduce_scatter": (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), ReduceScatterOptions),
+}
 
 
 def _total(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> torch.Tensor:
@@ -85,8 +104,7 @@ class AllToAll(Native):
         def complete() -> None:
             with ledger.timed("reduce-scatter", group.axis):
                 for parts in rounds:
-                    pieces, work = self._exchange(parts)
-                    work.wait()
+                    pieces = self._exchange(parts)
                     for part, ordered in zip(parts, pieces, strict=True):
                         add_tree(ordered, part.target, add=part.add)
 
@@ -99,24 +117,22 @@ class AllToAll(Native):
         for start in range(0, rows.shape[1], width):
             yield _Part(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)
 
-    def _exchange(self, parts: Sequence[_Part]) -> tuple[list[list[torch.Tensor]], dist.Work]:
-        """Every rank's pieces of this rank's row, in the order of ranks, once the work is done."""
-        group, process_group = self.group, self.group.process_group
-        pieces = [
-            [torch.empty_like(part.rows[0]) if rank != group.rank else part.rows[rank] for rank in range(group.size)]
-            for part in parts
-        ]
-        process_group._start_coalescing(self._lane.device)
-        for part, incoming in zip(parts, pieces, strict=True):
-            nothing = part.rows.new_empty(0)  # for itself
-            process_group.alltoall(
-                [nothing if rank == group.rank else piece for rank, piece in enumerate(incoming)],
-                [nothing if rank == group.rank else row for rank, row in enumerate(part.rows)],
-            )
-        work = process_group._end_coalescing(self._lane.device)
+    def _exchange(self, parts: Sequence[_Part]) -> list[list[torch.Tensor]]:
+        """Every rank's pieces of this rank's row, in the order of ranks."""
+        group, pieces = self.group, []
+        with _coalescing_manager(group.process_group, self._lane.device):
+            for part in parts:
+                nothing = part.rows.new_empty(0)  # a rank has its own
+                incoming = [
+                    nothing if rank == group.rank else torch.empty_like(part.rows[0]) for rank in range(group.size)
+                ]
+                outgoing = [nothing if rank == group.rank else row for rank, row in enumerate(part.rows)]
+                dist.all_to_all(incoming, outgoing, group=group.process_group)
+                incoming[group.rank] = part.rows[group.rank]
+                pieces.append(incoming)
         sent = sum(part.rows[0].nbytes for part in parts)
         count_sent(self._ledger, "reduce-scatter", group, dict.fromkeys(group.peers, sent))
-        return pieces, work
+        return pieces
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,17 @@ each other, only with ours. The verdict goes to the store, every rank logs it, a
 connections, which is the one way to wake a thread that waits in the backend: our waits then raise the verdict, the
 program's own calls whatever the backend says.
 
+[Note: waits of the device]
+On NCCL the host does not wait: it launches, and the device waits, so that a host blocks anywhere later, say in the
+program's own `loss.item()`. There ranks compare how many collectives they have launched. All ranks come to a meeting
+after the same launches, so one that stands in a meeting while another has launched more will never be met. A rank that
+has launched and waited for nothing new for a while leaves a note that says how far it is; by itself it means nothing,
+as the rank may compute. A rank whose process is gone beats no more, and connections to it are found closed. When the
+verdict is known on every rank the communicators are aborted. What the device computes after that is arbitrary, so the
+verdict is set before, and everything that an engine does next raises it. torch's own handling of errors ends processes
+at once, and is switched off for groups that onefold makes (`init_distributed`): what it would have ended after the
+group's timeout is ended here.
+
 The thread runs while an engine stands, and a little longer around waits without one; it is joined when the last engine
 goes and when the process ends, since a thread inside the store or the backend aborts a process that finalizes.
 """
@@ -37,6 +48,9 @@ from onefold.log import logger
 PATIENCE = 3.0
 _PERIOD = 0.25
 _STALE = 4 * _PERIOD
+# How often a rank shows that it lives, and how long it may be silent before connections to it are tried.
+_BEAT, _SILENT = 1.0, 2.5
+_PROBE_TAG = (1 << 20) + 2
 # Without an engine the thread ends when nobody has waited for this long.
 _IDLE = 2.0
 # The thread answers to its end within a look; a store whose host is gone may take longer.
@@ -67,6 +81,10 @@ class Note:
     """Whom such a call waits for; None: all."""
     lasts: bool = False
     """It has lasted for `PATIENCE`."""
+    launched: int = 0
+    """Collectives that the rank has launched."""
+    computes: bool = False
+    """It waits for nobody that we know of: it computes, or its device waits."""
 
 
 class Watch:
@@ -84,6 +102,16 @@ class Watch:
         self.store: Any = store.clone() if self.size > 1 else store  # type: ignore[attr-defined]
         self._prefix = f"onefold/{generation}/"
         self._breakable: list[dist.ProcessGroup] = [world] if _is_gloo(world) else []
+        # Groups whose waits are the device's.
+        self._device_groups: list[dist.ProcessGroup] = []
+        # Collectives launched so far, the last of them, and the engine's guard it was launched under.
+        self.launched = 0
+        self._last_launch = ""
+        self._last_guard: weakref.ref[Guard] | None = None
+        self._progress: tuple[int, int, float] = (0, 0, 0.0)
+        self._beaten = 0.0
+        self._lives: dict[int, tuple[str, float]] = {}
+        self._probes: list[Any] = []
         self._waiting: tuple[int, str, Guard | None] | None = None
         self._since = 0.0
         self._number = 0
@@ -103,11 +131,16 @@ class Watch:
     # -- what waits call ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, what: str, traveller: Guard | None = None) -> Iterator[None]:
-        """Around anything that waits for other ranks."""
+    def waiting(self, what: str, traveller: Guard | None = None, *, launches: bool = False) -> Iterator[None]:
+        """Around anything that waits for other ranks, or `launches` what other ranks must launch too."""
         if self.size == 1:
             yield
             return
+        self.check()
+        if launches:
+            self.launched += 1
+            self._last_launch = what
+            self._last_guard = traveller.reference if traveller is not None else None
         before = (self._waiting, self._since)
         self._number += 1
         self._since = self._last_wait = time.monotonic()
@@ -122,16 +155,18 @@ class Watch:
             raise Disagreement(self._explain(error)) from error
         finally:
             self._waiting, self._since = before
+        self.check()  # a wait that was broken may seem to have succeeded
 
     def check(self) -> None:
-        """For waits that the backend does not wake: raise once it is certain that the job is stuck."""
+        """Raise once it is certain that the job is stuck: nothing that other ranks are needed for is true any more."""
         if self.verdict is not None:
             raise Disagreement(self.verdict)
 
     def may_break(self, group: dist.ProcessGroup) -> None:
         """A group whose connections are broken when the job is stuck."""
-        if _is_gloo(group) and group not in self._breakable:
-            self._breakable.append(group)
+        groups = self._breakable if _is_gloo(group) else self._device_groups
+        if group not in groups:
+            groups.append(group)
 
     def hold(self, holder: int) -> None:
         """Watch until every holder has let go, also while nobody waits."""
@@ -154,7 +189,8 @@ class Watch:
         with suppress(RuntimeError):
             for rank in range(self.size):
                 if rank != self.rank and self.has_left(rank):
-                    notes[rank] = Note(0, ENDED, lasts=True)
+                    launched = int(self.store.get(self.key("left", rank)))
+                    notes[rank] = Note(0, ENDED, lasts=True, launched=launched)
                 elif rank != self.rank and self.store.check([self.key("wait", rank)]):
                     *fields, beat = json.loads(self.store.get(self.key("wait", rank)))
                     now = time.monotonic()
@@ -184,10 +220,15 @@ class Watch:
             assert mine is not None
             self._publish(mine)
             notes = {**self.others_notes(alive=False), self.rank: mine}
-            if len({note.what for note in notes.values()}) > 1:
-                self.verdict = describe(notes)
+            if len({note.what for note in notes.values() if not note.computes}) > 1:
+                verdict = describe({rank: note for rank, note in notes.items() if not note.computes})
+            elif lost := [rank for rank in range(self.size) if rank != self.rank and self._is_gone(rank)]:
+                verdict = _describe_loss(lost, notes)
             else:
-                self.verdict = f"rank {self.rank}: {mine.what} failed, another rank has left or is gone: {error}"
+                verdict = f"rank {self.rank}: {mine.what} failed, another rank has left or is gone: {error}"
+            with suppress(RuntimeError):  # all ranks say what the first one found
+                verdict = self.store.compare_set(self.key("verdict"), "", verdict).decode()
+            self.verdict = verdict
         return self.verdict
 
     # -- the thread ---------------------------------------------------------------------------------------------
@@ -203,8 +244,11 @@ class Watch:
         while not stop.wait(_PERIOD):
             if dist.group.WORLD is not self.world:
                 break
-            with suppress(RuntimeError):  # the store's host may be gone already
+            try:
                 self.look()
+            except RuntimeError:  # the store fails: its host may be gone
+                with suppress(RuntimeError):
+                    self._look_without_store()
             if not self._holders and self._waiting is None and time.monotonic() - self._last_wait > _IDLE:
                 break
         if self._thread is threading.current_thread():
@@ -224,7 +268,7 @@ class Watch:
         self._end(for_good=True)
         if self.size > 1:
             with suppress(RuntimeError):
-                self.store.set(self.key("left", self.rank), "1")
+                self.store.set(self.key("left", self.rank), str(self.launched))
 
     def look(self) -> None:
         """One look at this rank's wait, and if it lasts at the other ranks'."""
@@ -233,9 +277,8 @@ class Watch:
                 self._break_at = None
                 self.break_connections()
             return
-        waits = self._waiting is not None
-        mine = self._note() if waits and time.monotonic() - self._since >= _PERIOD else None
-        mine = mine if waits else self._note_of_the_program()
+        self._show_life()
+        mine = self._mine()
         if mine is None:
             self._before = {}
             return
@@ -246,12 +289,29 @@ class Watch:
             self._conclude(self.store.get(self.key("verdict")).decode())
             return
         notes = {**self.others_notes(), self.rank: mine}
-        if len(notes) < self.size or not is_stuck(notes):
-            self._before = {}
-        elif notes != self._before:
+        found = ""
+        if lost := self._lost_ranks(notes):
+            found = _describe_loss(lost, notes)
+        elif late := self._overdue():
+            found = late
+        elif (len(notes) == self.size and is_stuck(notes)) or (self._device_groups and is_ahead(notes)):
+            found = describe(notes) if notes == self._before else ""
             self._before = notes
         else:
-            self._conclude(self.store.compare_set(self.key("verdict"), "", describe(notes)).decode())
+            self._before = {}
+        if found:
+            self._conclude(self.store.compare_set(self.key("verdict"), "", found).decode())
+
+    def _mine(self) -> Note | None:
+        """What this rank would tell the others now."""
+        if self._waiting is not None:
+            return self._note() if time.monotonic() - self._since >= _PERIOD else None
+        return self._note_of_the_program() or self._note_of_the_device()
+
+    def _look_without_store(self) -> None:
+        mine = self._mine()
+        if mine is not None and mine.lasts and self.verdict is None and self.rank != 0 and self._is_gone(0):
+            self._conclude(_describe_loss([0], {self.rank: mine}))
 
     def _conclude(self, verdict: str) -> None:
         self.verdict = verdict
@@ -264,13 +324,16 @@ class Watch:
         if waiting is None:
             return None
         number, what, at = waiting
-        lasts = waited >= PATIENCE
-        if at is None:
-            return Note(number, what, lasts=lasts)
-        if not at.asked:
+        return self._at(at, Note(number, what, lasts=waited >= PATIENCE, launched=self.launched))
+
+    def _at(self, guard: Guard | None, note: Note) -> Note:
+        """With where the rank is in the program of an engine."""
+        if guard is None:
+            return note
+        if not guard.asked:
             with suppress(RuntimeError):
-                at.asked = self.store.check([self.mark(at.passes)])
-        return Note(number, what, at.passes, at.progress, at.asked, lasts=lasts)
+                guard.asked = self.store.check([self.mark(guard.passes)])
+        return replace(note, passes=guard.passes, progress=guard.progress, heard=guard.asked)
 
     def mark(self, passes: int) -> str:
         """Where a rank says that it wants to be heard in a pass."""
@@ -282,6 +345,68 @@ class Watch:
             return None
         self._called = call.group
         return Note(0, call.what, ours=False, ranks=call.ranks, lasts=True)
+
+    # -- where the device waits ---------------------------------------------------------------------------------
+
+    def _note_of_the_device(self) -> Note | None:
+        """Of a rank that has launched and waited for nothing new for a while."""
+        if not self._device_groups or not self._holders:
+            return None
+        number, launched, since = self._progress
+        now = time.monotonic()
+        if (number, launched) != (self._number, self.launched):
+            self._progress = (self._number, self.launched, now)
+            return None
+        if now - since < 2 * _PERIOD or not launched:
+            return None
+        what = f"its own computation, after it had launched the {self._last_launch}"
+        note = Note(number, what, ours=False, lasts=now - since >= PATIENCE, launched=launched, computes=True)
+        return self._at(self._last_guard() if self._last_guard is not None else None, note)
+
+    def _overdue(self) -> str | None:
+        """Whether the device has waited for longer than the group allows, which torch would end the process for."""
+        stalled, event = time.monotonic() - self._progress[2], last_event
+        if not self._device_groups or event is None or self._waiting is not None:
+            return None
+        limit = self._device_groups[0]._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+        if stalled < limit or event.query():
+            return None
+        return (
+            f"rank {self.rank}: the {self._last_launch} has not ended for {stalled:.0f} s, the process group's timeout"
+        )
+
+    def _show_life(self) -> None:
+        if self._device_groups and self._holders and time.monotonic() - self._beaten >= _BEAT:
+            self._beaten = time.monotonic()
+            self.store.set(self.key("lives", self.rank), str(self._beaten))
+
+    def _lost_ranks(self, notes: dict[int, Note]) -> list[int]:
+        """Ranks that have been silent for a while, and whose connections are closed."""
+        if not self._device_groups:
+            return []  # a host that waits for a rank on gloo is woken when that is gone
+        lost, now = [], time.monotonic()
+        for rank in range(self.size):
+            if rank in notes or not self.store.check([self.key("lives", rank)]):
+                continue
+            beat = self.store.get(self.key("lives", rank)).decode()
+            last, since = self._lives.get(rank, ("", now))
+            if beat != last:
+                last, since = self._lives[rank] = (beat, now)
+            if now - since >= _SILENT and self._is_gone(rank):
+                lost.append(rank)
+        return lost
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the connection to a rank is closed."""
+        group = self._breakable[-1] if self._breakable else None
+        if group is None or rank not in dist.get_process_group_ranks(group):
+            return False
+        try:
+            # Never received; what is sent must outlive the connection.
+            self._probes.append((probe := torch.zeros(1), dist.isend(probe, rank, group=group, tag=_PROBE_TAG)))
+        except RuntimeError:
+            return True
+        return False
 
     def _publish(self, note: Note) -> None:
         with suppress(RuntimeError):  # the store's host may be gone already
@@ -298,6 +423,10 @@ class Watch:
                     work = dist.irecv(torch.zeros(1), members[0], group=group, tag=(1 << 20) + 1)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
+        for group in self._device_groups:
+            # Not `destroy`, which would wait for the other ranks.
+            with suppress(RuntimeError):
+                group._get_backend(torch.device("cuda")).abort()
 
 
 # Gloo's errors have no class of their own; most name its file.
@@ -310,8 +439,17 @@ def of_backend(error: BaseException) -> bool:
     return plain or isinstance(error, dist.DistError)
 
 
+def is_ahead(notes: dict[int, Note]) -> bool:
+    """Whether a rank waits in a meeting for one that has launched more than it, and so will never come there."""
+    lasting = [note for note in notes.values() if note.lasts]
+    fewest = min((note.launched for note in lasting if note.ours and not note.computes), default=None)
+    return fewest is not None and any(note.launched > fewest for note in lasting)
+
+
 def is_stuck(notes: dict[int, Note]) -> bool:
     """Whether these notes, one of each rank, can never come together."""
+    if any(note.computes for note in notes.values()):
+        return False
     ours = {rank for rank, note in notes.items() if note.ours}
     if not ours or not all(note.lasts for note in notes.values()):
         return False
@@ -331,8 +469,16 @@ def describe(notes: dict[int, Note]) -> str:
     return f"the ranks wait for different collectives: {stands}. {_advice(notes, by_operation)}"
 
 
+def _describe_loss(lost: Sequence[int], notes: dict[int, Note]) -> str:
+    stands = "; ".join(f"rank {rank} at {note.what}" for rank, note in sorted(notes.items()) if rank not in lost)
+    return (
+        f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, connections are closed. Others wait: {stands}. "
+        "Look at the end of that rank's log (a crash, out of memory, a signal)"
+    )
+
+
 def _advice(notes: dict[int, Note], by_operation: dict[str, list[int]]) -> str:
-    if any(not note.ours for note in notes.values()):
+    if any(not note.ours and not note.computes for note in notes.values()):
         return (
             "A rank in a call of its own cannot serve the others: let every rank use the engine equally often before "
             "that call (in an evaluation: as many batches on every rank), or put the call where all ranks come to it"
@@ -367,6 +513,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 _worlds = count(1)
 _watch: Watch | None = None
+# Behind the last collective that was launched on a device.
+last_event: torch.cuda.Event | None = None
 _beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -413,17 +561,27 @@ class Guard:
     a mark in the store (`ask`) reaches every rank whose wait lasts, so that a rank with something to say is heard.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, *groups: dist.ProcessGroup) -> None:
         # Where this rank is in the program it follows: which pass, and how many launches.
         self.passes = 0
         self.progress = 0
         self.asked = False
+        self.reference = weakref.ref(self)
         self._watch = watch_world()
-        self._watch.may_break(group)
+        for group in groups:
+            self._watch.may_break(group)
 
     def waiting(self, operation: str, units: Sequence[str] = ()) -> AbstractContextManager[None]:
         """Around anything that waits for other ranks."""
         return self._watch.waiting(f"{operation} {', '.join(units)}" if units else operation, self)
+
+    def launching(self, operation: str, units: Sequence[str]) -> AbstractContextManager[None]:
+        """Around the launch of a collective."""
+        return self._watch.waiting(f"{operation} {', '.join(units)}", self, launches=True)
+
+    def check(self) -> None:
+        """Raise once it is certain that the job is stuck."""
+        self._watch.check()
 
     def watch(self) -> None:
         """From now on also while nobody waits here: others may wait for this rank."""

@@ -50,6 +50,9 @@ class InFlightCollectives:
     def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
         return self._guard.waiting(operation, [unit.name for unit in units])
 
+    def _launching(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
+        return self._guard.launching(operation, [unit.name for unit in units])
+
     def _finish(self, operation: str, queue: deque[PendingCollective]) -> list[Unit]:
         """Wait for the first collective of a queue: the units it has carried."""
         first = queue.popleft()
@@ -69,7 +72,7 @@ class InFlightCollectives:
                 param.store.finish_step()
         started: list[Unit] = []
         try:
-            with self._waiting("gather of", units):
+            with self._launching("gather of", units):
                 gatherings: list[Gathering] = []
                 for unit in units:
                     started.append(unit)
@@ -110,7 +113,7 @@ class InFlightCollectives:
             unit.open_gradients(self.pool)
         prescale = self._plan.scaling.prescale
         reductions = [reduction for unit in batch for reduction in unit.start_reduction(prescale, self.pool)]
-        with self._waiting("reduction of", batch):  # to a rank that is gone even the launch may raise
+        with self._launching("reduction of", batch):  # to a rank that is gone even the launch may raise
             pending = self.collective.start_reduce_scatter(reductions)
         self.reductions.append(PendingCollective(batch, pending, size))
         if not self._plan.overlap:
@@ -153,7 +156,7 @@ class InFlightCollectives:
             param.store.finish_step()
         if self.collective.group.size == 1:
             return Pending(lambda: None)
-        with self._waiting("refresh of", batch):
+        with self._launching("refresh of", batch):
             return self.collective.start_gather([Gathering(param.full) for param in params])
 
     def _finish_refresh(self) -> None:
@@ -183,7 +186,7 @@ class InFlightCollectives:
 
     def refresh_now(self, unit: Unit, params: list[FlatParam]) -> None:
         """Each rank's slice of these was written: every rank gets all of them."""
-        with self._waiting("gather of what was loaded, of", [unit]):
+        with self._launching("gather of what was loaded, of", [unit]):
             self.collective.start_gather([Gathering(param.full) for param in params]).finish()
 
     # -- gradients where every rank steps everything ------------------------------------------------------------
@@ -207,7 +210,7 @@ class InFlightCollectives:
         for param in (param for unit in batch for param in unit.trained):
             gathered[param.store] = self.pool.take(param.layout.total, param.grad.reduced.dtype)
             gatherings.append(Gathering(gathered[param.store], param.grad.reduced))
-        with self._waiting("gather of gradients of", batch):
+        with self._launching("gather of gradients of", batch):
             return gathered, self.collective.start_gather(gatherings)
 
 
