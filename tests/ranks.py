@@ -75,9 +75,7 @@ class RankPool:
         return results
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         # Forking is fast, but CUDA cannot start in a fork of a process that has asked for it.
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         for rank in range(self.world_size):
@@ -108,13 +106,26 @@ def stop_mps() -> None:
     subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, capture_output=True, check=False)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, world: int, port: int, backend: str, node_size: int | None = None) -> dict[str, str]:
+    """What a launcher sets, and on NCCL with fewer GPUs than ranks what lets ranks share one."""
+    found = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    if backend == "nccl" and world > torch.cuda.device_count():
+        found |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(node_size or world), "NCCL_HOSTID": f"host{rank}"}
+        found |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return found
+
+
 def _serve(rank: int, world_size: int, node_size: int, port: int, backend: str, pipe: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    if backend == "nccl" and world_size > torch.cuda.device_count():
-        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(node_size), NCCL_HOSTID=f"host{rank}")
-        os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ.update(rank_environment(rank, world_size, port, backend, node_size))
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -58,7 +58,7 @@ TESTS = {
     "comm/staged.py": "gpu gpu_wires gpu_ranks_tiers",
     "comm/tree.py": "exactness mics",
     "comm/tree_kernel.py": "gpu_ranks gpu_codec",
-    "comm/watch.py": "hangs exits stage3 checkpoints offload_faults",
+    "comm/watch.py": "hangs gpu_hangs exits stage3 checkpoints offload_faults",
     "compat/": "as_deepspeed compat_config compat_zero compat_accelerate compat_huggingface dropin beside_deepspeed",
     "compat/parameters.py": "compat_zero zero huggingface",
     "config/": "config support params",
