@@ -135,8 +135,13 @@ NOTHING_KEPT = {
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
 }
-# The same with the next unit on its way while one computes.
-ONE_AHEAD = {**NOTHING_KEPT, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 1}
+# The next unit on its way while one computes, as in FSDP2, and a unit that is used again at once kept for that.
+ONE_AHEAD = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 1,
+    "stage3_prefetch_bucket_size": 1,
+}
 
 
 def _onefold(stage: int, limits: dict[str, int] | None = None, **own: Any) -> Callable[[Construct, Workload], Step]:
@@ -215,8 +220,8 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
 
 # What reports say beside figures of stage 3.
 LIMITS = (
-    "onefold-3: persistence threshold, live and reuse limits 0; -ahead: persistence and reuse 0, live 1e9, prefetch 1 "
-    "(one unit ahead); -default: persistence 1e5, live 1e9, reuse 1e9, prefetch 5e7; all three built under zero.Init"
+    "onefold-3: persistence threshold, live and reuse limits 0; -ahead: persistence 0, live 1e9, reuse 1, prefetch 1 "
+    "(one unit ahead, as in FSDP2); -default: persistence 1e5, live 1e9, reuse 1e9, prefetch 5e7; all three built under zero.Init"
 )
 
 

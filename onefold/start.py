@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
 from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
-from onefold.comm.watch import INITIALIZE
+from onefold.comm.notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.engine.alike import items_of

@@ -7,12 +7,16 @@ patched. A parent that initialises its children's weights afterwards (`nn.init`,
 a torch-function mode sees the call, makes the module whole around it and takes rank 0's result. Parameters are cast
 when all of them have their values, so that these are what a plain constructor and a cast would give. `initialize`
 lays everything out anew, unit by unit.
+
+Everything is built on the device: random numbers are made there, and nothing goes through the host. Ranks that were
+seeded alike make the same values, so they compare fingerprints, and values travel only where these differ.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -117,6 +121,7 @@ class Init:
         self._open: list[ParamHandle] = []
         self._made: list[weakref.ref[ParamHandle]] = []
         self._touch = _Touch(self)
+        self._on_device: Any = self._device if self._device.type == "cuda" else nullcontext()
         if module is not None:
             self._shard(module)
             self._cast()
@@ -130,6 +135,7 @@ class Init:
                 register_module_module_registration_hook(self._child_taken),
                 register_module_parameter_registration_hook(lambda owner, *_: self._owners.append(weakref.ref(owner))),
             ]
+            self._on_device.__enter__()
             self._touch.__enter__()
         return self
 
@@ -140,6 +146,7 @@ class Init:
                 outer._shard_owners(self._first_owner)  # what was built in here is complete
             return
         self._touch.__exit__(*error)
+        self._on_device.__exit__(*error)
         Init._active = None
         for hook in self._hooks:
             hook.remove()
@@ -182,7 +189,7 @@ class Init:
                 own = [parameter for _, parameter in members]
                 params.append(FlatParam(spec, own, plan=self._plan, rank=self._group.rank, device=self._device))
             handle = ParamHandle(params, self._collective, self._ledger)
-            handle.take_values_of(0)
+            handle.take_values_of(0, self._agreement)
             handle.lent = 1
             handle.give_back()
         self._made.append(weakref.ref(handle))
@@ -195,10 +202,10 @@ class Init:
 
     # -- writes by a parent's own initialisation ----------------------------------------------------------------
 
-    def open(self, handle: ParamHandle) -> None:
-        """Unshard the parameters of a handle until others have been opened after it."""
+    def open(self, handle: ParamHandle, *, blank: bool) -> None:
+        """Unshard the parameters of a handle until others have been opened after it. `blank`: all is overwritten."""
         if handle not in self._open:
-            handle.borrow()
+            handle.borrow(blank=blank)
             self._open.append(handle)
             self._close(_OPEN_HANDLES)
 
@@ -217,7 +224,7 @@ class Init:
             with torch._C.DisableTorchFunction():
                 for param in handle.params:
                     param.take_parameters()  # `.data` may have been given a tensor of its own
-                handle.take_values_of(0)
+                handle.take_values_of(0, self._agreement)
                 handle.give_back()
 
 
@@ -239,13 +246,16 @@ class _Touch(TorchFunctionMode):
                 return _SHAPES[func](unsharded_shape(resting[0][0]), *args[1:], **kwargs)
             if reads_no_values(func):
                 return func(*args, **kwargs)
-            for _, handle in resting:
-                self._init.open(handle)
+            for parameter, handle in resting:
+                alone = sum(len(param.parameters) for param in handle.params) == 1
+                self._init.open(handle, blank=alone and func in _OVERWRITES and args[0] is parameter)
         if func == _SET_DATA:
             self._init.check_apart(*args)
         return func(*args, **kwargs)
 
 
+# What leaves nothing of the values that were there.
+_OVERWRITES = {torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.copy_}
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]

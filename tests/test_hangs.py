@@ -14,7 +14,8 @@ from torch import nn
 
 import onefold
 from onefold.comm import watch
-from onefold.comm.watch import Note, is_stuck, of_backend
+from onefold.comm.notes import Note, is_stuck
+from onefold.comm.watch import of_backend
 
 Heard = tuple[str, str, float, str]
 

@@ -281,8 +281,9 @@ def next_use(one: Pass, place: int) -> int | None:
 
 
 def distance(one: Pass, place: int, again: int) -> int:
-    """Elements that are used in between."""
-    return sum(one.gathered[unit] for other, unit in uses_of(one) if place < other < again)
+    """Elements that are used in between; a unit that encloses others is in use around them anyway."""
+    between = (unit for other, unit in uses_of(one) if place < other < again)
+    return sum(one.gathered[unit] for unit in between if unit not in one.enclosing)
 
 
 def test_nothing_is_kept_beyond_the_reuse_distance_nor_without_a_next_use():

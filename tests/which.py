@@ -52,6 +52,7 @@ TESTS = {
     "comm/ledger.py": "wires traffic stage3",
     "comm/mesh.py": "listeners mics wires nodes launch",
     "comm/native.py": "traffic wires_cases gpu gpu_ranks gpu_ranks_models gpu_ranks_tiers",
+    "comm/notes.py": "hangs gpu_hangs",
     "comm/quantized.py": "wires wires_cases wires_training gpu_wires gpu_ranks_tiers",
     "comm/replicated.py": "mics gpu_wires gpu_ranks_tiers",
     "comm/stacks.py": "hangs",

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from onefold.comm.agreement import Agreement
 from onefold.comm.mesh import timeout_of
-from onefold.comm.watch import Disagreement, Watch, name_ranks, watch_world
+from onefold.comm.notes import name_ranks
+from onefold.comm.watch import Disagreement, Watch, watch_world
 from onefold.log import logger
 
 # A rank that has not come is named in a warning after this long; the error comes at the process group's timeout.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
 from onefold.comm.exchange import Exchange, count_sent
@@ -120,7 +119,7 @@ class AllToAll(Native):
     def _exchange(self, parts: Sequence[_Part]) -> list[list[torch.Tensor]]:
         """Every rank's pieces of this rank's row, in the order of ranks."""
         group, pieces = self.group, []
-        with _coalescing_manager(group.process_group, self._lane.device):
+        with dist.distributed_c10d._coalescing_manager(group.process_group, self._lane.device):
             for part in parts:
                 nothing = part.rows.new_empty(0)  # a rank has its own
                 incoming = [

@@ -152,6 +152,9 @@ class Tiler:
     def _scaled(self, gradient: torch.Tensor, coefficient: float, dtype: torch.dtype, size: int) -> torch.Tensor:
         if coefficient == 1.0 and gradient.dtype == dtype:
             return gradient
+        if gradient.is_cuda:  # torch's allocator has it again at once, and activations between two steps
+            scaled = gradient.to(dtype, copy=True)
+            return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
         if self._scratch is None or self._scratch.dtype != dtype:
             self._scratch = torch.empty(size, dtype=dtype, device=gradient.device)
         # torch's product of two dtypes on a CPU makes a copy first, in fresh memory.

@@ -28,7 +28,7 @@ class Moment(IntEnum):
 Event = tuple[Moment, int]
 
 # Units smaller than this share a collective with the next one: below it latency costs more than bytes.
-SMALL_MESSAGE = 1 << 18
+SMALL_MESSAGE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def _kept(
     """Which uses leave their unit whole for the next one, and which uses need a gather."""
     traversed = [0]
     for moment, unit in events:
-        traversed.append(traversed[-1] + (0 if moment is Moment.REDUCE else gathered[unit]))
+        passes_by = moment is not Moment.REDUCE and unit not in enclosing
+        traversed.append(traversed[-1] + (gathered[unit] if passes_by else 0))
     next_use: dict[int, int] = {}
     following: list[int | None] = [None] * len(events)
     for position in range(len(events) - 1, -1, -1):

@@ -91,6 +91,8 @@ def build_units(
     units: list[Unit] = []
     for index, spec in enumerate(specs):
         members = [[parameters[member.name] for member in param.layout.members] for param in spec.params]
+        # What rests as shards is the same on every rank already.
+        alike = [all(handle_of(parameter) is not None for parameter in some) for some in members]
         with unsharded(parameter for some in members for parameter in some):
             params = [
                 FlatParam(param, some, plan=plan, rank=group.shard, device=device, memory=memory)
@@ -100,8 +102,9 @@ def build_units(
         path = spec.found.module
         unit = Unit(path, modules[path], params, index=index, shared=spec.found.shared)
         _initialise(modules, on_meta & {name for param in params for name, _ in param.named_parameters()}, units)
-        for param in params:
-            broadcast_from(group, 0, param.full, ledger)
+        for param, is_alike in zip(params, alike, strict=True):
+            if not is_alike:
+                broadcast_from(group, 0, param.full, ledger)
             param.write_back()
         unit.reshard()
         units.append(unit)

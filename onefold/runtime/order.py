@@ -29,7 +29,7 @@ import torch
 
 from onefold.comm import Agreement, Disagreement, broadcast_from
 from onefold.comm.ledger import Ledger
-from onefold.comm.watch import BEGIN, advice_on_divergence
+from onefold.comm.notes import BEGIN, advice_on_divergence
 from onefold.plan import Moment, Plan, Program, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
@@ -184,7 +184,7 @@ class Order:
         elif self._gathers:
             self._negotiate(Request.END, 0)
         if self.reduces:
-            self._reduce([unit for unit in self._trained[::-1] if unit not in self._reduced])
+            self._reduce(self._batches(self._trained[::-1], self._plan.reduce_bucket))
             self._in_flight.finish_reductions()
             if self._learning and self._whole_record:
                 self._learn(aborted)
@@ -219,13 +219,14 @@ class Order:
             ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
             self._in_flight.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
-            self._reduce([self.units[index] for index in launch.units])
+            self._reduce([[self.units[index] for index in launch.units]])
 
-    def _reduce(self, units: list[Unit]) -> None:
-        batch = [unit for unit in units if unit not in self._reduced]
-        self._reduced.update(batch)
-        for some in self._batches(batch, self._plan.reduce_bucket):
-            self._in_flight.start_reduction(some)
+    def _reduce(self, batches: list[list[Unit]]) -> None:
+        for batch in batches:
+            left = [unit for unit in batch if unit not in self._reduced]
+            self._reduced.update(left)
+            if left:
+                self._in_flight.start_reduction(left)
 
     def _diverge(self, unit: Unit | None = None) -> None:
         """Leave the program for the rest of this pass, together with every rank that is still in it."""
@@ -271,7 +272,7 @@ class Order:
                 continue
             reported = [row[3 : 3 + row[2]] for row in rows]
             finished = [index for index in reported[0] if all(index in others for others in reported[1:])]
-            self._reduce([self.units[index] for index in finished])
+            self._reduce(self._batches([self.units[index] for index in finished], self._plan.reduce_bucket))
             self._in_flight.finish_reductions()
             if self._learning and self.open:
                 self._events += [(Moment.REDUCE, index) for index in finished]

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Agreement, Collective, Ledger, agree, broadcast_from
+from onefold.offload.shard_store import fingerprint
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
 from onefold.runtime.order import Request
@@ -138,8 +139,10 @@ class ParamHandle:
         unit = self.unit
         return unit is not None and unit.parameter is ParameterState.UNSHARDING
 
-    def borrow(self) -> None:
-        """Unsharded until given back. All ranks call this together."""
+    def borrow(self, *, blank: bool = False) -> None:
+        """Unsharded until given back. All ranks call this together. `blank`: all of it is about to be written, so
+        nothing is gathered; where there is no engine.
+        """
         unit = self.unit
         with torch._C.DisableTorchFunction():
             if unit is not None:
@@ -147,7 +150,9 @@ class ParamHandle:
             elif self.lent == 0:
                 sharded = [param for param in self.params if not param.stays_unsharded]
                 with torch.inference_mode(mode=False), torch.no_grad():
-                    self.collective.start_gather([param.start_unshard(lossless=True) for param in sharded]).finish()
+                    gatherings = [param.start_unshard(lossless=True) for param in sharded]
+                    if not blank:
+                        self.collective.start_gather(gatherings).finish()
                     for param in sharded:
                         param.attach_views()
         self.lent += 1
@@ -340,15 +345,23 @@ class ParamHandle:
             return unit.schedule.order.meet(request, numbers)
         return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
 
-    def take_values_of(self, rank: int) -> None:
+    def take_values_of(self, rank: int, agreement: Agreement | None = None) -> None:
         """One rank has written: its values become everybody's. A parameter that was given data of another shape leaves
-        for good, and is laid out anew by `initialize`.
+        for good, and is laid out anew by `initialize`. `agreement`: all ranks have written, most likely the same, so
+        they compare first, and nothing travels where they have.
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for param in self.params:
                 detach(param.release(name) for name in param.reshaped_names())
                 param.take_parameters()
-                broadcast_from(self.collective.group, rank, param.full, self.ledger)
+            alike = False
+            if agreement is not None and self.collective.group.size > 1:
+                mine = torch.stack([fingerprint(param.full) for param in self.params]).cpu()
+                rows = agreement.exchange("the values that onefold.zero.Init has made", mine)
+                alike = bool((rows == rows[rank]).all())
+            for param in self.params:
+                if not alike:
+                    broadcast_from(self.collective.group, rank, param.full, self.ledger)
                 param.write_back()
         if self.owner is None:
             self._tell()  # of shards that were made just now
