@@ -221,7 +221,8 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
 # What reports say beside figures of stage 3.
 LIMITS = (
     "onefold-3: persistence threshold, live and reuse limits 0; -ahead: persistence 0, live 1e9, reuse 1, prefetch 1 "
-    "(one unit ahead, as in FSDP2); -default: persistence 1e5, live 1e9, reuse 1e9, prefetch 5e7; all three built under zero.Init"
+    "(one unit ahead, as in FSDP2); -default: persistence 1e5, live 1e9, reuse 1e9, prefetch 5e7; all three built "
+    "under zero.Init"
 )
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
+from onefold.plan import Moment
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import ParameterState, Unit
 
@@ -1608,3 +1609,48 @@ def test_a_rank_that_dies_is_an_error_on_the_others(own_ranks, tmp_path, when):
     assert float(seconds) < 15
     assert "another rank has left or is gone" in text
     assert "rank 0: " in text
+
+
+# -- a lookup's backward reads no values -------------------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Two tables, each a unit: one that is only looked up, and one whose hook reads its values for the loss."""
+
+    def __init__(self, *, hooked: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(512, 16), nn.Embedding(512, 16)
+        self.out = nn.Linear(16, 16)
+        self.penalty = torch.zeros(())
+        if hooked:
+            self.places.register_forward_hook(self._penalize)
+
+    def _penalize(self, module: nn.Embedding, *_: Any) -> None:
+        self.penalty = module.weight.pow(4).mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = x.flatten()[:32].mul(1000).long().abs() % 512
+        found: torch.Tensor = self.out(self.words(number) + self.places(number + 1 - number // 511))
+        return found + self.penalty
+
+
+def looked_up(stage: int, hooked: bool) -> tuple[Weights, list[str]]:
+    """The weights, and the units that the backward of a later pass gathers."""
+    build = partial(Tables, hooked=hooked)
+    engine = engine_of(build, stage, limits(), onefold={"units": ["words", "places", "out"]})
+    run(engine, lambda model, step: model(data(step)).square().mean(), 3)
+    order = engine.state.schedule.order
+    events = order.program.events if order.program is not None else ()
+    gathered = [order.units[index].name for moment, index in events if moment is Moment.BACKWARD]
+    weights = weights_of(engine.module)
+    engine.destroy()
+    return weights, sorted(gathered)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_table_that_is_only_looked_up_is_not_gathered_in_backward(on_ranks, hooked):
+    expected = on_ranks(2, looked_up, 0, hooked)
+    for (weights, gathered), (wanted, _) in zip(on_ranks(2, looked_up, 3, hooked), expected, strict=True):
+        assert gathered == (["out", "places"] if hooked else ["out"])
+        for name, weight in wanted.items():
+            assert first_difference(weights[name], weight) is None, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -167,6 +168,19 @@ class FlatParam:
         else:
             storage.resize_(0)
         self.handed_out = False
+
+    def stand_in(self, index: int) -> None:
+        """Autograd is about to leave a gradient on a parameter at rest, and looks at its shape alone: a shape without
+        values, until `end_stand_in`.
+        """
+        member, parameter = self.layout.members[index], self.parameters[index]
+        if self.is_sharded and not parameter.untyped_storage().size():
+            set_data(parameter, self.full.new_full((1,), math.nan).expand(member.shape))
+
+    def end_stand_in(self, index: int) -> None:
+        parameter = self.parameters[index]
+        if parameter.untyped_storage().size() == parameter.itemsize and self.is_sharded:
+            set_data(parameter, self.full.new_empty(0))
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors lies in the flat parameter."""

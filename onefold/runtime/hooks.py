@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from onefold.plan import Moment
@@ -69,9 +70,9 @@ class Hooks:
                     land = _while_alive(Hooks.land, me, weakref.ref(unit), weakref.ref(param), index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(land))
                     if not param.stays_unsharded:
-                        # A gradient may come from an operation that no hook has seen: unsharded, it can be taken.
-                        read = _while_alive(partial(Unit.read, backward=True), weakref.ref(unit))
-                        self._handles.append(parameter.register_hook(read))
+                        # A gradient may come from an operation that no hook has seen, or that reads no values.
+                        stand_in = _while_alive(FlatParam.stand_in, weakref.ref(param), index)
+                        self._handles.append(parameter.register_hook(stand_in))
         sharded = {id(p) for unit in schedule.units for param in unit.sharded for p in param.parameters}
         for module in model.modules():
             own = [id(p) for p in module._parameters.values() if id(p) in owner]
@@ -219,8 +220,9 @@ class Hooks:
         if call:
             produced = list(_producers([output, _left_on_modules(unit.module)]))
             nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
+            act = partial(Unit.pre_backward, looks_up=_looks_up(unit.module, output))
             for node in nodes:
-                begin = _while_alive(Unit.pre_backward, weakref.ref(unit), call)
+                begin = _while_alive(act, weakref.ref(unit), call)
                 node.register_prehook(_ends_first(node.metadata.setdefault(_ENDS, []), begin))
             if again:
                 unit.uses.backwards.add(call)  # inside the backward that will run through it at once
@@ -355,6 +357,24 @@ def _while_alive(act: Callable[..., None], *given: Any) -> Callable[..., None]:
             act(*found)
 
     return hook
+
+
+def _looks_up(module: nn.Module, output: Any) -> bool:
+    """Whether a call was torch's own lookup in a table and nothing else: its backward needs the table's shape, and no
+    values. Somebody else's hook, or a forward of its own, may have done more.
+    """
+    return (
+        type(module) is nn.Embedding
+        and "forward" not in module.__dict__
+        and module._compiled_call_impl is None  # type: ignore[attr-defined]
+        and isinstance(output, torch.Tensor)
+        and output.grad_fn is not None
+        and output.grad_fn.name() == "EmbeddingBackward0"
+        and all(isinstance(hook, ModuleHook) for hook in module._forward_hooks.values())
+        and all(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values())
+        and not _global_forward_hooks
+        and not _global_forward_pre_hooks
+    )
 
 
 _ENDS = "onefold ends"

@@ -135,8 +135,12 @@ class Unit:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def pre_backward(self, call: int) -> None:
-        """A gradient has reached an output of one call of the unit's module. Negative: its end cannot be seen."""
+    def pre_backward(self, call: int, *, looks_up: bool = False) -> None:
+        """A gradient has reached an output of one call of the unit's module. Negative: its end cannot be seen.
+        `looks_up`: its backward reads no values.
+        """
+        if looks_up and not torch.is_grad_enabled():
+            return
         if not self.uses.backwards:
             self.unshard(Moment.BACKWARD)
         self.uses.backwards.add(call)
@@ -155,6 +159,7 @@ class Unit:
         self.open_gradients(schedule.in_flight.pool)
         grad = param.grad
         grad.land(index)
+        param.end_stand_in(index)
         if grad.last_landing[index] == backward_number:
             return
         grad.last_landing[index] = backward_number
