@@ -248,14 +248,16 @@ class _Touch(TorchFunctionMode):
                 return func(*args, **kwargs)
             for parameter, handle in resting:
                 alone = sum(len(param.parameters) for param in handle.params) == 1
-                self._init.open(handle, blank=alone and func in _OVERWRITES and args[0] is parameter)
+                written = args[0] if args else kwargs.get("tensor")
+                self._init.open(handle, blank=alone and func in _OVERWRITES and written is parameter)
         if func == _SET_DATA:
             self._init.check_apart(*args)
         return func(*args, **kwargs)
 
 
 # What leaves nothing of the values that were there.
-_OVERWRITES = {torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.copy_}
+_OVERWRITES = {torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.copy_,
+               nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}  # fmt: skip
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]

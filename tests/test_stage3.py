@@ -1621,17 +1621,18 @@ class Tables(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(512, 16), nn.Embedding(512, 16)
         self.out = nn.Linear(16, 16)
-        self.penalty = torch.zeros(())
+        self.hooked = hooked
         if hooked:
             self.places.register_forward_hook(self._penalize)
 
-    def _penalize(self, module: nn.Embedding, *_: Any) -> None:
-        self.penalty = module.weight.pow(4).mean()
+    @staticmethod
+    def _penalize(module: Any, *_: Any) -> None:
+        module.penalty = module.weight.pow(4).mean()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         number = x.flatten()[:32].mul(1000).long().abs() % 512
         found: torch.Tensor = self.out(self.words(number) + self.places(number + 1 - number // 511))
-        return found + self.penalty
+        return found + self.places.penalty if self.hooked else found
 
 
 def looked_up(stage: int, hooked: bool) -> tuple[Weights, list[str]]:
