@@ -153,9 +153,9 @@ def test_segments_of_all_shards_are_the_group_ranges():
 def test_a_group_begins_and_ends_where_vector_kernels_meet_no_tail():
     layout = Layout.of([("a", (130,), 0), ("b", (7,), 0), ("c", (65,), 1), ("d", (3, 3), 2)], num_shards=2)
     assert [(each.group, each.start, each.stop) for each in layout.group_ranges] == [
-        (0, 0, 256),
-        (1, 256, 384),
-        (2, 384, 448),
+        (0, 0, 512),
+        (1, 512, 768),
+        (2, 768, 1024),
     ]
 
 

@@ -108,6 +108,48 @@ def test_a_model_built_under_init_trains_to_the_same_bits(on_ranks, how, dtype):
     assert on_ranks(2, trained_after_init, dtype, how) == [(None, True)] * 2
 
 
+class Bare(nn.Module):
+    """Modules with one parameter each, all of which the parent initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def crossings(alike: bool) -> tuple[list[int], list[int], str | None]:
+    """Bytes that a rank sends while the model is built, and in all until there is an engine."""
+    settings = config(3, **precision("bf16"))
+    torch.manual_seed(5 if alike else 5 + rank())
+    init = onefold.zero.Init(config_dict_or_path=settings)
+    with init:
+        model = Bare()
+    built = [init._ledger.bytes(operation) for operation in ("broadcast", "gather")]
+    engine = start(model, settings)
+    ledgers = (init._ledger, engine.ledger)
+    whole = [sum(ledger.bytes(operation) for ledger in ledgers) for operation in ("broadcast", "gather")]
+    torch.manual_seed(5)
+    plain = {name: weight.bfloat16() for name, weight in Bare().state_dict().items()}
+    return built, whole, first_difference(weights_of(engine.module), plain)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_each_parameter_crosses_between_ranks_once_where_ranks_have_made_the_same(on_ranks, alike):
+    num = 4 * 64 * 64
+    for number, (built, whole, difference) in enumerate(on_ranks(2, crossings, alike)):
+        # As they were made and as the parent initialised them, fp32 each time, from rank 0 where ranks differ.
+        told = 2 * 4 * num if number == 0 and not alike else 0
+        assert built == [told, 0]
+        assert whole == [told, 2 * num // 2]
+        assert difference is None
+
+
 def not_enabled() -> bool:
     with onefold.zero.Init(enabled=False):
         model = Net()
