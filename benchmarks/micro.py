@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
+from onefold.comm.watch import Watch
 from onefold.offload.grad_shard import square_sum
 
 ELEMENTS = 13_700_000 // 65536 * 65536
@@ -75,9 +77,25 @@ def compiler() -> None:
     print(f"importing torch's compiler after torch: {float(done.stdout):.1f} s")
 
 
+def guard() -> None:
+    """What a launch pays for the hang guard: on a rank of two, whose thread does not run."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watch = Watch(dist.group.WORLD, 1)
+    watch.size, watch._over = 2, True
+
+    def launch() -> None:
+        for _ in range(10_000):
+            with watch.waiting("gather of blocks.3", None, launches=True):
+                pass
+
+    print(f"hang guard around a launch: {best_of(launch) / 10:.2f} us")
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     norms()
     adam()
     compiler()
+    guard()

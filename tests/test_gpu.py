@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
+from torch import nn
 
 import onefold
 from onefold.comm import Ledger, Native, Reduction, data_group
@@ -273,3 +274,32 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_the_gpu(nccl, staged, tmp_pat
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rank_0_saves_alone_on_the_gpu(staged, tmp_path, stage):
     assert all(staged.run(save_and_resume, str(tmp_path), stage, 2, "fp32", False, True))
+
+
+def built_where() -> tuple[set[str], int, int]:
+    """Where modules are built under zero.Init, and bytes that initialize moves between host and device."""
+    places: set[str] = set()
+
+    class Layer(nn.Linear):
+        def reset_parameters(self) -> None:
+            places.add(self.weight.device.type)
+            super().reset_parameters()
+
+    settings = config(3, **precision("bf16"))
+    with onefold.zero.Init(config_dict_or_path=settings):
+        nn.Sequential(*(Layer(64, 64) for _ in range(2)))
+    with torch.device("cuda"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        start(model, settings)
+    assert found.profiler is not None
+    events = found.profiler.kineto_results.events()
+    copies = [event for event in events if "Memcpy" in event.name() and "DtoD" not in event.name()]
+    return places, sum(event.nbytes() for event in copies), sum(weight.nbytes for weight in model.parameters())
+
+
+def test_models_are_built_on_the_device_and_stay_there(nccl):
+    places, copied, _ = nccl.run(built_where)[0]
+    assert places == {"cuda"}
+    assert copied < 10_000

@@ -8,6 +8,7 @@ Tests stand in the order of their ranks: another number of them starts other pro
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from models import (
 from torch import nn
 
 import onefold
+from onefold.comm import local_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,13 +40,34 @@ pytestmark = [
 
 
 def trained(settings: dict[str, Any], init: bool = False) -> Trace:
-    with onefold.zero.Init(config_dict_or_path=settings, enabled=init):
+    with onefold.zero.Init(config_dict_or_path=settings) if init else local_device():  # a seed gives others there
         torch.manual_seed(5)
         model = net(tied=True)
     engine = start(model, settings)
     trace = train(engine, 4 * engine.gradient_accumulation_steps())
     engine.destroy()
     return trace
+
+
+def host_syncs(stage: int) -> int:
+    """How often a step makes the host wait for the device, once programs are followed."""
+    engine = start(net(), config(stage, **precision("bf16")))
+    train(engine, 4)
+    (x, y), *_ = batches(1)
+    engine.module  # noqa: B018 - waits for what is in flight
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        engine.backward(engine(x, y))
+        engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_waits_for_the_device_once_for_the_norm(on_nccl_ranks, stage):
+    """The hang guard looks at counters of the host: it asks the device for nothing."""
+    assert on_nccl_ranks(2, host_syncs, stage) == [1, 1]
 
 
 def evaluated_unevenly() -> list[float]:

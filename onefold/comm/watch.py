@@ -32,8 +32,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, replace
 from datetime import timedelta
 from itertools import count
@@ -107,32 +107,13 @@ class Watch:
 
     # -- what waits call ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def waiting(self, what: str, traveller: Guard | None = None, *, launches: bool = False) -> Iterator[None]:
+    def waiting(
+        self, what: str, traveller: Guard | None = None, *, launches: bool = False
+    ) -> AbstractContextManager[None]:
         """Around anything that waits for other ranks, or `launches` what other ranks must launch too."""
         if self.size == 1:
-            yield
-            return
-        self.check()
-        if launches:
-            self.launched += 1
-            self._last_launch = what
-            self._last_guard = traveller.reference if traveller is not None else None
-        before = (self._waiting, self._since)
-        self._number += 1
-        self._since = self._last_wait = time.monotonic()
-        self._waiting = (self._number, what, traveller)
-        if self._thread is None:
-            self._start()
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, Disagreement) or not of_backend(error):
-                raise
-            raise Disagreement(self._explain(error)) from error
-        finally:
-            self._waiting, self._since = before
-        self.check()  # a wait that was broken may seem to have succeeded
+            return nullcontext()
+        return _Wait(self, what, traveller, launches)
 
     def check(self) -> None:
         """Raise once it is certain that the job is stuck: nothing that other ranks are needed for is true any more."""
@@ -404,6 +385,39 @@ class Watch:
             # Not `destroy`, which would wait for the other ranks.
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
+
+
+class _Wait:
+    """A wait of this rank, for as long as it lasts. A class and no generator, as every launch makes one."""
+
+    __slots__ = ("_before", "_launches", "_traveller", "_watch", "_what")
+
+    def __init__(self, watch: Watch, what: str, traveller: Guard | None, launches: bool) -> None:
+        self._watch, self._what, self._traveller, self._launches = watch, what, traveller, launches
+
+    def __enter__(self) -> None:
+        watch = self._watch
+        if watch.verdict is not None:
+            raise Disagreement(watch.verdict)
+        self._before = (watch._waiting, watch._since)
+        watch._number += 1
+        if self._launches:
+            watch.launched += 1
+            watch._last_launch = self._what
+            watch._last_guard = self._traveller.reference if self._traveller is not None else None
+        watch._since = watch._last_wait = time.monotonic()
+        watch._waiting = (watch._number, self._what, self._traveller)
+        if watch._thread is None:
+            watch._start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        watch = self._watch
+        verdict = watch.verdict  # a wait that was broken may seem to have succeeded
+        if isinstance(error, RuntimeError) and not isinstance(error, Disagreement) and of_backend(error):
+            verdict = watch._explain(error)
+        watch._waiting, watch._since = self._before
+        if verdict is not None and (error is None or of_backend(error)):
+            raise Disagreement(verdict) from error
 
 
 # Gloo's errors have no class of their own; most name its file.

@@ -44,8 +44,9 @@ class TrainState:
     """Why weights and states are a mixture of what they were and of a checkpoint, or nothing."""
 
     def check_present(self) -> None:
-        """Raise after `offload_states`, and after a load that failed half-way."""
+        """Raise after `offload_states`, after a load that failed half-way, and once ranks are known to be stuck."""
         self.check_reloaded()
+        self.schedule.order.agreement.guard.check()
         if self.half_loaded:
             raise RuntimeError(
                 f"{self.half_loaded}. Its weights and states are partly those of before: the engine neither computes "
