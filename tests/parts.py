@@ -14,9 +14,10 @@ SECONDS = {
     "test_gpu_codec.py": 30,
     "test_gpu_held_parameters.py": 80,
     "test_gpu_offload.py": 90,
-    "test_gpu_ranks.py": 200,
-    "test_gpu_ranks_models.py": 150,
-    "test_gpu_ranks_tiers.py": 150,
+    "test_gpu_hangs.py": 35,
+    "test_gpu_ranks.py": 90,
+    "test_gpu_ranks_models.py": 90,
+    "test_gpu_ranks_tiers.py": 70,
     "test_gpu_wires.py": 50,
 }
 

@@ -61,7 +61,7 @@ def host_syncs(stage: int) -> int:
         engine.backward(engine(x, y))
         engine.step()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in found)
+    return sum("called a synchronizing" in str(each.message) for each in found)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
