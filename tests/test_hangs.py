@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.comm import watch
-from onefold.comm.notes import Note, is_stuck
+from onefold.comm.notes import Note, is_ahead, is_stuck
 from onefold.comm.watch import of_backend
 
 Heard = tuple[str, str, float, str]
@@ -191,6 +192,20 @@ def test_what_counts_as_stuck():
     assert not is_stuck({0: theirs(), 1: theirs()})
     assert not is_stuck({0: ours("a"), 1: theirs(1, 2), 2: theirs(1, 2)})
     assert is_stuck({0: ours("a"), 1: theirs(0, 1), 2: theirs()})
+
+
+def test_who_has_launched_more_will_not_come_to_a_meeting():
+    """Where devices wait and hosts do not."""
+    meets, computes = ours("the step"), Note(1, "its own computation", ours=False, lasts=True, computes=True)
+    assert is_ahead({0: replace(meets, launched=4), 1: replace(computes, launched=5)})
+    assert is_ahead({0: replace(meets, launched=4), 1: replace(meets, launched=5)})
+    # It may still come: it has launched as much, or less, or has only just launched more.
+    assert not is_ahead({0: replace(meets, launched=4), 1: replace(computes, launched=4)})
+    assert not is_ahead({0: replace(meets, launched=4), 1: replace(computes, launched=3)})
+    assert not is_ahead({0: replace(meets, launched=4), 1: replace(computes, launched=5, lasts=False)})
+    # Nobody waits for anybody, as far as is known.
+    assert not is_ahead({0: replace(computes, launched=4), 1: replace(computes, launched=5)})
+    assert not is_stuck({0: meets, 1: computes})
 
 
 def passes_through() -> list[str]:

@@ -236,12 +236,14 @@ class Watch:
                 self.break_connections()
             return
         self._show_life()
+        if self._progress[:2] != (self._number, self.launched):
+            self._progress = (self._number, self.launched, time.monotonic())
         mine = self._mine()
         if mine is None:
             self._before = {}
             return
         self._publish(mine)
-        if not mine.lasts:
+        if not mine.lasts or (mine.computes and self.verdict is not None):
             return
         if self.store.check([self.key("verdict")]):
             self._conclude(self.store.get(self.key("verdict")).decode())
@@ -312,9 +314,6 @@ class Watch:
             return None
         number, launched, since = self._progress
         now = time.monotonic()
-        if (number, launched) != (self._number, self.launched):
-            self._progress = (self._number, self.launched, now)
-            return None
         if now - since < 2 * _PERIOD or not launched:
             return None
         what = f"its own computation, after it had launched the {self._last_launch}"
