@@ -273,6 +273,27 @@ MUTATIONS = [
         "test_exactness.py -k one_tree",
     ),
     Mutation(
+        "lookup-whatever-hooks-do",
+        "onefold/runtime/hooks.py",
+        "        and all(isinstance(hook, ModuleHook) for hook in module._forward_hooks.values())\n",
+        "",
+        "test_stage3.py -k looked_up",
+    ),
+    Mutation(
+        "init-believes-all-ranks",
+        "onefold/runtime/param_handle.py",
+        "alike = bool((rows == rows[rank]).all())",
+        "alike = True",
+        "test_zero.py -k crosses",
+    ),
+    Mutation(
+        "ahead-of-nobody",
+        "onefold/comm/notes.py",
+        "any(note.launched > fewest for note in lasting)",
+        "any(note.launched < fewest for note in lasting)",
+        "test_hangs.py -k launched_more",
+    ),
+    Mutation(
         "across-counted-as-near",
         "onefold/comm/exchange.py",
         "if group.is_near(peer) or group.node_size == group.size else ACROSS",
