@@ -15,8 +15,8 @@ seeded alike make the same values, so they compare fingerprints, and values trav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -202,12 +202,27 @@ class Init:
 
     # -- writes by a parent's own initialisation ----------------------------------------------------------------
 
-    def open(self, handle: ParamHandle, *, blank: bool) -> None:
-        """Unshard the parameters of a handle until others have been opened after it. `blank`: all is overwritten."""
+    def open(self, handle: ParamHandle, *, blank: bool = False) -> None:
+        """Unshard the parameters of a handle until others have been opened after it. `blank`: without their values."""
         if handle not in self._open:
             handle.borrow(blank=blank)
             self._open.append(handle)
             self._close(_OPEN_HANDLES)
+
+    @contextmanager
+    def overwriting(self, handle: ParamHandle) -> Iterator[None]:
+        """One parameter of a handle is overwritten: where it is the only one nothing is gathered. A write that raises
+        leaves the values that were there.
+        """
+        blank = handle not in self._open and sum(len(param.parameters) for param in handle.params) == 1
+        self.open(handle, blank=blank)
+        try:
+            yield
+        except BaseException:
+            if blank:
+                self._open.remove(handle)
+                handle.give_back()
+            raise
 
     def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Refuse to let a parameter lie in the memory of another one: each is sharded by itself, so they would part."""
@@ -246,10 +261,12 @@ class _Touch(TorchFunctionMode):
                 return _SHAPES[func](unsharded_shape(resting[0][0]), *args[1:], **kwargs)
             if reads_no_values(func):
                 return func(*args, **kwargs)
-            for parameter, handle in resting:
-                alone = sum(len(param.parameters) for param in handle.params) == 1
-                written = args[0] if args else kwargs.get("tensor")
-                self._init.open(handle, blank=alone and func in _OVERWRITES and written is parameter)
+            written = args[0] if args else kwargs.get("tensor")
+            if len(resting) == 1 and written is resting[0][0] and func in _OVERWRITES:
+                with self._init.overwriting(resting[0][1]):
+                    return func(*args, **kwargs)
+            for _, handle in resting:
+                self._init.open(handle)
         if func == _SET_DATA:
             self._init.check_apart(*args)
         return func(*args, **kwargs)

@@ -7,6 +7,7 @@ import torch
 
 from onefold.comm import codec as room
 from onefold.comm.codec import Codec
+from onefold.comm.tree import add_tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,3 +117,26 @@ def test_without_triton_torch_codes_and_says_so(monkeypatch, caplog):
         assert (back - x).abs().max() < 0.05
     finally:
         room._kernels.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 6, 7, 8, 9, 13])
+def test_sums_over_ranks_are_those_of_the_specification(num, dtype):
+    """To the bit: signs of zeros, infinities, sizes that divide by nothing, targets among the pieces."""
+    generator = torch.Generator().manual_seed(num)
+    pieces = [torch.randn(5003, generator=generator).mul(10.0 ** (k % 3)).to(dtype) for k in range(num)]
+    for piece in pieces:
+        piece[:7] = torch.tensor([-0.0, -0.0, 0.0, torch.inf, -torch.inf, 1e-40, 2.0])
+    for add in (False, True):
+        for target in (torch.float32, torch.bfloat16):
+            start = torch.randn(5003, generator=generator).to(target)
+            start[0] = -0.0
+            expected, found = start.clone(), start.cuda()
+            add_tree(pieces, expected, add=add)
+            add_tree([piece.cuda() for piece in pieces], found, add=add)
+            assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8)), (add, target)
+    if dtype is torch.float32:
+        expected, own = torch.empty(5003), [piece.cuda() for piece in pieces]
+        add_tree(pieces, expected)
+        add_tree(own, own[-1])
+        assert torch.equal(own[-1].cpu().view(torch.uint8), expected.view(torch.uint8))

@@ -150,6 +150,31 @@ def test_each_parameter_crosses_between_ranks_once_where_ranks_have_made_the_sam
         assert difference is None
 
 
+def overwritten_badly() -> tuple[str, str | None]:
+    """A write that raises, and one of a parameter with itself, leave the values that were there."""
+    torch.manual_seed(5)
+    plain = nn.Linear(64, 64, bias=False).weight.detach().clone()
+    torch.manual_seed(5)
+    told = ""
+    with onefold.zero.Init():
+        holder = nn.ModuleList([nn.Linear(64, 64, bias=False)])
+        weight = holder[0].weight
+        try:
+            with torch.no_grad():
+                weight.normal_(std=-1.0)
+        except RuntimeError as error:
+            told = str(error)
+        with torch.no_grad():
+            weight.copy_(weight)
+    return told, first_difference(weights_of(holder)["0.weight"], plain)
+
+
+def test_an_overwrite_under_init_that_raises_loses_nothing(on_ranks):
+    for told, difference in on_ranks(2, overwritten_badly):
+        assert "std" in told
+        assert difference is None
+
+
 def not_enabled() -> bool:
     with onefold.zero.Init(enabled=False):
         model = Net()

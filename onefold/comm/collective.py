@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from onefold.comm import watch
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.comm.watch import note_event, start_beside
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Lane:
             complete()
         event = torch.cuda.Event()
         event.record(self.stream)
-        watch.last_event = event
+        note_event(event)
         return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
 
     def beside(self, complete: Callable[[], None]) -> Pending:
@@ -183,7 +183,7 @@ class Lane:
             except BaseException as error:
                 done.set_exception(error)
 
-        watch.start_beside(run, "onefold-wires")
+        start_beside(run, "onefold-wires")
         return Pending(done.result)
 
 

@@ -15,9 +15,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _load(piece, place, mask, PRESENT: tl.constexpr):
-    # What is not there counts as -0, the one number that changes no other when it is added.
-    return tl.load(piece + place, mask=mask & PRESENT, other=-0.0).to(tl.float32)
+def _load(piece, place, mask):
+    return tl.load(piece + place, mask=mask).to(tl.float32)
 
 
 @triton.jit
@@ -27,11 +26,25 @@ def _add_branch(
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < numel
-    ab = _load(a, place, mask, True) + _load(b, place, mask, NUM > 1)
-    cd = _load(c, place, mask, NUM > 2) + _load(d, place, mask, NUM > 3)
-    ef = _load(e, place, mask, NUM > 4) + _load(f, place, mask, NUM > 5)
-    gh = _load(g, place, mask, NUM > 6) + _load(h, place, mask, NUM > 7)
-    total = (ab + cd) + (ef + gh)
+    # What is not there is not added: adding 0 would change -0.
+    total = _load(a, place, mask)
+    if NUM > 1:
+        total += _load(b, place, mask)
+    if NUM > 2:
+        right = _load(c, place, mask)
+        if NUM > 3:
+            right += _load(d, place, mask)
+        total += right
+    if NUM > 4:
+        upper = _load(e, place, mask)
+        if NUM > 5:
+            upper += _load(f, place, mask)
+        if NUM > 6:
+            last = _load(g, place, mask)
+            if NUM > 7:
+                last += _load(h, place, mask)
+            upper += last
+        total += upper
     if ADD:
         total = tl.load(target + place, mask=mask).to(tl.float32) + total
     tl.store(target + place, total, mask=mask)

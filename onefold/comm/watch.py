@@ -322,7 +322,7 @@ class Watch:
 
     def _overdue(self) -> str | None:
         """Whether the device has waited for longer than the group allows, which torch would end the process for."""
-        stalled, event = time.monotonic() - self._progress[2], last_event
+        stalled, event = time.monotonic() - self._progress[2], _last_event
         if not self._device_groups or event is None or self._waiting is not None:
             return None
         limit = self._device_groups[0]._get_backend(torch.device("cuda")).options._timeout.total_seconds()
@@ -349,8 +349,10 @@ class Watch:
             last, since = self._lives.get(rank, ("", now))
             if beat != last:
                 last, since = self._lives[rank] = (beat, now)
-            if now - since >= _SILENT and self._is_gone(rank):
-                lost.append(rank)
+            if now - since >= _SILENT:
+                if self._is_gone(rank):
+                    lost.append(rank)
+                self._lives[rank] = (beat, now)  # paused, as it seems: try again after a while
         return lost
 
     def _is_gone(self, rank: int) -> bool:
@@ -431,8 +433,7 @@ def of_backend(error: BaseException) -> bool:
 
 _worlds = count(1)
 _watch: Watch | None = None
-# Behind the last collective that was launched on a device.
-last_event: torch.cuda.Event | None = None
+_last_event: torch.cuda.Event | None = None
 _beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -448,6 +449,12 @@ def watch_world() -> Watch:
         atexit.register(_leave)
         _watch = Watch(world, next(_worlds))
     return _watch
+
+
+def note_event(event: torch.cuda.Event) -> None:
+    """A collective was launched on a device, and this event lies behind it."""
+    global _last_event
+    _last_event = event
 
 
 def start_beside(run: Callable[[], None], name: str) -> None:

@@ -62,6 +62,8 @@ class FlatParam:
         self._rank = rank
         # Somebody got a view of `full`, and may keep it.
         self.handed_out = False
+        # Places of parameters that are a shape without values at the moment.
+        self._standing_in: set[int] = set()
         self._versions: list[int] = []
         self._read_through_data: dict[int, torch.Tensor] = {}
         # This rank's slice of `full` among neighbouring ranks, as it was when it was last gathered from all.
@@ -171,16 +173,20 @@ class FlatParam:
 
     def stand_in(self, index: int) -> None:
         """Autograd is about to leave a gradient on a parameter at rest, and looks at its shape alone: a shape without
-        values, until `end_stand_in`.
+        values, until `end_stand_ins`.
         """
         member, parameter = self.layout.members[index], self.parameters[index]
         if self.is_sharded and not parameter.untyped_storage().size():
             set_data(parameter, self.full.new_full((1,), math.nan).expand(member.shape))
+            self._standing_in.add(index)
 
-    def end_stand_in(self, index: int) -> None:
-        parameter = self.parameters[index]
-        if parameter.untyped_storage().size() == parameter.itemsize and self.is_sharded:
-            set_data(parameter, self.full.new_empty(0))
+    def end_stand_ins(self) -> None:
+        """Placeholders again, where nothing has unsharded the parameters since."""
+        for index in self._standing_in:
+            parameter = self.parameters[index]
+            if parameter.untyped_storage().size() == parameter.itemsize and self.is_sharded:
+                set_data(parameter, self.full.new_empty(0))
+        self._standing_in.clear()
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of the tensors lies in the flat parameter."""

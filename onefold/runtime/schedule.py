@@ -116,6 +116,7 @@ class Schedule:
         if self.order.open:
             self.order.end(aborted=aborted)
         for param in self.trained_params():
+            param.end_stand_ins()  # of gradients that did not land after all
             if param.grad.drops_at_end:
                 param.grad.end_backward()
         if self.memory is not None:

@@ -159,7 +159,7 @@ class Unit:
         self.open_gradients(schedule.in_flight.pool)
         grad = param.grad
         grad.land(index)
-        param.end_stand_in(index)
+        param.end_stand_ins()
         if grad.last_landing[index] == backward_number:
             return
         grad.last_landing[index] = backward_number
