@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "step-number",
         "onefold/optim/step.py",
-        "step = Step(self.num_steps + 1, coefficient, self._groups_now())",
-        "step = Step(self.num_steps + 2, coefficient, self._groups_now())",
+        "step = Step(self.num_steps + 1, coefficient, self._groups_now(), skip)",
+        "step = Step(self.num_steps + 2, coefficient, self._groups_now(), skip)",
         "test_reference.py",
     ),
     Mutation(

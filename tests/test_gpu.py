@@ -113,7 +113,7 @@ def test_collectives_overlap_on_a_stream_of_their_own(nccl):
     assert nccl.run(streams_used)[0] == (True, True, True)
 
 
-def one_sync_a_step(stage: int, settings: dict[str, Any]) -> int:
+def waits_for_all_that_is_queued(stage: int, settings: dict[str, Any]) -> int:
     engine = start(net().cuda(), config(stage, **settings))
     x, y = (tensor.cuda() for tensor in batches(1)[0])
     for _ in range(2):
@@ -132,12 +132,9 @@ def one_sync_a_step(stage: int, settings: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({"bf16": {"enabled": True}}, 1), ({}, 1), ({"onefold": {"nonfinite_gradients": "ignore"}}, 0)],
-)
-def test_a_step_syncs_the_host_once_where_it_looks_at_the_norm(nccl, stage, settings, expected):
-    assert nccl.run(one_sync_a_step, stage, settings)[0] == expected
+@pytest.mark.parametrize("settings", [{"bf16": {"enabled": True}}, {}, {"onefold": {"nonfinite_gradients": "ignore"}}])
+def test_no_step_waits_for_all_that_is_queued(nccl, stage, settings):
+    assert nccl.run(waits_for_all_that_is_queued, stage, settings) == [0]
 
 
 def freed(stage: int) -> tuple[int, int]:

@@ -78,6 +78,7 @@ TESTS = {
     "engine/train_state.py": "engine checkpoints",
     "env_report.py": "env_report",
     "fsdp.py": "wires",
+    "gpu_kernels.py": "gpu_codec gpu_held_parameters",
     "loader.py": "loader engine",
     "log.py": "engine train",
     "offload/activation_offload.py": "checkpointing",

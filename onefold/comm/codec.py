@@ -17,16 +17,16 @@ On a CUDA device Triton's kernels do the same to the bit, in one pass over memor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 
 import torch
 
-from onefold.log import logger
+from onefold.gpu_kernels import kernels_of
 
 # Values that share a scale. Shards are multiples of 2,048 values, so a block never straddles two ranks.
 BLOCK = 256
 TINY = 1e-30
+
+_kernels = kernels_of("onefold.comm.kernels", "quantized wires")
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,3 @@ class Codec:
             return integers
         # Shifted up and down again, a half keeps its sign.
         return torch.stack([(integers << 4) >> 4, integers >> 4], -1).view(-1)
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """Triton's kernels, once they have been seen to build and to run. Imported when the first CUDA tensor is coded."""
-    try:
-        from onefold.comm import kernels
-
-        kernels.try_out()
-    except Exception as error:  # whatever a compiler may raise
-        logger.warning(
-            "quantized wires: Triton's kernels cannot be used (%s: %s); torch codes, in more passes over memory",
-            type(error).__name__,
-            error,
-        )
-        return None
-    return kernels

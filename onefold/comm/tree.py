@@ -14,15 +14,15 @@ are added. On a CUDA device one kernel of Triton's does the same to the bit, in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 
 import torch
 
-from onefold.log import logger
+from onefold.gpu_kernels import kernels_of
 
 # Elements that are added at once on a CPU: partial sums stay in cache.
 _CHUNK = 1 << 17
+
+_kernels = kernels_of("onefold.comm.tree_kernel", "sums over ranks")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,8 +34,8 @@ def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool 
     """The sum of pieces of one dtype, in the order of the tree, to the target, or added to what it holds. The target
     may be one of the pieces.
     """
-    if target.is_cuda and pieces[0].dtype != torch.float64 and (kernel := _kernel()):
-        kernel.add_tree(pieces, target, add=add)
+    if target.is_cuda and pieces[0].dtype != torch.float64 and (kernels := _kernels()):
+        kernels.add_tree(pieces, target, add=add)
         return
     size = sum_dtype(pieces[0].dtype)
     scratch = [target.new_empty(min(_CHUNK, target.numel()), dtype=size) for _ in range(len(pieces).bit_length() + 1)]
@@ -70,20 +70,3 @@ def _add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Te
 def _half(num: int) -> int:
     """How many of so many pieces are the left branch: the largest power of two below."""
     return 1 << (num - 1).bit_length() - 1
-
-
-@cache
-def _kernel() -> ModuleType | None:
-    """Triton's kernel, once it has been seen to build and to run. Imported when the first CUDA tensors are added."""
-    try:
-        from onefold.comm import tree_kernel
-
-        tree_kernel.try_out()
-    except Exception as error:  # whatever a compiler may raise
-        logger.warning(
-            "sums over ranks: Triton's kernel cannot be used (%s: %s); torch adds, in more passes over memory",
-            type(error).__name__,
-            error,
-        )
-        return None
-    return tree_kernel

@@ -502,7 +502,7 @@ class Guard:
 
     def launching(self, operation: str, units: Sequence[str]) -> AbstractContextManager[None]:
         """Around the launch of a collective."""
-        return self._watch.waiting(f"{operation} {', '.join(units)}", self, launches=True)
+        return self._watch.waiting(f"{operation} {', '.join(units)}" if units else operation, self, launches=True)
 
     def check(self) -> None:
         """Raise once it is certain that the job is stuck."""

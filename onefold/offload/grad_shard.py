@@ -44,6 +44,9 @@ class GradShard:
         self.wait()
         return square_sum(self.value)
 
+    def start_square_sum(self) -> None:
+        """The last reduction before a step is done: the sum of squares may be taken now, beside the next reduction."""
+
     def forget_square_sum(self) -> None:
         """The gradient is written from outside."""
 
@@ -69,9 +72,10 @@ class DeviceGrad(GradShard):
         self._size, self._rank, self._dtype, self._in_place = size, rank, dtype, in_place
         # What the value lies in, where that is not memory of its own.
         self._slot: torch.Tensor | None = None
+        self._square: torch.Tensor | None = None
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
-        add = self.value is not None
+        add, self._square = self.value is not None, None
         if self.value is None and self._in_place:
             self.value, self._slot = slot[self._rank * self._size : (self._rank + 1) * self._size], slot
         elif self.value is None:
@@ -82,6 +86,16 @@ class DeviceGrad(GradShard):
     def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
         if slot is not self._slot:
             pool.give_back(slot, key)
+
+    def start_square_sum(self) -> None:
+        if self.value is not None and self.value.is_cuda:
+            self._square = square_sum(self.value)
+
+    def square_sum(self) -> torch.Tensor:
+        return self._square if self._square is not None else super().square_sum()
+
+    def forget_square_sum(self) -> None:
+        self._square = None
 
     def widen(self, dtype: torch.dtype, pool: Pool, key: Hashable, *, in_place: bool) -> None:
         self._dtype, self._in_place = dtype, in_place
@@ -95,7 +109,7 @@ class DeviceGrad(GradShard):
             pool.give_back(self._slot, key)
         elif self.value is not None:
             pool.give_back(self.value)
-        self._slot = self.value = None
+        self._slot = self.value = self._square = None
 
     def tensors(self) -> list[torch.Tensor]:
         held = self._slot if self._slot is not None else self.value

@@ -1,6 +1,6 @@
 """What ranks exchange at a step: the gradient norm as partial sums of each rank's shards, added in rank order, and
-groups of the optimizer as text that ranks compare. One host sync a step over several ranks; a rank that is alone reads
-the device's sum only where somebody asks.
+groups of the optimizer as text that ranks compare. Where devices exchange the sums, hosts meet while those still
+reduce, and a sum is on its way to the host before the step is queued behind it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ _LATE, _ALARM, _CALL = 1, 2, 4
 _DONE, _GROUPS = 2, 3
 
 
-@dataclass(frozen=True)
 class StepScalars:
-    """What ranks tell each other before a step."""
+    """What ranks tell each other before a step: the sum of squares, on the device where that has it, and two flags."""
 
-    square: torch.Tensor
-    late: bool
-    alarm: bool
+    def __init__(self, square: torch.Tensor, *, late: bool, alarm: bool) -> None:
+        self.square, self.late, self.alarm = square, late, alarm
+        self._copy, self._arrived = square, None
+        if square.is_cuda:  # whoever asks for it waits for this copy, and for nothing that is queued later
+            self._copy = torch.empty_like(square, device="cpu", pin_memory=True).copy_(square, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     @cached_property
     def norm(self) -> float:
-        """Waits for the device where that holds the sum."""
-        square: float = self.square.item()
-        return square**0.5 if math.isfinite(square) else math.inf
+        """Waits for the device where that computes it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        square: float = self._copy.item()
+        return math.sqrt(square) if math.isfinite(square) else math.inf
 
     @property
     def overflow(self) -> bool:
@@ -54,9 +59,10 @@ def exchange_scalars(
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
-        return StepScalars(mine, late, alarm)
+        return StepScalars(mine, late=late, alarm=alarm)
+    on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
     flags = int(late) * _LATE + int(alarm) * _ALARM
-    rows = _meet(schedule, _STEP, as_integer(mine.item()), flags, groups.digest if groups else 0)
+    rows = _meet(schedule, _STEP, 0 if on_device else as_integer(mine.item()), flags, groups.digest if groups else 0)
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
         one, other = _tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
         raise RuntimeError(
@@ -65,11 +71,17 @@ def exchange_scalars(
             "the same numbers on all ranks (a metric reduced over them, as by torch.distributed.all_reduce), and set "
             "rates alike"
         )
+    late, alarm = any(row[1] & _LATE for row in rows), any(row[1] & _ALARM for row in rows)
+    if on_device:
+        # What comes late is reduced first, and then all of this is done again.
+        total = (
+            mine if late or alarm else schedule.in_flight.gather_scalar("the norm", mine)[: schedule.num_shards].sum()
+        )
+        return StepScalars(total, late=late, alarm=alarm)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
-    total = torch.tensor(square, dtype=torch.float64)
-    return StepScalars(total, late=any(row[1] & _LATE for row in rows), alarm=any(row[1] & _ALARM for row in rows))
+    return StepScalars(torch.tensor(square, dtype=torch.float64), late=late, alarm=alarm)
 
 
 def meet_for_call(schedule: Schedule, method: str) -> None:

@@ -23,9 +23,13 @@ class Tile:
     gradient: torch.Tensor
     states: Mapping[str, torch.Tensor]
     group: int = 0
+    skip: torch.Tensor | None = None
+    """On the device: 1 leaves everything as it is. Only for rules that say so (`can_skip`)."""
 
 
 class Rule(Protocol):
+    can_skip: bool
+
     def state_names(self, groups: Sequence[Hyper]) -> list[str]: ...
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None: ...
@@ -45,6 +49,8 @@ def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
 
 class AdamRule:
     """Adam and AdamW, by torch's fused kernels."""
+
+    can_skip = True
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         extra = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in groups) else []
@@ -68,11 +74,14 @@ class AdamRule:
             eps=float(hyper["eps"]),
             amsgrad=amsgrad,
             maximize=bool(hyper.get("maximize", False)),
+            found_inf=tile.skip,
         )
 
 
 class SGDRule:
     """SGD with momentum, dampening, Nesterov, by torch's fused kernel."""
+
+    can_skip = True
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
@@ -90,11 +99,14 @@ class SGDRule:
             nesterov=bool(hyper["nesterov"]),
             maximize=bool(hyper.get("maximize", False)),
             is_first_step=step == 1,
+            found_inf=tile.skip,
         )
 
 
 class AdagradRule:
     """Adagrad, with torch's decay of the rate."""
+
+    can_skip = False
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["sum"]
@@ -114,6 +126,8 @@ class AdagradRule:
 
 class LionRule:
     """Lion: the sign of an interpolated momentum, with decoupled weight decay."""
+
+    can_skip = False
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["exp_avg"]

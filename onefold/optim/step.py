@@ -76,7 +76,18 @@ class ShardedStep:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def apply(self, optimizer: torch.optim.Optimizer, coefficient: float) -> None:
+    def can_be_decided_later(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step may be queued before the host knows that it is one: the device leaves it out by itself."""
+        if self._host is not None or self._rule is None or not self._rule.can_skip:
+            return False
+        return not any(step_hooks(when, optimizer, self.instance) for when in ("pre", "post"))
+
+    def apply(
+        self,
+        optimizer: torch.optim.Optimizer,
+        coefficient: float | torch.Tensor,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         """Step every shard with its gradient times `coefficient`, and start refreshes. Hooks on `optimizer` run too."""
         for hook, of in step_hooks("pre", optimizer, self.instance):  # they may change rates
             given: tuple[Any, dict[str, Any]] = (of,), {}
@@ -88,7 +99,7 @@ class ShardedStep:
                 )
         self.changing = True
         with torch.no_grad(), self._user_code():
-            self._apply(coefficient)
+            self._apply(coefficient, skip)
         for stepped in (optimizer, self.instance):
             if stepped is not None:
                 stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
@@ -98,13 +109,18 @@ class ShardedStep:
         for hook, of in hooks:
             hook(of, (of,), {})
 
-    def _apply(self, coefficient: float) -> None:
+    def take_back(self) -> None:
+        """The device has left the last step out: every master is what it was."""
+        self.num_steps -= 1
+        self.changing = False
+
+    def _apply(self, coefficient: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         schedule = self._schedule
         schedule.wait_for_step()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
             self._pull_writes()
-        step = Step(self.num_steps + 1, coefficient, self._groups_now())
+        step = Step(self.num_steps + 1, coefficient, self._groups_now(), skip)
         rule = self._rule if isinstance(self._rule, InstanceRule) else None
         if rule is not None:
             rule.begin(step.groups)
@@ -236,7 +252,16 @@ class ShardedStep:
 
 
 class StepDecision:
-    """Whether a step is taken (`applied`: the last one was), and with which factor: norm, loss scale, clipping."""
+    """Whether a step is taken (`applied`: the last one was), and with which factor: norm, loss scale, clipping.
+
+    [Note: who decides a step]
+    A step waits for the norm of gradients that the device may still reduce: it clips by it, and is left out where it is
+    not finite. A host that waited, and then queued the step, would leave the device idle for all that time. So where
+    the kernels of the optimizer can be told by the device to change nothing, the step is queued before the host knows:
+    factor and verdict are computed on the device, in the same order and precision as the host would. The host reads
+    the norm after that, from a copy that was queued before the step, and is back while the device still steps. Where
+    the host steps, where hooks of the user's stand around a step, and for other optimizers, it waits first.
+    """
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._scaling = plan.scaling
@@ -265,14 +290,19 @@ class StepDecision:
             self._schedule.reduce_late()
             scalars = self._exchange(groups)
         self._scalars, self._unscaled = scalars, self.unscale(divisor)
-        # Over several ranks, with clipping and on a CPU the norm is known by now. One GPU without clipping is waited
-        # for here, once a step, and is then idle for as long as the step's first kernels take to launch: a check that
-        # came later would find weights that are NaN already.
-        step.overflow = self._scaling.nonfinite != "ignore" and scalars.overflow
+        checks = self._scaling.nonfinite != "ignore"
+        decides_later = scalars.square.is_cuda and step.can_be_decided_later(optimizer)
+        if decides_later:
+            skip = scalars.square.isfinite().logical_not().float() if checks else None
+            step.apply(optimizer, self._coefficient_on_device(scalars.square), skip)
+        step.overflow = checks and scalars.overflow  # the host waits here for the device, once a step
+        self._schedule.order.agreement.guard.check()
         self.applied = not step.overflow
-        if self.applied:
+        if self.applied and not decides_later:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())
-        elif not self.scales_loss:
+        elif step.overflow and decides_later:
+            step.take_back()
+        if step.overflow and not self.scales_loss:
             self.problem = _tell_nonfinite(self._schedule, self.losses)
             if self._scaling.nonfinite == "raise":
                 raise NonFiniteError(
@@ -305,6 +335,14 @@ class StepDecision:
         if norm is None or not math.isfinite(norm):
             return 1.0
         return min(1.0, self._scaling.clipping / (norm + 1e-6))
+
+    def _coefficient_on_device(self, square: torch.Tensor) -> float | torch.Tensor:
+        """As the host computes it, to the bit, without knowing the norm."""
+        if self._scaling.clipping <= 0:
+            return self._unscaled
+        # A number divided by a tensor would be multiplied with the tensor's reciprocal.
+        clip = square.new_full((), self._scaling.clipping).div_(square.sqrt().mul_(self._unscaled).add_(1e-6))
+        return torch.where(square.isfinite(), clip.clamp(max=1.0), 1.0) * self._unscaled
 
 
 def _tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:

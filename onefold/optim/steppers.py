@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from onefold.log import logger
+from onefold.gpu_kernels import kernels_of
 from onefold.offload.param_shard import Flat
 from onefold.offload.shard_store import ShardStore, as_integers
 from onefold.optim.instance import InstanceRule, plain_step
@@ -23,6 +21,12 @@ from onefold.plan.layout import Segment
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+_kernels = kernels_of(
+    "onefold.optim.write_kernels",
+    "the check for written parameters",
+    "onefold.honour_writes false turns the check off",
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class Step:
     """What every tile of a step shares. `groups` are the hyperparameters as they were when the step was called."""
 
     number: int
-    coefficient: float
+    coefficient: float | torch.Tensor
     groups: Sequence[Hyper]
+    skip: torch.Tensor | None = None
+    """On the device: 1 where this is no step after all."""
 
 
 class WriteCheck:
@@ -85,24 +91,6 @@ class WriteCheck:
         if self._scratch is None or not fits or self._scratch.numel() < master.numel():
             self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
         return self._scratch[: master.numel()].copy_(master)
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """The Triton kernel, once it has been seen to build and to run."""
-    try:
-        from onefold.optim import write_kernels
-
-        write_kernels.try_out()
-    except Exception as error:  # whatever a compiler may raise
-        logger.warning(
-            "the check for written parameters: Triton's kernel cannot be used (%s: %s); torch compares, in more "
-            "passes over memory (onefold.honour_writes false turns the check off)",
-            type(error).__name__,
-            error,
-        )
-        return None
-    return write_kernels
 
 
 class Steppable(Protocol):
@@ -145,11 +133,16 @@ class Tiler:
                     self._writes.take_over(master, used[low:high])
                 scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
                 states = {name: state[inside] for name, state in window.states.items()}
-                self._rule.apply(Tile(master, scaled, states, segment.group), step.groups[segment.group], step.number)
+                tile = Tile(master, scaled, states, segment.group, step.skip)
+                self._rule.apply(tile, step.groups[segment.group], step.number)
                 if out is not None:
                     out[low - start : high - start].copy_(master)
 
-    def _scaled(self, gradient: torch.Tensor, coefficient: float, dtype: torch.dtype, size: int) -> torch.Tensor:
+    def _scaled(
+        self, gradient: torch.Tensor, coefficient: float | torch.Tensor, dtype: torch.dtype, size: int
+    ) -> torch.Tensor:
+        if isinstance(coefficient, torch.Tensor):
+            return gradient.to(dtype, copy=True).mul_(coefficient)
         if coefficient == 1.0 and gradient.dtype == dtype:
             return gradient
         if gradient.is_cuda:  # torch's allocator has it again at once, and activations between two steps

@@ -43,6 +43,8 @@ class InFlightCollectives:
         self.reductions: deque[PendingCollective] = deque()
         self.gathers: deque[PendingCollective] = deque()
         self.refreshes: deque[PendingCollective] = deque()
+        # A step follows what is reduced now.
+        self.before_step = False
         self._plan = plan
         self._guard = guard
         self._memory = memory
@@ -122,6 +124,9 @@ class InFlightCollectives:
     def finish_reduction(self) -> None:
         for unit in self._finish("reduction of", self.reductions):
             unit.finish_reduction(self.pool)
+            if self.before_step and self.collective.group.size > 1:
+                for param in unit.trained:
+                    param.grad.shard.start_square_sum()
 
     def finish_reductions(self) -> None:
         while self.reductions:
@@ -188,6 +193,13 @@ class InFlightCollectives:
         """Each rank's slice of these was written: every rank gets all of them."""
         with self._launching("gather of what was loaded, of", [unit]):
             self.collective.start_gather([Gathering(param.full) for param in params]).finish()
+
+    def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's number, in rank order, on the device: the host waits for nothing."""
+        numbers = mine.new_empty(self.collective.group.size)
+        with self._guard.launching(what, ()):
+            self.collective.start_gather([Gathering(numbers, mine)]).finish()
+        return numbers
 
     # -- gradients where every rank steps everything ------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class Schedule:
         if not self.sharded or not self.order.open:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_whole_gradient
+        self.in_flight.before_step = boundary
         for unit in self.trained:
             unit.expect_gradients()
         if not boundary:
