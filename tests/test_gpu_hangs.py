@@ -25,10 +25,10 @@ SECONDS = 10.0
 Told = dict[str, Any]
 # What each rank ends with; a signal as a negative number. What rank 0 says, and rank 1 where it is there to hear.
 CASES: dict[tuple[str, int], tuple[list[int], list[str]]] = {
-    ("skips a step", 1): ([1, 1], ["rank 0 at the step", "rank 1 at", "reduction of"]),
-    ("skips a step", 2): ([1, 1], ["rank 0 at the step", "rank 1 at", "reduction of"]),
+    ("skips a step", 1): ([1, 1], ["rank 0 is at a step after", "rank 1 is at a step after"]),
+    ("skips a step", 2): ([1, 1], ["rank 0 is at a step after", "rank 1 is at a step after"]),
     ("skips a step", 3): ([1, 1], ["rank 0 is at the step", "rank 1 is at the beginning of a pass"]),
-    ("calls once more", 3): ([1, 1], ["rank 1 at the beginning of a pass", "rank 0 at its own computation, after it"]),
+    ("calls once more", 3): ([1, 1], ["rank 0 is at the step", "rank 1 is at the beginning of a pass"]),
     ("exits", 1): ([1, 3], ["rank 1 at the end of its program"]),
     ("exits", 3): ([1, 3], ["rank 1 at the end of its program"]),
     ("is killed", 1): ([1, -signal.SIGKILL], ["rank 1 is gone"]),

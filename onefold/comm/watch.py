@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, replace
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class Watch:
         self._prefix = f"onefold/{generation}/"
         self._breakable: list[dist.ProcessGroup] = [world] if _is_gloo(world) else []
         # Groups whose waits are the device's.
-        self._device_groups: list[dist.ProcessGroup] = []
+        self.device_groups: list[dist.ProcessGroup] = []
         # Collectives launched so far, the last of them, and the engine's guard it was launched under.
         self.launched = 0
         self._last_launch = ""
@@ -122,7 +122,7 @@ class Watch:
 
     def may_break(self, group: dist.ProcessGroup) -> None:
         """A group whose connections are broken when the job is stuck."""
-        groups = self._breakable if _is_gloo(group) else self._device_groups
+        groups = self._breakable if _is_gloo(group) else self.device_groups
         if group not in groups:
             groups.append(group)
 
@@ -246,7 +246,7 @@ class Watch:
         if not mine.lasts or (mine.computes and self.verdict is not None):
             return
         if self.store.check([self.key("verdict")]):
-            self._conclude(self.store.get(self.key("verdict")).decode())
+            self.conclude(self.store.get(self.key("verdict")).decode())
             return
         notes = {**self.others_notes(), self.rank: mine}
         found = ""
@@ -254,13 +254,13 @@ class Watch:
             found = describe_loss(lost, notes)
         elif late := self._overdue():
             found = late
-        elif (len(notes) == self.size and is_stuck(notes)) or (self._device_groups and is_ahead(notes)):
+        elif (len(notes) == self.size and is_stuck(notes)) or (self.device_groups and is_ahead(notes)):
             found = describe(notes) if notes == self._before else ""
             self._before = notes
         else:
             self._before = {}
         if found:
-            self._conclude(self.store.compare_set(self.key("verdict"), "", found).decode())
+            self.conclude(self.store.compare_set(self.key("verdict"), "", found).decode())
 
     def _mine(self) -> Note | None:
         """What this rank would tell the others now."""
@@ -271,9 +271,9 @@ class Watch:
     def _look_without_store(self) -> None:
         mine = self._mine()
         if mine is not None and mine.lasts and self.verdict is None and self.rank != 0 and self._is_gone(0):
-            self._conclude(describe_loss([0], {self.rank: mine}))
+            self.conclude(describe_loss([0], {self.rank: mine}))
 
-    def _conclude(self, verdict: str) -> None:
+    def conclude(self, verdict: str) -> None:
         self.verdict = verdict
         logger.error("%s", verdict)
         # Every rank looks once more before any connection breaks, so that all say the same.
@@ -310,7 +310,7 @@ class Watch:
 
     def _note_of_the_device(self) -> Note | None:
         """Of a rank that has launched and waited for nothing new for a while."""
-        if not self._device_groups or not self._holders:
+        if not self.device_groups or not self._holders:
             return None
         number, launched, since = self._progress
         now = time.monotonic()
@@ -323,9 +323,9 @@ class Watch:
     def _overdue(self) -> str | None:
         """Whether the device has waited for longer than the group allows, which torch would end the process for."""
         stalled, event = time.monotonic() - self._progress[2], _last_event
-        if not self._device_groups or event is None or self._waiting is not None:
+        if not self.device_groups or event is None or self._waiting is not None:
             return None
-        limit = self._device_groups[0]._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+        limit = self.device_groups[0]._get_backend(torch.device("cuda")).options._timeout.total_seconds()
         if stalled < limit or event.query():
             return None
         return (
@@ -333,13 +333,13 @@ class Watch:
         )
 
     def _show_life(self) -> None:
-        if self._device_groups and self._holders and time.monotonic() - self._beaten >= _BEAT:
+        if self.device_groups and self._holders and time.monotonic() - self._beaten >= _BEAT:
             self._beaten = time.monotonic()
             self.store.set(self.key("lives", self.rank), str(self._beaten))
 
     def _lost_ranks(self, notes: dict[int, Note]) -> list[int]:
         """Ranks that have been silent for a while, and whose connections are closed."""
-        if not self._device_groups:
+        if not self.device_groups:
             return []  # a host that waits for a rank on gloo is woken when that is gone
         lost, now = [], time.monotonic()
         for rank in range(self.size):
@@ -382,7 +382,7 @@ class Watch:
                     work = dist.irecv(torch.zeros(1), members[0], group=group, tag=(1 << 20) + 1)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
-        for group in self._device_groups:
+        for group in self.device_groups:
             # Not `destroy`, which would wait for the other ranks.
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
@@ -507,6 +507,12 @@ class Guard:
     def check(self) -> None:
         """Raise once it is certain that the job is stuck."""
         self._watch.check()
+
+    def give_up(self, verdict: str) -> NoReturn:
+        """Every rank knows that they will not come together. Devices may still wait for each other: that is ended."""
+        if self._watch.device_groups:
+            self._watch.conclude(verdict)
+        raise Disagreement(verdict)
 
     def watch(self) -> None:
         """From now on also while nobody waits here: others may wait for this rank."""

@@ -62,7 +62,10 @@ def exchange_scalars(
         return StepScalars(mine, late=late, alarm=alarm)
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
     flags = int(late) * _LATE + int(alarm) * _ALARM
-    rows = _meet(schedule, _STEP, 0 if on_device else as_integer(mine.item()), flags, groups.digest if groups else 0)
+    first = schedule.in_flight.num_reductions if on_device else as_integer(mine.item())
+    rows = _meet(schedule, _STEP, first, flags, groups.digest if groups else 0)
+    if on_device:
+        _check_reductions(schedule, [row[0] for row in rows])
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
         one, other = _tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
         raise RuntimeError(
@@ -74,14 +77,23 @@ def exchange_scalars(
     late, alarm = any(row[1] & _LATE for row in rows), any(row[1] & _ALARM for row in rows)
     if on_device:
         # What comes late is reduced first, and then all of this is done again.
-        total = (
-            mine if late or alarm else schedule.in_flight.gather_scalar("the norm", mine)[: schedule.num_shards].sum()
-        )
+        total = mine if late or alarm else schedule.in_flight.gather_scalar("the norm", mine).sum()
         return StepScalars(total, late=late, alarm=alarm)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
     return StepScalars(torch.tensor(square, dtype=torch.float64), late=late, alarm=alarm)
+
+
+def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:
+    """Hosts that do not wait for their devices may meet at different steps, and devices would take one collective for
+    another.
+    """
+    if len(set(done)) > 1:
+        stands = "; ".join(f"rank {rank} is at a step after {number} reductions" for rank, number in enumerate(done))
+        schedule.order.agreement.guard.give_up(
+            f"the ranks have diverged: {stands}. Let all ranks call forward, backward and step equally often"
+        )
 
 
 def meet_for_call(schedule: Schedule, method: str) -> None:
@@ -103,7 +115,7 @@ def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[
         )
 
 
-def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
+def _meet(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
     """Every rank's numbers, once all make the same call, and have done the same to parameters since the last one."""
     done = {
         "frozen": ", ".join(schedule.frozen_names()),
@@ -111,7 +123,7 @@ def _meet(schedule: Schedule, call: int, square: int = 0, flags: int = 0, groups
         "written": ", ".join(schedule.written_names()),
     }
     done_digest = _digest(done) if any(done.values()) else 0
-    rows = schedule.meet_for_step([square, flags + call * _CALL, done_digest, groups])
+    rows = schedule.meet_for_step([first, flags + call * _CALL, done_digest, groups])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]

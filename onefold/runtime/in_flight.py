@@ -45,6 +45,7 @@ class InFlightCollectives:
         self.refreshes: deque[PendingCollective] = deque()
         # A step follows what is reduced now.
         self.before_step = False
+        self.num_reductions = 0
         self._plan = plan
         self._guard = guard
         self._memory = memory
@@ -117,6 +118,7 @@ class InFlightCollectives:
         reductions = [reduction for unit in batch for reduction in unit.start_reduction(prescale, self.pool)]
         with self._launching("reduction of", batch):  # to a rank that is gone even the launch may raise
             pending = self.collective.start_reduce_scatter(reductions)
+        self.num_reductions += 1
         self.reductions.append(PendingCollective(batch, pending, size))
         if not self._plan.overlap:
             self.finish_reduction()
@@ -195,8 +197,10 @@ class InFlightCollectives:
             self.collective.start_gather([Gathering(param.full) for param in params]).finish()
 
     def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's number, in rank order, on the device: the host waits for nothing."""
-        numbers = mine.new_empty(self.collective.group.size)
+        """The numbers of the ranks that hold the model state between them, in their order, on the device: the host
+        waits for nothing.
+        """
+        numbers = mine.new_empty(self.collective.group.num_shards)
         with self._guard.launching(what, ()):
             self.collective.start_gather([Gathering(numbers, mine)]).finish()
         return numbers

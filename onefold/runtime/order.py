@@ -282,7 +282,7 @@ class Order:
                     return rows
                 if any(row[0] == Request.END for row in rows) and not self._whole_record:
                     continue  # ranks that diverged end their pass now; the others were through with it before
-                raise Disagreement(self._differ(rows))
+                self._guard.give_up(self._differ(rows))
             moment, index = min(gathers, key=_turn)
             unit = self.units[index]
             self._in_flight.start_unshard([unit])
