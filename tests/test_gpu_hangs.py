@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,10 +24,14 @@ PROGRAM = Path(__file__).with_name("faults.py")
 SECONDS = 10.0
 
 Told = dict[str, Any]
+# A rank that skips a step comes to the next one, unless even the launch of the reductions before it waits.
+SKIPPED = (
+    r"rank 0 (at the step; rank 1 at reduction of|is at a step after \d+ reductions; rank 1 is at a step after \d+)"
+)
 # What each rank ends with; a signal as a negative number. What rank 0 says, and rank 1 where it is there to hear.
 CASES: dict[tuple[str, int], tuple[list[int], list[str]]] = {
-    ("skips a step", 1): ([1, 1], ["rank 0 is at a step after", "rank 1 is at a step after"]),
-    ("skips a step", 2): ([1, 1], ["rank 0 is at a step after", "rank 1 is at a step after"]),
+    ("skips a step", 1): ([1, 1], [SKIPPED]),
+    ("skips a step", 2): ([1, 1], [SKIPPED]),
     ("skips a step", 3): ([1, 1], ["rank 0 is at the step", "rank 1 is at the beginning of a pass"]),
     ("calls once more", 3): ([1, 1], ["rank 0 is at the step", "rank 1 is at the beginning of a pass"]),
     ("exits", 1): ([1, 3], ["rank 1 at the end of its program"]),
@@ -43,7 +48,7 @@ def start(kind: str, stage: int, world: int) -> list[subprocess.Popen[str]]:
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), kind, str(stage)],
+            [sys.executable, "-X", "faulthandler", str(PROGRAM), kind, str(stage)],
             env={**os.environ, **rank_environment(rank, world, port, backend="nccl")},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -86,4 +91,4 @@ def test_every_rank_hears_of_a_fault_within_seconds(ended, case):
             assert told["error"] == "Disagreement"
             assert told["seconds"] < SECONDS
             for each in words:
-                assert each in told["text"]
+                assert re.search(each, told["text"])

@@ -13,13 +13,14 @@ program's own calls whatever the backend says.
 [Note: waits of the device]
 On NCCL the host does not wait: it launches, and the device waits, so that a host blocks anywhere later, say in the
 program's own `loss.item()`. There ranks compare how many collectives they have launched. All ranks come to a meeting
-after the same launches, so one that stands in a meeting while another has launched more will never be met. A rank that
-has launched and waited for nothing new for a while leaves a note that says how far it is; by itself it means nothing,
-as the rank may compute. A rank whose process is gone beats no more, and connections to it are found closed. When the
-verdict is known on every rank the communicators are aborted. What the device computes after that is arbitrary, so the
-verdict is set before, and everything that an engine does next raises it. torch's own handling of errors ends processes
-at once, and is switched off for groups that onefold makes (`init_distributed`): what it would have ended after the
-group's timeout is ended here.
+after the same launches, so one that stands in a meeting while another has launched more will never be met; at a step,
+which hosts come to before their devices, they compare how many reductions they have launched. A rank that has launched
+and waited for nothing new for a while leaves a note that says how far it is; by itself it means nothing, as the rank
+may compute. A rank whose process is gone beats no more, and connections to it are found closed. When the verdict is
+known on every rank the communicators are aborted. What the device computes after that is arbitrary, so the verdict is
+set before, and everything that an engine does next raises it, once the device has come to an end. torch's own handling
+of errors ends processes at once, and is switched off for groups that onefold makes (`init_distributed`): what it would
+have ended after the group's timeout is ended here.
 
 The thread runs while an engine stands, and a little longer around waits without one; it is joined when the last engine
 goes and when the process ends, since a thread inside the store or the backend aborts a process that finalizes.
@@ -99,6 +100,7 @@ class Watch:
         self._main = MainThread()
         self._called: dist.ProcessGroup | None = None
         self._break_at: float | None = None
+        self._broken = threading.Event()
         self._holders: set[int] = set()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -118,7 +120,20 @@ class Watch:
     def check(self) -> None:
         """Raise once it is certain that the job is stuck: nothing that other ranks are needed for is true any more."""
         if self.verdict is not None:
-            raise Disagreement(self.verdict)
+            self.refuse(self.verdict)
+
+    def refuse(self, verdict: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise the verdict, once the device waits for no other rank any more: a process that ended while it does would
+        take others that share its GPU with it.
+        """
+        if self.device_groups and threading.current_thread() is not self._thread:
+            if self._break_at is None and not self._broken.is_set():
+                self._break_at = time.monotonic() + 2 * _PERIOD
+            self._start()
+            if not self._broken.wait(8 * _PERIOD):
+                self.break_connections()
+            _wait_for_device(8 * _PERIOD)
+        raise Disagreement(verdict) from cause
 
     def may_break(self, group: dist.ProcessGroup) -> None:
         """A group whose connections are broken when the job is stuck."""
@@ -373,7 +388,7 @@ class Watch:
             self.store.set(self.key("wait", self.rank), json.dumps([*astuple(note), self._beat]))
 
     def break_connections(self) -> None:
-        """Let every wait in these groups raise, here and on their other ranks."""
+        """Let every wait in these groups raise, here and on their other ranks, and end those of the device."""
         for group in dict.fromkeys([*self._breakable, *([self._called] if self._called is not None else [])]):
             members = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
             # A receive that times out makes gloo close the pairs of its group, and every wait on them raises.
@@ -386,6 +401,7 @@ class Watch:
             # Not `destroy`, which would wait for the other ranks.
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
+        self._broken.set()
 
 
 class _Wait:
@@ -399,7 +415,7 @@ class _Wait:
     def __enter__(self) -> None:
         watch = self._watch
         if watch.verdict is not None:
-            raise Disagreement(watch.verdict)
+            watch.refuse(watch.verdict)
         self._before = (watch._waiting, watch._since)
         watch._number += 1
         if self._launches:
@@ -418,7 +434,7 @@ class _Wait:
             verdict = watch._explain(error)
         watch._waiting, watch._since = self._before
         if verdict is not None and (error is None or of_backend(error)):
-            raise Disagreement(verdict) from error
+            watch.refuse(verdict, error)
 
 
 # Gloo's errors have no class of their own; most name its file.
@@ -455,6 +471,14 @@ def note_event(event: torch.cuda.Event) -> None:
     """A collective was launched on a device, and this event lies behind it."""
     global _last_event
     _last_event = event
+
+
+def _wait_for_device(seconds: float) -> None:
+    """Until what was launched last has ended, or has been waited for this long."""
+    deadline, event = time.monotonic() + seconds, _last_event
+    with suppress(RuntimeError):
+        while event is not None and not event.query() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def start_beside(run: Callable[[], None], name: str) -> None:
@@ -509,10 +533,10 @@ class Guard:
         self._watch.check()
 
     def give_up(self, verdict: str) -> NoReturn:
-        """Every rank knows that they will not come together. Devices may still wait for each other: that is ended."""
+        """Every rank knows that they will not come together, though devices may still wait for each other."""
         if self._watch.device_groups:
             self._watch.conclude(verdict)
-        raise Disagreement(verdict)
+        self._watch.refuse(verdict)
 
     def watch(self) -> None:
         """From now on also while nobody waits here: others may wait for this rank."""
