@@ -17,7 +17,7 @@ from onefold.comm.codec import BLOCK, Codec
 from onefold.comm.collective import Gathering, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
-from onefold.comm.mesh import DATA_AXIS, Group, node_size_of
+from onefold.comm.mesh import DATA_AXIS, Group, nodes_of
 from onefold.comm.quantized import Quantized, Wires
 from onefold.plan.layout import round_up
 
@@ -31,7 +31,7 @@ class _Quantized:
         self._collective = cache(self._make)
 
     def _make(self, group: dist.ProcessGroup, device: torch.device) -> Quantized:
-        ours = Group(DATA_AXIS, group, group, node_size_of(dist.get_world_size(group), self._node_size))
+        ours = Group(DATA_AXIS, group, group, nodes_of(group, self._node_size))
         return Quantized(Exchange(ours, self.ledger, device), self._wires, device)
 
     @property

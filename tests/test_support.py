@@ -38,6 +38,7 @@ COUNT_ALONE = {
     "zero_optimization.zero_quantized_gradients",
     "onefold.collective",
     "onefold.node_size",
+    "onefold.node_sums_dtype",
     "onefold.units",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",

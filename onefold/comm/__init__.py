@@ -17,6 +17,7 @@ from onefold.comm.native import AllToAll, Native
 from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
+from onefold.comm.two_level import TwoLevel
 from onefold.comm.watch import Disagreement, Guard, of_backend, watch_world
 
 __all__ = [
@@ -52,17 +53,27 @@ __all__ = [
 
 
 def make_collective(
-    kind: str, group: Group, ledger: Ledger, device: torch.device, wires: Wires | None = None
+    kind: str,
+    group: Group,
+    ledger: Ledger,
+    device: torch.device,
+    wires: Wires | None = None,
+    node_sums: torch.dtype = torch.float32,
 ) -> Collective:
-    """`kind` is the config's `onefold.collective`: native, exchange, or auto (native on NCCL over several nodes)."""
+    """`kind` is the config's `onefold.collective`: native, exchange, or auto, which crosses between nodes once a node.
+    `node_sums`: what sums of a node are cut to before they cross.
+    """
     if group.replicas > 1:
-        return Replicated(make_collective(kind, replace(group, replicas=1), ledger, device, wires), group, device)
+        alone = replace(group, replicas=1)
+        return Replicated(make_collective(kind, alone, ledger, device, wires, node_sums), group, device)
     if wires is not None and wires != Wires() and group.size > 1:
-        return Quantized(make_collective(kind, group, ledger, device), wires, device)
+        return Quantized(make_collective(kind, group, ledger, device, None, node_sums), wires, device)
+    if kind == "auto" and 1 < len(group.nodes.sizes) < group.size:
+        return TwoLevel(make_collective("exchange", group, ledger, device), group, device, node_sums)
     staged = device.type == "cuda" and not group.uses_nccl
     if kind == "native" and staged:
         raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")
-    if kind == "native" or (kind == "auto" and group.uses_nccl and group.node_size < group.size):
+    if kind == "native":
         return Native(group, ledger, device)
     if group.size == 1 or device.type == "cpu":
         return Exchange(group, ledger, device)

@@ -79,7 +79,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """Bytes for one peer, and room for as many from it."""
+    """A tensor for one peer, and room for one from it; an empty one does not travel."""
 
     peer: int
     outgoing: torch.Tensor

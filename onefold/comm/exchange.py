@@ -87,9 +87,11 @@ class Exchange:
         with self._lane.enter(), ledger.timed(operation, group.axis):
             for each, tag in exchanges:
                 peer, there = each.peer, group.global_rank(each.peer)
-                operations.append(dist.P2POp(dist.irecv, each.incoming, there, group.process_group, tag))
-                operations.append(dist.P2POp(dist.isend, each.outgoing, there, group.process_group, tag))
-                sent[peer] = sent.get(peer, 0) + each.outgoing.nbytes
+                if each.incoming.numel():
+                    operations.append(dist.P2POp(dist.irecv, each.incoming, there, group.process_group, tag))
+                if each.outgoing.numel():
+                    operations.append(dist.P2POp(dist.isend, each.outgoing, there, group.process_group, tag))
+                    sent[peer] = sent.get(peer, 0) + each.outgoing.nbytes
             works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
         count_sent(ledger, operation, group, sent)
 
@@ -121,7 +123,7 @@ def count_sent(ledger: Ledger, operation: str, group: Group, sent: Mapping[int, 
     """One call, in which so many bytes go to each peer."""
     by_axis: dict[str, int] = {}
     for peer, num_bytes in sent.items():
-        axis = group.axis if group.is_near(peer) or group.node_size == group.size else ACROSS
+        axis = group.axis if group.is_near(peer) else ACROSS
         by_axis[axis] = by_axis.get(axis, 0) + num_bytes
     for axis, num_bytes in (by_axis or {group.axis: 0}).items():
         ledger.count(operation, axis, num_bytes)

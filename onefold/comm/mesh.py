@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from onefold.comm.nodes import Nodes
 from onefold.comm.watch import watch_world
 
 DATA_AXIS = "data"
@@ -143,10 +144,16 @@ def num_ranks_on_node(group: Group) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
 
 
-def node_size_of(world_size: int, asked: int | None = None) -> int:
-    """Ranks of a node, as asked or by the launcher. Nodes of different sizes are held to be one."""
-    size = asked or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return size if world_size % size == 0 else world_size
+def nodes_of(group: dist.ProcessGroup, asked: int | None = None) -> Nodes:
+    """The nodes of a group's ranks, as asked or by the launcher. All ranks call this together."""
+    num_ranks = dist.get_world_size(group)
+    if asked is not None or num_ranks == 1:
+        return Nodes.of_size(asked or 1, num_ranks)
+    device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+    mine = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))], device=device)
+    told = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(told, mine, group=group)
+    return Nodes.from_launcher([int(size) for size in told])
 
 
 def local_device() -> torch.device:
@@ -165,8 +172,7 @@ class Group:
     host_group: dist.ProcessGroup
     """The same ranks on a backend whose waits the host makes itself: where ranks tell each other what comes next."""
 
-    node_size: int = 1
-    """Ranks of one node, neighbours in the order of ranks; the last node may not be smaller."""
+    nodes: Nodes
     replicas: int = 1
     """How many groups of neighbouring ranks hold a model state each, sharded over the ranks of the group (MiCS)."""
 
@@ -177,6 +183,11 @@ class Group:
     @cached_property
     def size(self) -> int:
         return dist.get_world_size(self.process_group)
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of each node; nodes of different sizes are held to be one."""
+        return self.nodes.common_size
 
     @property
     def num_shards(self) -> int:
@@ -211,10 +222,10 @@ class Group:
 
     def is_near(self, peer: int) -> bool:
         """Whether a rank is on the same node."""
-        return peer // self.node_size == self.rank // self.node_size
+        return self.nodes.of(peer) == self.nodes.of(self.rank)
 
 
-_mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup] | None = None
+_mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup, Nodes] | None = None
 
 
 def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
@@ -233,11 +244,12 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
             # The mesh's is the program's own. Gloo pairs calls by their kind and number alone: a rank that gathers a
             # metric there must not be given what another rank sends in a meeting.
             host = group if alone else dist.new_group(backend="gloo", timeout=timeout_of(world))
-        _mesh = (world, mesh, host)
-    on_node = node_size_of(dist.get_world_size(), node_size)
-    _, mesh, host = _mesh
+            _mesh = (world, mesh, host, nodes_of(host))
+    _, mesh, host, nodes = _mesh
+    if node_size is not None:
+        nodes = Nodes.of_size(node_size, nodes.num_ranks)
     process_group = mesh.get_group(DATA_AXIS) if mesh.device_type == "cuda" else host
-    return Group(DATA_AXIS, process_group, host, on_node, replicas)
+    return Group(DATA_AXIS, process_group, host, nodes, replicas)
 
 
 def timeout_of(world: dist.ProcessGroup) -> timedelta:

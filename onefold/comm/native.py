@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduc
 from onefold.comm.exchange import Exchange, count_sent
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.comm.parts import Part, rounds_of
 from onefold.comm.tree import add_tree
-
-# What ranks receive before they add it, at the most: larger gradients travel in several rounds.
-INBOX_BYTES = 1 << 27
 
 
 class Native(CollectiveWrapper):
@@ -98,7 +95,7 @@ class AllToAll(Native):
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
         with self._lane.enter():
-            rounds = list(_rounds([part for reduction in reductions for part in self._parts(reduction)]))
+            rounds = list(rounds_of(reductions, [each.source.to(each.wire) for each in reductions], group.size))
 
         def complete() -> None:
             with ledger.timed("reduce-scatter", group.axis):
@@ -109,14 +106,7 @@ class AllToAll(Native):
 
         return self._lane.pending(complete)
 
-    def _parts(self, reduction: Reduction) -> Iterator[_Part]:
-        """The gradient as it travels, a row for each rank, cut so that no part is larger than the inbox."""
-        rows = reduction.source.to(reduction.wire).view(self.group.size, -1)
-        width = max(1, INBOX_BYTES // rows[:, :1].nbytes)
-        for start in range(0, rows.shape[1], width):
-            yield _Part(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)
-
-    def _exchange(self, parts: Sequence[_Part]) -> list[list[torch.Tensor]]:
+    def _exchange(self, parts: Sequence[Part]) -> list[list[torch.Tensor]]:
         """Every rank's pieces of this rank's row, in the order of ranks."""
         group, pieces = self.group, []
         with dist.distributed_c10d._coalescing_manager(group.process_group, self._lane.device):
@@ -132,24 +122,3 @@ class AllToAll(Native):
         sent = sum(part.rows[0].nbytes for part in parts)
         count_sent(self._ledger, "reduce-scatter", group, dict.fromkeys(group.peers, sent))
         return pieces
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Columns of a gradient that travel together: row k goes to rank k, and the sum of this rank's rows to `target`."""
-
-    rows: torch.Tensor
-    target: torch.Tensor
-    add: bool
-
-
-def _rounds(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Neighbouring parts that fit into the inbox together."""
-    batch: list[_Part] = []
-    for part in parts:
-        if batch and sum(each.rows.nbytes for each in [*batch, part]) > INBOX_BYTES:
-            yield batch
-            batch = []
-        batch.append(part)
-    if batch:
-        yield batch

@@ -13,7 +13,7 @@ are added. On a CUDA device one kernel of Triton's does the same to the bit, in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -70,3 +70,41 @@ def _add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Te
 def _half(num: int) -> int:
     """How many of so many pieces are the left branch: the largest power of two below."""
     return 1 << (num - 1).bit_length() - 1
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+def branches_of(ranks: range, num_ranks: int) -> list[range]:
+    """The largest branches of the tree over so many ranks that these neighbouring ones are made of."""
+    found, start = [], ranks.start
+    while start < ranks.stop:
+        width = 1
+        while (
+            start % (2 * width) == 0 and start + width < ranks.stop and min(start + 2 * width, num_ranks) <= ranks.stop
+        ):
+            width *= 2
+        found.append(range(start, min(start + width, ranks.stop)))
+        start += width
+    return found
+
+
+def add_branches(branches: Mapping[range, torch.Tensor], target: torch.Tensor, *, add: bool = False) -> None:
+    """The sum of branches that cover all ranks, to the target, or added to what it holds."""
+    ordered = sorted(branches, key=lambda branch: branch.start)
+    width = len(ordered[0])
+    if (
+        all(branch.start == index * width for index, branch in enumerate(ordered))
+        and len({b.dtype for b in branches.values()}) == 1
+    ):
+        add_tree([branches[branch] for branch in ordered], target, add=add)  # equal branches are a tree of their own
+        return
+    add_tree([_join(branches, 0, ordered[-1].stop)], target, add=add)
+
+
+def _join(branches: Mapping[range, torch.Tensor], first: int, last: int) -> torch.Tensor:
+    if (branch := branches.get(range(first, last))) is not None:
+        return branch
+    middle = first + _half(last - first)
+    left, right = _join(branches, first, middle), _join(branches, middle, last)
+    return torch.add(left.to(sum_dtype(left.dtype)), right)

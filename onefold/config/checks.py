@@ -209,6 +209,9 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
         yield "communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers"
+    if "onefold.node_sums_dtype" in asked and (own.collective != "auto" or zero.zero_quantized_gradients):
+        cause = "zero_optimization.zero_quantized_gradients" if own.collective == "auto" else "onefold.collective"
+        yield f"onefold.node_sums_dtype: with this {cause} no sums of nodes cross in a dtype"
     if zero.mics_shard_size == 0:
         yield "zero_optimization.mics_shard_size = 0: shards lie over all ranks, as with -1"
     if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:

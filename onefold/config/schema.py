@@ -99,8 +99,14 @@ class OnefoldSection:
 
     collective: Literal["auto", "native", "exchange"] = key(
         "auto",
-        "How gradients are added. exchange: each rank gets its slice from all others and adds in one order, in fp32; "
-        "native: by the backend's own reduce-scatter; auto: native on NCCL over several nodes, exchange elsewhere.",
+        "How gradients are added. auto: in one order, in fp32, over several nodes inside each of them first, so that "
+        "traffic crosses between nodes once a node; exchange: the same bits, each rank's slice straight from all "
+        "others; native: by the backend's own reduce-scatter.",
+    )
+    node_sums_dtype: Dtype = key(
+        "fp32",
+        "In what sums of a node's gradients cross to other nodes. Below fp32 less travels, and results depend on how "
+        "ranks are spread over nodes.",
     )
     node_size: int | None = key(None, "Ranks of a node, neighbours by rank. Left out: the launcher's.", minimum=1)
     units: tuple[str, ...] = key((), "Classes, names or patterns (`*`) of modules that are units; empty: by structure.")

@@ -81,7 +81,7 @@ class Engine(nn.Module):
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
 
-        collective = make_collective(plan.collective, group, self.ledger, device, Wires.of(plan))
+        collective = make_collective(plan.collective, group, self.ledger, device, Wires.of(plan), plan.node_sums)
         self._collective_name = type(collective).__name__.lower()
         groups = chosen.group_of_each() if chosen is not None else {}
         units, memory = lay_out(model, plan, groups, group, self.ledger, device)

@@ -167,6 +167,8 @@ class Plan:
     """Parameters are placeholders between uses on a single rank too, although that saves nothing."""
     node_size: int | None = None
     """Ranks of one node; None: as many as the launcher says."""
+    node_sums: torch.dtype = torch.float32
+    """In what sums of a node's gradients cross to other nodes."""
     node_shard_size: int = 1
     """Neighbouring ranks that hold secondary shards of the parameters between them, for all gathers of a step but the
     first (hpZ); 1: none.
@@ -312,6 +314,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         num_shards=world_size // replicas,
         num_replicas=replicas,
         node_size=own.node_size,
+        node_sums=DTYPES[own.node_sums_dtype],
         node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
         frozen_wire=frozen_wire,
         feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None else None,

@@ -1,0 +1,229 @@
+"""Collectives that cross between nodes once a node, over any exchange between peers.
+
+[Note: two levels]
+A slice has an agent on every node: the rank there with the place of its owner (`Nodes.agent`). To gather, each rank
+sends its slice to its neighbours and to its agents, and agents hand it on to their neighbours. To reduce, the agent of
+a slice on each node adds what its neighbours have for it, and sends the sum to the owner:
+
+    4 ranks, 2 nodes, slices a b c d        inside                        across
+    rank 0   a0 b0 c0 d0     a c of both  ->  a0+a1  c0+c1     c to rank 2  ->   a0+a1 + a2+a3
+    rank 1   a1 b1 c1 d1     b d of both  ->  b0+b1  d0+d1     d to rank 3  ->   b0+b1 + b2+b3
+
+What an agent sends are branches of the tree over all ranks ([Note: one order of addition] in tree.py), so the bits are
+those of one level whatever the nodes. A node of 2, 4, 8, ... ranks in its place is one branch; other nodes are a few.
+A sum crosses in fp32, the gradient of a rank that is a branch by itself as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from onefold.comm.collective import Collective, CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
+from onefold.comm.mesh import Group
+from onefold.comm.parts import Part, rounds_of
+from onefold.comm.tree import add_branches, add_tree, branches_of, sum_dtype
+from onefold.pool import Pool
+
+
+class TwoLevel(CollectiveWrapper):
+    """A collective over several nodes. `sums`: what sums are cut to, where they have more digits, before they cross."""
+
+    def __init__(
+        self, plain: Collective, group: Group, device: torch.device, sums: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(plain, group, device)
+        self._sums = sums
+        self._pool, self._turn = Pool(device), threading.Lock()
+        nodes, mine = group.nodes, group.nodes.of(group.rank)
+        self._neighbours = [rank for rank in nodes.ranks(mine) if rank != group.rank]
+        # For each rank of this node: the slices it stands for here, its own among them.
+        self._stands_for = {
+            rank: [s for s in range(group.size) if nodes.agent(mine, s) == rank] for rank in nodes.ranks(mine)
+        }
+        self._branches = [branches_of(nodes.ranks(node), group.size) for node in range(len(nodes.sizes))]
+
+    # -- gathers ------------------------------------------------------------------------------------------------
+
+    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+        # NCCL's own gather crosses once a node too.
+        near = [each for each in gatherings if self.group.uses_nccl or not self._crosses(each)]
+        far = [each for each in gatherings if not self.group.uses_nccl and self._crosses(each)]
+        if not far:
+            return self._plain.start_gather(near)
+        beside = self._plain.start_gather(near) if near else Pending(lambda: None)
+        with self._lane.enter():
+            first, second = self.reserve_tag(), self.reserve_tag()
+            hops = [self._hops_of(gathering) for gathering in far]
+            spread = self._plain.start_peer_exchange([each for hop, _ in hops for each in hop], "gather", first)
+
+        def complete() -> None:
+            spread.finish()
+            self._plain.start_peer_exchange([each for _, hop in hops for each in hop], "gather", second).finish()
+            beside.finish()
+
+        return self._lane.beside(complete)
+
+    def _crosses(self, gathering: Gathering) -> bool:
+        """Whether some ranks gather it from other nodes; those that do not keep the same order of exchanges."""
+        span = gathering.span or self.group.size
+        return any(len(self.group.nodes.among(first, span).sizes) > 1 for first in range(0, self.group.size, span))
+
+    def _hops_of(self, gathering: Gathering) -> tuple[list[PeerExchange], list[PeerExchange]]:
+        """To neighbours and agents; then from agents on to their neighbours."""
+        group, span = self.group, gathering.span or self.group.size
+        own = gathering.place_own(group.rank, group.size)
+        start = group.rank - group.rank % span
+        nodes, rank = group.nodes.among(start, span), group.rank - start
+        mine = nodes.of(rank)
+
+        def slice_of(other: int) -> torch.Tensor:
+            return gathering.line.narrow(0, other * own.numel(), own.numel())
+
+        nothing = own[:0]
+        neighbours = [other for other in nodes.ranks(mine) if other != rank]
+        agents = {nodes.agent(node, rank) for node in range(len(nodes.sizes)) if node != mine}
+        owners = [other for other in range(span) if nodes.of(other) != mine and nodes.agent(mine, other) == rank]
+        first = [PeerExchange(start + other, own, slice_of(other)) for other in neighbours]
+        for other in sorted(agents | set(owners)):
+            sends, receives = other in agents, other in owners
+            first.append(
+                PeerExchange(start + other, own if sends else nothing, slice_of(other) if receives else nothing)
+            )
+        second = []
+        for other in neighbours:
+            theirs = [far for far in range(span) if nodes.of(far) != mine and nodes.agent(mine, far) == other]
+            for outgoing, incoming in zip_longest(map(slice_of, owners), map(slice_of, theirs), fillvalue=nothing):
+                second.append(PeerExchange(start + other, outgoing, incoming))
+        return first, second
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
+        with self._lane.enter():
+            sources = [self._on_wire(reduction) for reduction in reductions]
+            rounds = [
+                _Round(parts, self.reserve_tag(), self.reserve_tag())
+                for parts in rounds_of(reductions, sources, self.group.size)
+            ]
+            ahead = deque([self._start_inside(each) for each in rounds[:1]])
+
+        def complete() -> None:
+            for number, this in enumerate(rounds):
+                ahead.extend(self._start_inside(after) for after in rounds[number + 1 : number + 2])
+                sums, pending = ahead.popleft()
+                pending.finish()
+                across = [each for one in sums for each in self._exchanges_across(one)]
+                self._plain.start_peer_exchange(across, "reduce-scatter", this.across).finish()
+                for one in sums:
+                    add_branches(one.branches, one.part.target, add=one.part.add)
+                    self._give_back(one.taken)
+            self._give_back([cast for cast, each in zip(sources, reductions, strict=True) if cast is not each.source])
+
+        return self._lane.beside(complete)
+
+    def _start_inside(self, this: _Round) -> tuple[list[_Sums], Pending]:
+        sums = []
+        for part in this.parts:
+            shape = (len(self._stands_for[self.group.rank]), len(self._neighbours), part.rows.shape[1])
+            inbox = self._take(math.prod(shape), part.rows.dtype)
+            sums.append(_Sums(part, inbox.view(shape), [inbox], {}))
+        exchanges = [each for one in sums for each in self._exchanges_inside(one)]
+        return sums, self._plain.start_peer_exchange(exchanges, "reduce-scatter", this.inside)
+
+    def _exchanges_inside(self, one: _Sums) -> Iterator[PeerExchange]:
+        """What each neighbour stands for goes to it, and what this rank stands for comes from it."""
+        nothing = one.part.rows[0, :0]
+        for column, other in enumerate(self._neighbours):
+            outgoing = [one.part.rows[slice_] for slice_ in self._stands_for[other]]
+            for sent, received in zip_longest(outgoing, one.inbox[:, column], fillvalue=nothing):
+                yield PeerExchange(other, sent, received)
+
+    def _exchanges_across(self, one: _Sums) -> Iterator[PeerExchange]:
+        """Branches of other ranks' slices go to them; of this rank's slice they come from its agents."""
+        group, nodes, mine = self.group, self.group.nodes, self.group.nodes.of(self.group.rank)
+        columns = {other: column for column, other in enumerate(self._neighbours)}
+        sent: dict[int, list[torch.Tensor]] = {}
+        for index, slice_ in enumerate(self._stands_for[group.rank]):
+            own = one.part.rows[slice_]
+            pieces = {
+                rank: one.inbox[index, columns[rank]] if rank != group.rank else own for rank in nodes.ranks(mine)
+            }
+            sums = {branch: self._sum(one, [pieces[rank] for rank in branch]) for branch in self._branches[mine]}
+            if slice_ == group.rank:
+                one.branches.update(sums)
+            else:
+                sent[slice_] = [total.to(self._wire(one, branch)) for branch, total in sums.items()]
+        received: dict[int, list[torch.Tensor]] = {}
+        for node, branches in enumerate(self._branches):
+            if node != mine:
+                agent = nodes.agent(node, group.rank)
+                for branch in branches:
+                    one.branches[branch] = self._room(one, branch)
+                    received.setdefault(agent, []).append(one.branches[branch])
+        nothing = one.part.rows[0, :0]
+        for peer in sorted(sent.keys() | received.keys()):
+            for outgoing, incoming in zip_longest(sent.get(peer, []), received.get(peer, []), fillvalue=nothing):
+                yield PeerExchange(peer, outgoing, incoming)
+
+    def _sum(self, one: _Sums, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of the ranks of a branch; the gradient of a rank that is one by itself stays as it is."""
+        if len(pieces) == 1:
+            return pieces[0]
+        total = self._take(pieces[0].numel(), sum_dtype(pieces[0].dtype))
+        one.taken.append(total)
+        add_tree(pieces, total)
+        return total
+
+    def _wire(self, one: _Sums, branch: range) -> torch.dtype:
+        """What a branch crosses in."""
+        own = one.part.rows.dtype
+        if len(branch) == 1:
+            return own
+        return self._sums if sum_dtype(own) == torch.float32 else own
+
+    def _room(self, one: _Sums, branch: range) -> torch.Tensor:
+        """For a branch that comes from another node."""
+        room = self._take(one.part.rows.shape[1], self._wire(one, branch))
+        one.taken.append(room)
+        return room
+
+    def _on_wire(self, reduction: Reduction) -> torch.Tensor:
+        source = reduction.source
+        return source if source.dtype == reduction.wire else self._take(source.numel(), reduction.wire).copy_(source)
+
+    def _give_back(self, taken: Sequence[torch.Tensor]) -> None:
+        with self._turn:
+            for buffer in taken:
+                self._pool.give_back(buffer)
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with self._turn:  # the next collective may start while a thread completes this one
+            return self._pool.take(numel, dtype)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What travels together, and its places in the order of exchanges."""
+
+    parts: list[Part]
+    inside: int
+    across: int
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """A part on its way: for each slice that this rank stands for a row from each neighbour, memory that goes back, and
+    branches of this rank's own slice, all over the ranks.
+    """
+
+    part: Part
+    inbox: torch.Tensor
+    taken: list[torch.Tensor]
+    branches: dict[range, torch.Tensor]
