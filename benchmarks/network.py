@@ -1,8 +1,8 @@
-"""ZeRO++ over a real network: two hosts with two ranks each, joined by one cable of a chosen rate.
+"""Training over a real network: two hosts with some ranks each, joined by one cable of a chosen rate.
 
 The hosts are network namespaces of this machine and the cable is a pair of virtual interfaces, so every byte between
-them passes through the kernel's network stack, which shapes it and counts it. Each setting runs in four fresh
-processes; how long a step took stands beside how many bytes left a host, as the kernel and as onefold's ledger have it.
+them passes through the kernel's network stack, which shapes it and counts it. Each setting runs in fresh processes; how
+long a step took stands beside how many bytes left a host, as the kernel and as onefold's ledger have it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,46 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.launch import ROOT, Outcome, last_words, run_all, wait
 from benchmarks.model import GPT, PRESETS, ModelShape, make_batch
-from benchmarks.systems import NOTHING_KEPT, Workload, zero_config
+from benchmarks.systems import NOTHING_KEPT, SYSTEMS, Step, Workload, zero_config
 from benchmarks.table import describe_run, failure_notes, format_table
 
-HPZ = {"zero_hpz_partition_size": 2}
+HOST = "a host's ranks"
+HPZ = {"zero_hpz_partition_size": HOST}
 QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
+FLAT = {"collective": "exchange"}
 REFERENCE = "stage-3"
-SETTINGS: dict[str, dict[str, Any]] = {
-    REFERENCE: {},
-    "hpZ": HPZ,
-    "qwZ": QWZ,
-    "qgZ": QGZ,
-    "all-three": {**HPZ, **QWZ, **QGZ},
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: a stage with keys of its own, or another system."""
+
+    stage: int = 3
+    zero: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    system: str | None = None
+
+
+SETTINGS: dict[str, Setting] = {
+    "ddp": Setting(system="ddp"),
+    "fsdp2": Setting(system="fsdp2-reshard"),
+    "fsdp2-bf16": Setting(system="fsdp2-reshard-bf16"),
+    "stage-1": Setting(1),
+    "stage-2": Setting(2),
+    REFERENCE: Setting(),
+    "stage-1-flat": Setting(1, own=FLAT),
+    "stage-2-flat": Setting(2, own=FLAT),
+    "stage-3-flat": Setting(own=FLAT),
+    "stage-3-bf16": Setting(own={"node_sums_dtype": "bf16"}),
+    "hpZ": Setting(zero=HPZ),
+    "qwZ": Setting(zero=QWZ),
+    "qgZ": Setting(zero=QGZ),
+    "all-three": Setting(zero={**HPZ, **QWZ, **QGZ}),
 }
-RANKS_OF_A_HOST = 2
 UNSHAPED = "unshaped"
 HEADER = [
+    "ranks",
     "link",
     "setting",
     "step s",
@@ -64,15 +87,22 @@ HEADER = [
 NEEDS = "It needs Linux, the commands `ip` and `tc` of iproute2, and the rights of root (CAP_SYS_ADMIN, CAP_NET_ADMIN)."
 EXAMPLES = f"""\
 settings:
-  {REFERENCE}    parameters as bf16, gathered in forward and again in backward; gradients as bf16
-  hpZ        zero_hpz_partition_size 2: the gather of backward stays inside a host
-  qwZ        zero_quantized_weights: parameters travel as 8 bits
-  qgZ        zero_quantized_gradients: gradients travel as 8 bits inside a host, then as 4 bits across
-  all-three  hpZ, qwZ and qgZ together
+  {REFERENCE}       parameters as bf16, gathered in forward and again in backward; gradients as bf16, added inside a
+                host and then across, in fp32
+  stage-1, -2   parameters as bf16, gathered after the step; gradients as in {REFERENCE}
+  ...-flat      onefold.collective exchange: straight between all ranks
+  ...-bf16      onefold.node_sums_dtype bf16: sums cross between hosts as bf16
+  hpZ           zero_hpz_partition_size: the gather of backward stays inside a host
+  qwZ           zero_quantized_weights: parameters travel as 8 bits
+  qgZ           zero_quantized_gradients: gradients travel as 8 bits inside a host, then as 4 bits across
+  all-three     hpZ, qwZ and qgZ together
+  ddp           PyTorch's DistributedDataParallel with autocast: gradients as fp32
+  fsdp2, -bf16  PyTorch's FSDP2, which reshards; gradients as fp32, or as bf16
 
 examples:
   python -m benchmarks.network                            all settings: no limit, then 100 mbit
   python -m benchmarks.network --rate 50mbit,1gbit        two cables
+  python -m benchmarks.network --ranks 2,4                two ranks on each host, and four
   python -m benchmarks.network --settings {REFERENCE},all-three --rate 100mbit --steps 8
   python -m benchmarks.network --report network.md        a report too, with network.png beside it
 
@@ -181,11 +211,16 @@ def _configure(*command: str) -> None:
 
 
 def run(
-    settings: list[str], workload: Workload, rate: Rate, timeout: float, shape: ModelShape | None = None
+    settings: list[str],
+    workload: Workload,
+    rate: Rate,
+    timeout: float,
+    shape: ModelShape | None = None,
+    num_ranks: int = 2,
 ) -> list[Crossing]:
-    """Trains in four fresh processes on two fresh hosts, one setting after another.
+    """Trains in fresh processes on two fresh hosts, one setting after another.
 
-    A shape stands in for the workload's preset.
+    A shape stands in for the workload's preset; `num_ranks`: on each host.
     """
     order = {
         "settings": settings,
@@ -193,7 +228,7 @@ def run(
         "shape": dataclasses.asdict(shape or PRESETS[workload.preset]),
     }
     with two_hosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder, f"{rank}.json") for rank in range(len(hosts) * RANKS_OF_A_HOST)]
+        results = [Path(folder, f"{rank}.json") for rank in range(len(hosts) * num_ranks)]
         logs = [result.with_suffix(".log") for result in results]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
@@ -213,7 +248,8 @@ def run(
 
 def _crossing(setting: str, measured: list[dict[str, Any]], num_steps: int) -> Crossing:
     """Out of what each rank has measured."""
-    by_host = [measured[first : first + RANKS_OF_A_HOST] for first in range(0, len(measured), RANKS_OF_A_HOST)]
+    num_ranks = len(measured) // 2
+    by_host = [measured[:num_ranks], measured[num_ranks:]]
     return Crossing(
         setting,
         num_parameters=measured[0]["num_parameters"],
@@ -233,14 +269,14 @@ def _start(
 ) -> None:
     """Adds each rank to `ranks` as it starts, so that an interrupt leaves none unknown."""
     for rank, (result, log) in enumerate(zip(results, logs, strict=True)):
-        node, place = divmod(rank, RANKS_OF_A_HOST)
+        node, place = divmod(rank, len(results) // len(hosts))
         host = hosts[node]
         environment = {
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(len(results)),
             "LOCAL_RANK": str(place),
-            "LOCAL_WORLD_SIZE": str(RANKS_OF_A_HOST),
+            "LOCAL_WORLD_SIZE": str(len(results) // len(hosts)),
             "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": "29500",  # nobody else lives in the namespace
             "GLOO_SOCKET_IFNAME": host.interface,
@@ -268,7 +304,7 @@ def _traffic(ranks: list[dict[str, Any]], num_steps: int) -> Traffic:
 
 
 def work() -> None:
-    """What each of the four processes does: `python -c ... ORDER INTERFACE RESULT`."""
+    """What each of the processes does: `python -c ... ORDER INTERFACE RESULT`."""
     import onefold
 
     order, interface, result = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -279,16 +315,35 @@ def work() -> None:
     dist.destroy_process_group()
 
 
-def _measure(zero: dict[str, Any], workload: Workload, shape: ModelShape, interface: str) -> dict[str, Any]:
+def _build(setting: Setting, workload: Workload, model: GPT) -> tuple[Step, Any]:
+    """What trains on a batch, and the engine, where it is ours."""
+    if setting.system is not None:
+        return SYSTEMS[setting.system](lambda: model, workload), None
     import onefold
+
+    config = zero_config(setting.stage, workload)
+    on_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    zero = {key: on_host if value == HOST else value for key, value in setting.zero.items()}
+    config["zero_optimization"] |= {**(NOTHING_KEPT if setting.stage == 3 else {}), **zero}
+    config["onefold"] = setting.own
+    engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step, engine
+
+
+def _measure(setting: Setting, workload: Workload, shape: ModelShape, interface: str) -> dict[str, Any]:
     from onefold.comm.exchange import ACROSS
 
-    config = zero_config(3, workload)
-    config["zero_optimization"] |= {**NOTHING_KEPT, **zero}
     torch.manual_seed(workload.seed)
     model = GPT(shape)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
+    step, engine = _build(setting, workload, model)
     losses = []
 
     def train(first: int, last: int) -> None:
@@ -296,13 +351,10 @@ def _measure(zero: dict[str, Any], workload: Workload, shape: ModelShape, interf
             seed = workload.seed + 1000 * index + dist.get_rank()
             tokens, targets = make_batch(shape, workload.batch, workload.sequence, seed, torch.device("cpu"))
             with WideProducts():
-                loss = engine(tokens, targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+                losses.append(step(tokens, targets).item())
 
     def counters() -> dict[str, int]:
-        rows = engine.ledger.rows()
+        rows = engine.ledger.rows() if engine is not None else []
         return {
             "left": sent_bytes(interface),
             "stayed": sent_bytes("lo"),
@@ -320,7 +372,8 @@ def _measure(zero: dict[str, Any], workload: Workload, shape: ModelShape, interf
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
     after = counters()
     dist.barrier()
-    engine.destroy()
+    if engine is not None:
+        engine.destroy()
     moved = {name: after[name] - before[name] for name in before}
     spent = {"seconds": seconds, "processor_seconds": processor_seconds}
     return {"num_parameters": num_parameters, "losses": losses, **spent, **moved}
@@ -366,9 +419,9 @@ def sent_bytes(interface: str) -> int:
 def summary(outcome: Outcome) -> str:
     assert isinstance(outcome, Crossing)
     left, ledger = outcome.mean("left"), outcome.mean("left_by_ledger")
+    beside = f", {left / ledger:.3f} of the ledger's" if ledger else ""
     return (
-        f"{outcome.step_mean:.3f} s a step, {left / 1e6:.2f} MB left each host, {left / ledger:.3f} of the ledger's, "
-        f"loss {outcome.losses[-1]:.4f}"
+        f"{outcome.step_mean:.3f} s a step, {left / 1e6:.2f} MB left each host{beside}, loss {outcome.losses[-1]:.4f}"
     )
 
 
@@ -376,6 +429,7 @@ def summary(outcome: Outcome) -> str:
 class Figures:
     """One setting on one cable: medians over the rounds. Bytes are a step's and a host's."""
 
+    num_ranks: int
     link: str
     setting: str
     step_seconds: float
@@ -389,7 +443,9 @@ class Figures:
 
     @property
     def row(self) -> list[str]:
+        by_ledger = self.left_by_ledger
         return [
+            f"2 x {self.num_ranks}",
             self.link,
             self.setting,
             f"{self.step_seconds:.3f}",
@@ -397,21 +453,21 @@ class Figures:
             "-" if self.busy is None else f"{self.busy:.0%}",
             f"{self.processor_seconds:.2f}",
             f"{self.left / 1e6:.2f}",
-            f"{self.left_by_ledger / 1e6:.2f}",
-            f"{self.left / self.left_by_ledger:.3f}",
+            f"{by_ledger / 1e6:.2f}" if by_ledger else "-",
+            f"{self.left / by_ledger:.3f}" if by_ledger else "-",
             f"{self.stayed / 1e6:.2f}",
             f"{self.loss:.5f}",
         ]
 
 
-def collect(outcomes: dict[str, list[Outcome]], jobs: dict[str, tuple[str, Rate]]) -> list[Figures]:
+def collect(outcomes: dict[str, list[Outcome]], jobs: dict[str, tuple[str, Rate, int]]) -> list[Figures]:
     found = []
     for name, rounds in outcomes.items():
-        setting, rate = jobs[name]
+        setting, rate, num_ranks = jobs[name]
         measured = [outcome for outcome in rounds if isinstance(outcome, Crossing) and not outcome.error]
         if not measured:
             continue
-        reference = outcomes.get(label(REFERENCE, rate), [])
+        reference = outcomes.get(label(REFERENCE, rate, num_ranks), [])
         speedups = [
             theirs.step_mean / mine.step_mean
             for mine, theirs in zip(rounds, reference, strict=False)
@@ -421,6 +477,7 @@ def collect(outcomes: dict[str, list[Outcome]], jobs: dict[str, tuple[str, Rate]
         left = statistics.median(outcome.mean("left") for outcome in measured)
         found.append(
             Figures(
+                num_ranks=num_ranks,
                 link=rate.name,
                 setting=setting,
                 step_seconds=seconds,
@@ -436,8 +493,8 @@ def collect(outcomes: dict[str, list[Outcome]], jobs: dict[str, tuple[str, Rate]
     return found
 
 
-def label(setting: str, rate: Rate) -> str:
-    return f"{setting}, {rate.name}"
+def label(setting: str, rate: Rate, num_ranks: int) -> str:
+    return f"{setting}, {rate.name}, 2 x {num_ranks} ranks"
 
 
 def draw(figures: list[Figures], path: Path) -> None:
@@ -474,7 +531,7 @@ def draw(figures: list[Figures], path: Path) -> None:
 
 
 COLUMNS = (
-    "bytes are one host's and one step's; left a host: tx_bytes of the cable's end; ledger: rows `across` of both "
+    "bytes are one host's and one step's; left a host: tx_bytes of the cable's end; ledger: rows `across` of its "
     "ranks; stayed: tx_bytes of the loopback; link busy: what left, of what the link carries in that time (its rate "
     "also pays for the headers of every 1,500 bytes, 4%, which the kernel's counter sees once a large packet); "
     "processor s: a rank's in a step"
@@ -502,6 +559,13 @@ def parse_settings(text: str) -> list[str]:
     return chosen
 
 
+def parse_ranks(text: str) -> list[int]:
+    chosen = list(dict.fromkeys(text.split(",")))
+    if not all(each.isdecimal() and int(each) > 0 for each in chosen):
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers of ranks, as in 2,4")
+    return [int(each) for each in chosen]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.network",
@@ -518,6 +582,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--settings", type=parse_settings, default=",".join(SETTINGS), help="one or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks", type=parse_ranks, default="2", help="ranks on each host, one or more (default: %(default)s)"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank and step (default: %(default)s)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens a sequence (default: %(default)s)")
@@ -550,12 +617,21 @@ def main() -> None:
         num_warmup_steps=arguments.warmup,
         device="cpu",
     )
-    jobs = {label(setting, rate): (setting, rate) for rate in arguments.rate for setting in arguments.settings}
+    jobs = {
+        label(setting, rate, num_ranks): (setting, rate, num_ranks)
+        for num_ranks in arguments.ranks
+        for rate in arguments.rate
+        for setting in arguments.settings
+    }
+
+    def run_one(setting: str, rate: Rate, num_ranks: int) -> Outcome:
+        return run([setting], workload, rate, arguments.timeout, num_ranks=num_ranks)[0]
+
     try:
         outcomes = run_all(
             list(jobs),
             arguments.rounds,
-            lambda name: run([jobs[name][0]], workload, jobs[name][1], arguments.timeout)[0],
+            lambda name: run_one(*jobs[name]),
             summary,
         )
     except NoNetwork as error:
@@ -567,7 +643,7 @@ def main() -> None:
     num_parameters = max(outcome.num_parameters for rounds in outcomes.values() for outcome in rounds)
     details = {
         "model": f"GPT {arguments.preset}, {num_parameters / 1e6:.1f}M parameters, bf16, products computed in fp32",
-        "job": f"2 network namespaces joined by a veth pair, 2 gloo ranks in each, one thread each, "
+        "job": f"2 network namespaces joined by a veth pair, gloo ranks in each, one thread each, "
         f"{arguments.batch} x {arguments.sequence} tokens a rank and step; {arguments.rounds} rounds of "
         f"{arguments.steps} timed steps after {arguments.warmup}",
         "stage 3": "persistence threshold, live and reuse limits 0: every unit is gathered in forward and in backward",
@@ -576,7 +652,7 @@ def main() -> None:
     }
     print("\n" + "\n".join(f"{name}: {value}" for name, value in details.items()) + f"\n\n{table}")
     if arguments.report:
-        title = f"ZeRO++ between two hosts: {arguments.preset}, bf16"
+        title = f"Between two hosts: {arguments.preset}, bf16"
         text = f"{describe_run(title, 'benchmarks.network', details)}\n{table}\n"
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
         if figures:

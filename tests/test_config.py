@@ -288,7 +288,9 @@ def test_an_unknown_key_names_its_path_and_the_nearest(given: dict[str, Any], pa
 
 
 def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"onefold\.qqqq: .*known there: collective, node_sums_dtype, node_size, units"):
+    with pytest.raises(
+        ConfigError, match=r"onefold\.qqqq: .*known there: collective, node_sums_dtype, node_size, units"
+    ):
         load_config({"onefold": {"qqqq": 1}})
     with pytest.raises(ConfigError, match="none like it"):
         load_config({"qqqq": 1})

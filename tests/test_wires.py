@@ -79,7 +79,7 @@ def traffic(name: str, totals: list[int], world: int, node: int, accumulation: i
     """Bytes that one rank sends in a step of bf16: (operation, group) -> bytes. Groups are on one host, or across."""
     keys, sent = SETTINGS[name], {}
     nodes, code8, code4 = world // node, Codec(8), Codec(4)
-    near, far = node - 1, world - node
+    near = node - 1
 
     def add(operation: str, group: str, num_bytes: int) -> None:
         if num_bytes:
@@ -91,14 +91,14 @@ def traffic(name: str, totals: list[int], world: int, node: int, accumulation: i
         everywhere, second = 2 * accumulation, 0
         if "zero_hpz_partition_size" in keys:
             everywhere, second = 1, 2 * accumulation - 1
-        add("gather", "data", everywhere * near * row + second * (node - 1) * 2 * total // node)
-        add("gather", "across", everywhere * far * row)
+        add("gather", "data", everywhere * near * nodes * row + second * near * 2 * total // node)
+        add("gather", "across", everywhere * (nodes - 1) * row)
         if "zero_quantized_gradients" in keys:
             add("reduce inside", "data", accumulation * near * code8.row_bytes(nodes * shard))
             add("reduce across", "across", accumulation * (nodes - 1) * code4.row_bytes(shard))
         else:
-            add("reduce-scatter", "data", accumulation * near * 2 * shard)
-            add("reduce-scatter", "across", accumulation * far * 2 * shard)
+            add("reduce-scatter", "data", accumulation * near * nodes * 2 * shard)
+            add("reduce-scatter", "across", accumulation * (nodes - 1) * 4 * shard)
     return sent
 
 

@@ -596,11 +596,11 @@ def test_frozen_weights_alone_travel_as_integers(on_ranks):
         assert rests
         assert losses == pytest.approx(each["stage 3"][0], rel=2e-2)
         assert losses != each["stage 3"][0]
-        # Gathered twice in a step: one peer is near, two are far.
+        # Gathered twice in a step: once to the other host, and both hosts' slices to the neighbour.
         row = sum(2 * total // 4 if trained else Codec(8).row_bytes(total // 4) for total, trained in totals)
-        assert sent == {"data": 2 * row, "across": 4 * row}
+        assert sent == {"data": 4 * row, "across": 2 * row}
         plain = sum(2 * total // 4 for total, _ in totals)
-        assert each["stage 3"][1] == {"data": 2 * plain, "across": 4 * plain}
+        assert each["stage 3"][1] == {"data": 4 * plain, "across": 2 * plain}
 
 
 def test_frozen_weights_keep_their_second_shard_from_step_to_step(on_ranks):
@@ -610,7 +610,7 @@ def test_frozen_weights_keep_their_second_shard_from_step_to_step(on_ranks):
         assert rests
         assert losses == each["stage 3"][0]
         assert alike == each["stage 3"][4]
-        assert sent["across"] == 2 * sum(2 * total // 4 for total, trained in totals if trained)
+        assert sent["across"] == sum(2 * total // 4 for total, trained in totals if trained)
 
 
 # -- worlds and shapes ------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class Lane:
         """
         if self.stream is not None:
             return self.pending(complete)
-        before, done = self._last, Future[None]()
+        before, done, job = self._last, Future[None](), [complete]
         self._last = done
 
         def run() -> None:
@@ -178,7 +178,7 @@ class Lane:
                 if before is not None:
                     before.exception()
                 with torch.no_grad():
-                    complete()
+                    job.pop()()  # what it holds goes before anybody hears that it is done
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)

@@ -35,6 +35,8 @@ def rounds_of(reductions: Sequence[Reduction], sources: Sequence[torch.Tensor], 
 
 
 def _parts_of(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> Iterator[Part]:
+    if not source.numel():
+        return
     rows = source.view(num_ranks, -1)
     width = max(1, INBOX_BYTES // rows[:, :1].nbytes)
     for start in range(0, rows.shape[1], width):
