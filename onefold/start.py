@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
+from onefold.allocator import give_back_free_memory
 from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
 from onefold.comm.notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
@@ -88,6 +89,7 @@ def initialize(
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    give_back_free_memory()
     if is_first:
         logger.info("DeepSpeed info: onefold engine\n%s", engine.describe())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

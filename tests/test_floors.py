@@ -17,6 +17,7 @@ FLOORS = {
     "log": 0,
     "config": 0,
     "pool": 0,
+    "allocator": 0,
     "gpu_kernels": 0,
     "version": 0,
     "plan": 0,

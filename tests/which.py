@@ -42,6 +42,7 @@ TESTS = {
     "cli/terminal.py": "ckpt_command bench_tiers export",
     "cli/train.py": "train",
     "comm/__init__.py": "traffic wires mics",
+    "allocator.py": "resident_memory",
     "comm/agreement.py": "traffic stage3 cases",
     "comm/board.py": "checkpoints checkpoint_faults",
     "comm/codec.py": "codec wires gpu_codec",

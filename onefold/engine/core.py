@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
 from onefold.config import Batch
 from onefold.engine import deepspeed_names, offload_states
@@ -27,7 +28,7 @@ from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.step import NonFiniteError, ShardedStep, StepDecision
 from onefold.plan import Crossing, ModelBytes, Plan, Tier, count_crossing
 from onefold.pool import Pool
-from onefold.report.describe import describe, held_bytes, planned_bytes
+from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 from onefold.report.memory_usage import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
@@ -77,6 +78,8 @@ class Engine(nn.Module):
         self.device = device
         self.ledger = Ledger()
         self._other_plans = other_plans or {}
+        # The first pass is not followed yet and pools fill in the second: what those needed is not needed again.
+        self._steps_to_settle = 2
         self.is_compiled = False
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
@@ -210,6 +213,9 @@ class Engine(nn.Module):
             self._saving.raise_failed()
         self.zero_grad()
         schedule.end_step()
+        self._steps_to_settle -= 1
+        if self._steps_to_settle == 0:
+            give_back_free_memory()
         decision.loss_scale.update(overflow=optimizer.overflow)
         if not decision.applied:
             state.skipped_steps += 1
@@ -381,6 +387,10 @@ class Engine(nn.Module):
     def planned_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
         """The plan's arithmetic: model-state bytes of one rank in one tier."""
         return planned_bytes(self.state.schedule.units, self._complete(self.plan), tier)
+
+    def planned_buffers(self) -> int:
+        """Bytes that pools keep between steps beside model state, on a CPU; a GPU's allocator has them for others."""
+        return planned_buffers(self.state.schedule, self._complete(self.plan)) if self.device.type == "cpu" else 0
 
     def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
         """The same for every stage, all on the device: what another one would have needed."""

@@ -12,6 +12,7 @@ from onefold.plan.memory import (
     ModelBytes,
     Residency,
     assign_tiers,
+    count_buffers,
     count_bytes,
     count_crossing,
 )

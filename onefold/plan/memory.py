@@ -6,12 +6,15 @@ in their order, so what stays on the device is used first: its forward runs whil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
 from onefold.plan.layout import Layout
+from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.plan.table import Plan, Tier
 
 
@@ -109,6 +112,73 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
             masters += 0 if is_slice else stepped * master.itemsize
             states += stepped * master.itemsize * plan.num_states
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
+
+
+Batches = Sequence[Sequence[FlatParamSpec]]
+
+
+def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
+    """Bytes that pools keep on a CPU from step to step beside model state: whole gradients until they are reduced, of
+    the batch that lands and of those in flight, and what comes from other ranks meanwhile. Pools grow to the most that
+    is open at once. Batches of trained flat parameters, in the order of their reductions, and of steps.
+    """
+    most: Counter[Hashable] = Counter()
+
+    def open_at_once(found: Iterable[tuple[Hashable, int]]) -> None:
+        counted: Counter[Hashable] = Counter()
+        for key, num_bytes in found:
+            counted[key] += num_bytes
+        most.update({key: num - most[key] for key, num in counted.items() if num > most[key]})
+
+    in_flight: deque[Sequence[FlatParamSpec]] = deque()
+    for batch, after in zip_longest(reductions, reductions[1:], fillvalue=()):
+        while len(in_flight) >= (REDUCTIONS_IN_FLIGHT if plan.overlap else 1):
+            in_flight.popleft()
+        while (
+            in_flight and sum(spec.layout.total for some in (*in_flight, batch) for spec in some) > plan.reduce_bucket
+        ):
+            in_flight.popleft()
+        in_flight.append(batch)
+        arriving = [spec for some in in_flight for spec in some]
+        landed = [*arriving, *(after if plan.overlap else ())]
+        open_at_once(
+            each
+            for specs, buffers in ((landed, _slots), (arriving, _inboxes))
+            for spec in specs
+            for each in buffers(spec, plan)
+        )
+    if not plan.shards_states:  # reduced gradients are gathered one batch ahead
+        for pair in zip_longest(refreshes, refreshes[1:], fillvalue=()):
+            open_at_once(each for batch in pair for spec in batch for each in _gathered(spec, plan))
+    return sum(most.values())
+
+
+def _slots(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]:
+    layout, dtype = spec.layout, _slot_dtype(spec, plan)
+    if not reduces_in_place(plan, spec, plan.num_micro_steps):
+        yield (layout.total, dtype, layout.shape_key), layout.total * dtype.itemsize
+
+
+def _inboxes(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]:
+    layout, wire = spec.layout, plan.precision.of_wire(spec.dtype)
+    if layout.num_shards == 1:
+        return
+    received = layout.shard_size * (layout.num_shards - 1)
+    yield ("received", received, wire), received * wire.itemsize
+    if wire != _slot_dtype(spec, plan):
+        yield ("cast", layout.total, wire), layout.total * wire.itemsize
+
+
+def _slot_dtype(spec: FlatParamSpec, plan: Plan) -> torch.dtype:
+    """Of a whole gradient, of as many micro-steps as add up before it is reduced."""
+    return plan.precision.of_gradient(spec.dtype, plan.num_micro_steps if plan.keeps_whole_gradient else 1)
+
+
+def _gathered(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]:
+    layout = spec.layout
+    if layout.num_shards > 1:
+        dtype = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, layout.num_shards)
+        yield (layout.total, dtype), layout.total * dtype.itemsize
 
 
 def feedback_bytes(numel: int, num_ranks: int, node_size: int) -> int:

@@ -27,6 +27,9 @@ class Moment(IntEnum):
 
 Event = tuple[Moment, int]
 
+# A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
+# cheapest while that is still in cache.
+REDUCTIONS_IN_FLIGHT = 2
 # Units smaller than this share a collective with the next one: below it latency costs more than bytes.
 SMALL_MESSAGE = 1 << 20
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from onefold.config import Batch
 from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
-from onefold.plan import Crossing, ModelBytes, Plan, Residency, Tier, count_bytes
+from onefold.plan import Crossing, ModelBytes, Plan, Residency, Tier, count_buffers, count_bytes
 from onefold.runtime import Schedule, Unit
 
 
@@ -18,6 +18,15 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
     if on_device:
         specs = [replace(spec, residency=Residency()) for spec in specs]
     return count_bytes(specs, plan, tier)
+
+
+def planned_buffers(schedule: Schedule, plan: Plan) -> int:
+    """What pools keep beside model state, by arithmetic."""
+    reductions, refreshes = (
+        [[param.spec for unit in batch for param in unit.trained] for batch in batches]
+        for batches in (schedule.order.reduction_batches, schedule.order.refresh_batches)
+    )
+    return count_buffers(reductions, refreshes, plan)
 
 
 def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:

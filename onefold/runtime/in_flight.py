@@ -13,13 +13,10 @@ from onefold.comm import Collective, Gathering, Guard, Pending
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan
+from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.unit import Unit
-
-# A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
-# cheapest while that is still in cache.
-REDUCTIONS_IN_FLIGHT = 2
 
 
 @dataclass

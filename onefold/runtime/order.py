@@ -102,6 +102,11 @@ class Order:
             self._follow([(Moment.REDUCE, unit.index) for unit in self._trained[::-1]])
         self.refresh_batches = self._batches(self._trained)
 
+    @property
+    def reduction_batches(self) -> list[list[Unit]]:
+        """What is reduced together, where units are used in the order of the model."""
+        return self._batches(self._trained[::-1], self._plan.reduce_bucket)
+
     # -- the pass -----------------------------------------------------------------------------------------------
 
     def begin(self, *, forward: bool) -> None:
@@ -184,7 +189,7 @@ class Order:
         elif self._gathers:
             self._negotiate(Request.END, 0)
         if self.reduces:
-            self._reduce(self._batches(self._trained[::-1], self._plan.reduce_bucket))
+            self._reduce(self.reduction_batches)
             self._in_flight.finish_reductions()
             if self._learning and self._whole_record:
                 self._learn(aborted)
