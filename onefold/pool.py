@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 
 import torch
+
+from onefold.allocator import apart_from_heap
 
 
 class Pool:
@@ -30,7 +33,8 @@ class Pool:
             return free.pop()
         self.num_bytes += numel * dtype.itemsize
         make = torch.empty if key is None else torch.zeros
-        return make(numel, dtype=dtype, device=self._device)
+        with apart_from_heap() if self._keeps else nullcontext():
+            return make(numel, dtype=dtype, device=self._device)
 
     def give_back(self, buffer: torch.Tensor, key: Hashable = None) -> None:
         if self._keeps:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 
+from onefold.allocator import apart_from_heap
 from onefold.offload.bus import HERE, Arrival
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.offload_memory import OffloadMemory
@@ -98,7 +99,8 @@ class ShardStore:
             if self._memory is not None:
                 self.param = self._memory.param_shard(tier, size, dtype)
             else:
-                self.param = DeviceShard(torch.empty(size, dtype=dtype, device=self.device))
+                with apart_from_heap():
+                    self.param = DeviceShard(torch.empty(size, dtype=dtype, device=self.device))
         self.param.write(values)
 
     def prefetch(self) -> bool:
@@ -131,7 +133,8 @@ class ShardStore:
             self._master = self._memory.state(self.state_tier, self.stop - self.start, wide)
             write(self._master, read(used).to(wide))
         else:
-            self._master = used if used.dtype == wide else read(used).to(wide)
+            with apart_from_heap():
+                self._master = used if used.dtype == wide else read(used).to(wide)
         if self.param is None and self._master is not used:
             assert isinstance(used, torch.Tensor)
             self.computes = used
@@ -142,7 +145,8 @@ class ShardStore:
         self.states = {}
         for name in names:
             if isinstance(self.master, torch.Tensor) and not self.steps_on_host:
-                self.states[name] = torch.zeros_like(self.master)
+                with apart_from_heap():
+                    self.states[name] = torch.zeros_like(self.master)
             else:
                 assert self._memory is not None
                 self.states[name] = self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)
