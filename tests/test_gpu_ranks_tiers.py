@@ -79,8 +79,19 @@ def test_the_exchange_over_the_host_trains_as_nccl_does(on_nccl_ranks, staged, s
 
 
 @pytest.fixture(scope="module")
+def one_node(on_nccl_ranks) -> list[Any]:
+    return on_nccl_ranks(4, run, 3, "fp32", {})
+
+
+@pytest.fixture(scope="module")
 def plain(on_nccl_ranks) -> list[Any]:
     return on_nccl_ranks(4, run, 3, "fp32", {}, node_size=2)
+
+
+def test_two_nodes_train_as_one(one_node, plain):
+    assert_alike(traces(plain), traces(one_node), exact=True)
+    assert {name for *_, name in one_node} == {"alltoall"}
+    assert {name for *_, name in plain} == {"twolevel"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduc
 from onefold.comm.exchange import Exchange, count_sent
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
-from onefold.comm.parts import Part, rounds_of
+from onefold.comm.parts import GradPart, rounds_of
 from onefold.comm.tree import add_tree
 
 
@@ -106,7 +106,7 @@ class AllToAll(Native):
 
         return self._lane.pending(complete)
 
-    def _exchange(self, parts: Sequence[Part]) -> list[list[torch.Tensor]]:
+    def _exchange(self, parts: Sequence[GradPart]) -> list[list[torch.Tensor]]:
         """Every rank's pieces of this rank's row, in the order of ranks."""
         group, pieces = self.group, []
         with dist.distributed_c10d._coalescing_manager(group.process_group, self._lane.device):

@@ -14,7 +14,7 @@ INBOX_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
-class Part:
+class GradPart:
     """Columns of a gradient that travel together: row k goes to rank k, and the sum of this rank's rows to `target`."""
 
     rows: torch.Tensor
@@ -22,9 +22,11 @@ class Part:
     add: bool
 
 
-def rounds_of(reductions: Sequence[Reduction], sources: Sequence[torch.Tensor], num_ranks: int) -> Iterator[list[Part]]:
+def rounds_of(
+    reductions: Sequence[Reduction], sources: Sequence[torch.Tensor], num_ranks: int
+) -> Iterator[list[GradPart]]:
     """The rounds that gradients travel in; `sources` are the gradients in the dtype of the wire."""
-    pairs, batch = zip(reductions, sources, strict=True), list[Part]()
+    pairs, batch = zip(reductions, sources, strict=True), list[GradPart]()
     for part in (part for reduction, source in pairs for part in _parts_of(reduction, source, num_ranks)):
         if batch and sum(each.rows.nbytes for each in [*batch, part]) > INBOX_BYTES:
             yield batch
@@ -34,10 +36,10 @@ def rounds_of(reductions: Sequence[Reduction], sources: Sequence[torch.Tensor], 
         yield batch
 
 
-def _parts_of(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> Iterator[Part]:
+def _parts_of(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> Iterator[GradPart]:
     if not source.numel():
         return
     rows = source.view(num_ranks, -1)
     width = max(1, INBOX_BYTES // rows[:, :1].nbytes)
     for start in range(0, rows.shape[1], width):
-        yield Part(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)
+        yield GradPart(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)

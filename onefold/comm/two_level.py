@@ -27,7 +27,7 @@ import torch
 
 from onefold.comm.collective import Collective, CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
 from onefold.comm.mesh import Group
-from onefold.comm.parts import Part, rounds_of
+from onefold.comm.parts import GradPart, rounds_of
 from onefold.comm.tree import add_branches, add_tree, branches_of, sum_dtype
 from onefold.pool import Pool
 
@@ -109,7 +109,7 @@ class TwoLevel(CollectiveWrapper):
         with self._lane.enter():
             sources = [self._on_wire(reduction) for reduction in reductions]
             rounds = [
-                _Round(parts, self.reserve_tag(), self.reserve_tag())
+                _Turn(parts, self.reserve_tag(), self.reserve_tag())
                 for parts in rounds_of(reductions, sources, self.group.size)
             ]
             ahead = deque([self._start_inside(each) for each in rounds[:1]])
@@ -128,7 +128,7 @@ class TwoLevel(CollectiveWrapper):
 
         return self._lane.beside(complete)
 
-    def _start_inside(self, this: _Round) -> tuple[list[_Sums], Pending]:
+    def _start_inside(self, this: _Turn) -> tuple[list[_Sums], Pending]:
         sums = []
         for part in this.parts:
             shape = (len(self._stands_for[self.group.rank]), len(self._neighbours), part.rows.shape[1])
@@ -209,10 +209,10 @@ class TwoLevel(CollectiveWrapper):
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Turn:
     """What travels together, and its places in the order of exchanges."""
 
-    parts: list[Part]
+    parts: list[GradPart]
     inside: int
     across: int
 
@@ -223,7 +223,7 @@ class _Sums:
     branches of this rank's own slice, all over the ranks.
     """
 
-    part: Part
+    part: GradPart
     inbox: torch.Tensor
     taken: list[torch.Tensor]
     branches: dict[range, torch.Tensor]
