@@ -1,46 +1,39 @@
-"""Host memory that is free and still held by the process."""
+"""Host memory: what is held for long lies apart from the C library's heap, and what is free there goes back.
+
+[Note: the heap]
+The C library serves tensors below 32 MB from one heap, keeps what is freed for the next, and can give back to the
+system only what lies at its end. States and pools that lay between parameters and gradients that come and go would
+leave holes of odd sizes: a hundred MB and more that are resident and empty.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+import mmap
 from functools import cache
 from typing import Any
 
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+import torch
+
+# Smaller ones fill no holes, and a mapping has whole pages.
+_SMALLEST = 1 << 20
+
+
+def zeros_apart(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for long, all zero: on a host in a mapping of its own, which ends with the tensor."""
+    num_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _SMALLEST:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype)
 
 
 def give_back_free_memory() -> None:
-    """Hand free pages of the C library's heap to the system. A model that was built, or the first pass, leaves holes
-    there that nothing fills again; the library keeps them resident for good.
+    """Hand free pages of the heap to the system: a model that was built, or the first pass, leaves holes that nothing
+    fills again.
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)
-
-
-@contextmanager
-def apart_from_heap() -> Iterator[None]:
-    """Memory for long: in mappings of its own, so that what comes and goes in the heap leaves no holes around it."""
-    mallopt = _mallopt()
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, 1 << 17)
-    try:
-        yield
-    finally:
-        # As far as the library moves both by itself, which it no longer does.
-        mallopt(_M_MMAP_THRESHOLD, 1 << 25)
-        mallopt(_M_TRIM_THRESHOLD, 1 << 26)
-
-
-@cache
-def _mallopt() -> Any:
-    try:
-        return ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return None
 
 
 @cache

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import nullcontext
 
 import torch
 
-from onefold.allocator import apart_from_heap
+from onefold.allocator import zeros_apart
 
 
 class Pool:
@@ -32,9 +31,9 @@ class Pool:
         if free:
             return free.pop()
         self.num_bytes += numel * dtype.itemsize
-        make = torch.empty if key is None else torch.zeros
-        with apart_from_heap() if self._keeps else nullcontext():
-            return make(numel, dtype=dtype, device=self._device)
+        if self._keeps or key is not None:
+            return zeros_apart(numel, dtype, self._device)
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def give_back(self, buffer: torch.Tensor, key: Hashable = None) -> None:
         if self._keeps:

@@ -26,7 +26,7 @@ from onefold.optim.choose import Chosen
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.step import NonFiniteError, ShardedStep, StepDecision
-from onefold.plan import Crossing, ModelBytes, Plan, Tier, count_crossing
+from onefold.plan import Buffers, Crossing, ModelBytes, Plan, Tier, count_crossing
 from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 from onefold.report.memory_usage import memory_status
@@ -388,9 +388,9 @@ class Engine(nn.Module):
         """The plan's arithmetic: model-state bytes of one rank in one tier."""
         return planned_bytes(self.state.schedule.units, self._complete(self.plan), tier)
 
-    def planned_buffers(self) -> int:
-        """Bytes that pools keep between steps beside model state, on a CPU; a GPU's allocator has them for others."""
-        return planned_buffers(self.state.schedule, self._complete(self.plan)) if self.device.type == "cpu" else 0
+    def planned_buffers(self) -> Buffers:
+        """Bytes of one rank beside its model state, activations aside."""
+        return planned_buffers(self.state.schedule, self._complete(self.plan), keeps=self.device.type == "cpu")
 
     def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
         """The same for every stage, all on the device: what another one would have needed."""
@@ -418,7 +418,16 @@ class Engine(nn.Module):
         sizes = {tier: self.planned_bytes(tier) for tier in Tier}
         name = self.optimizer.name if self.optimizer is not None else None
         units = self.state.schedule.units
-        return describe(units, self.plan, sizes, self.planned_crossing(), self.batch, name, self._collective_name)
+        return describe(
+            units,
+            self.plan,
+            sizes,
+            self.planned_buffers(),
+            self.planned_crossing(),
+            self.batch,
+            name,
+            self._collective_name,
+        )
 
     # -- compiling and printing ---------------------------------------------------------------------------------
 

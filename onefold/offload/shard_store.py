@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from onefold.allocator import apart_from_heap
+from onefold.allocator import zeros_apart
 from onefold.offload.bus import HERE, Arrival
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.offload_memory import OffloadMemory
@@ -46,6 +46,10 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return zeros_apart(values.numel(), dtype, values.device).copy_(values)
 
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
@@ -99,8 +103,7 @@ class ShardStore:
             if self._memory is not None:
                 self.param = self._memory.param_shard(tier, size, dtype)
             else:
-                with apart_from_heap():
-                    self.param = DeviceShard(torch.empty(size, dtype=dtype, device=self.device))
+                self.param = DeviceShard(zeros_apart(size, dtype, self.device))
         self.param.write(values)
 
     def prefetch(self) -> bool:
@@ -133,8 +136,7 @@ class ShardStore:
             self._master = self._memory.state(self.state_tier, self.stop - self.start, wide)
             write(self._master, read(used).to(wide))
         else:
-            with apart_from_heap():
-                self._master = used if used.dtype == wide else read(used).to(wide)
+            self._master = used if used.dtype == wide else _widened(read(used), wide)
         if self.param is None and self._master is not used:
             assert isinstance(used, torch.Tensor)
             self.computes = used
@@ -145,8 +147,7 @@ class ShardStore:
         self.states = {}
         for name in names:
             if isinstance(self.master, torch.Tensor) and not self.steps_on_host:
-                with apart_from_heap():
-                    self.states[name] = torch.zeros_like(self.master)
+                self.states[name] = zeros_apart(self.master.numel(), self.master.dtype, self.master.device)
             else:
                 assert self._memory is not None
                 self.states[name] = self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)

@@ -7,6 +7,7 @@ what is launched when (program), what rests in which tier and how many bytes tha
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
+    Buffers,
     Crossing,
     FlatParamSpec,
     ModelBytes,
@@ -15,6 +16,7 @@ from onefold.plan.memory import (
     count_buffers,
     count_bytes,
     count_crossing,
+    count_unit_in_use,
 )
 from onefold.plan.program import Moment, Program, coalesce, compile_program
 from onefold.plan.table import Feedback, Part, Placement, Plan, Precision, Tier, Wire, make_plan, plan_every_stage

@@ -117,6 +117,29 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
 Batches = Sequence[Sequence[FlatParamSpec]]
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of one rank beside its model state: what pools keep from step to step, on a CPU, and what the largest unit
+    needs while it is in use: its parameters unsharded, and gradients as autograd makes them.
+    """
+
+    pools: int
+    unit_in_use: int
+
+    @property
+    def total(self) -> int:
+        return self.pools + self.unit_in_use
+
+
+def count_unit_in_use(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> int:
+    return max((sum(_bytes_in_use(spec, plan) for spec in specs) for specs in units), default=0)
+
+
+def _bytes_in_use(spec: FlatParamSpec, plan: Plan) -> int:
+    unsharded = spec.layout.total * spec.dtype.itemsize
+    return unsharded * (int(spec.trainable) + int(not stays_unsharded(plan, spec)))
+
+
 def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
     """Bytes that pools keep on a CPU from step to step beside model state: whole gradients until they are reduced, of
     the batch that lands and of those in flight, and what comes from other ranks meanwhile. Pools grow to the most that

@@ -8,7 +8,17 @@ from dataclasses import replace
 from onefold.config import Batch
 from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
-from onefold.plan import Crossing, ModelBytes, Plan, Residency, Tier, count_buffers, count_bytes
+from onefold.plan import (
+    Buffers,
+    Crossing,
+    ModelBytes,
+    Plan,
+    Residency,
+    Tier,
+    count_buffers,
+    count_bytes,
+    count_unit_in_use,
+)
 from onefold.runtime import Schedule, Unit
 
 
@@ -20,13 +30,15 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
     return count_bytes(specs, plan, tier)
 
 
-def planned_buffers(schedule: Schedule, plan: Plan) -> int:
-    """What pools keep beside model state, by arithmetic."""
+def planned_buffers(schedule: Schedule, plan: Plan, *, keeps: bool) -> Buffers:
+    """Bytes beside model state, by arithmetic. `keeps`: pools keep what was given back, as on a CPU."""
     reductions, refreshes = (
         [[param.spec for unit in batch for param in unit.trained] for batch in batches]
         for batches in (schedule.order.reduction_batches, schedule.order.refresh_batches)
     )
-    return count_buffers(reductions, refreshes, plan)
+    units = [[param.spec for param in unit.params] for unit in schedule.units]
+    pools = count_buffers(reductions, refreshes, plan) if keeps else 0
+    return Buffers(pools, count_unit_in_use(units, plan))
 
 
 def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:
@@ -45,6 +57,7 @@ def describe(
     units: Sequence[Unit],
     plan: Plan,
     sizes: Mapping[Tier, ModelBytes],
+    buffers: Buffers,
     crossing: Crossing,
     batch: Batch,
     optimizer: str | None,
@@ -68,6 +81,9 @@ def describe(
     slot = sizes[Tier.DEVICE].largest_slot
     if slot:
         lines.append(f"while in backward one more buffer per open unit, {format_bytes(slot)} at most each")
+    beside = f"in use by the largest unit {format_bytes(buffers.unit_in_use)}"
+    pools = f"kept in pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
+    lines.append(f"buffers beside    {pools}{beside}; activations come on top")
     if crossing.any:
         lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
     return "\n".join(lines)
