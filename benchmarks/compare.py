@@ -19,7 +19,7 @@ from benchmarks.systems import LIMITS, Workload, parse_systems
 from benchmarks.table import describe_run, failure_notes, format_table, ratio
 
 REFERENCE = "ddp"
-HEADER = ["system", "step s", "min s", f"x {REFERENCE}", "RSS MB", f"x {REFERENCE}", "start-up s", "loss"]
+HEADER = ["system", "step s", "min s", f"x {REFERENCE}", "RSS MB", f"x {REFERENCE}", "at rest MB", "start-up s", "loss"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,6 +77,7 @@ def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
                 f"{statistics.median(ratios):.2f}" if ratios else "-",
                 f"{resident:.0f}",
                 ratio(resident, reference_rss),
+                f"{statistics.median(outcome.rest_mb for outcome in measured):.0f}",
                 f"{statistics.median(outcome.startup_seconds for outcome in measured):.1f}",
                 f"{measured[-1].losses[-1]:.5f}",
             ]

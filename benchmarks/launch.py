@@ -42,6 +42,8 @@ class Outcome:
     step_seconds: list[float] = field(default_factory=list)
     startup_seconds: float = 0.0
     resident_mb: float = 0.0
+    rest_mb: float = 0.0
+    """Resident memory at its peak, and after the last step."""
     gpu_mb: float = 0.0
     startup_gpu_mb: float = 0.0
     """Until the first step's end; `gpu_mb` is the peak after it."""
@@ -78,6 +80,7 @@ def run(
         step_seconds=max((rank["step_seconds"] for rank in measured), key=sum),
         startup_seconds=max(rank["startup_seconds"] for rank in measured),
         resident_mb=max(rank["resident_mb"] for rank in measured),
+        rest_mb=max(rank["rest_mb"] for rank in measured),
         gpu_mb=max(rank["gpu_mb"] for rank in measured),
         startup_gpu_mb=max(rank["startup_gpu_mb"] for rank in measured),
         collectives=measured[0]["collectives"],

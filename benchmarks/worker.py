@@ -25,9 +25,18 @@ SNAPSHOT_STEP = 2
 IFNAME = "NCCL_SOCKET_IFNAME"
 
 
+def resident_mb() -> float:
+    """Of this process, now."""
+    return _status_mb("VmRSS")
+
+
 def peak_resident_mb() -> float:
     """The high-water mark of this process's resident memory."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return _status_mb("VmHWM")
+
+
+def _status_mb(field: str) -> float:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found.group(1)) / 1024
 
@@ -130,6 +139,7 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
         "step_seconds": [_between(marks[i], marks[i + 1]) for i in range(workload.num_steps)],
         "startup_seconds": startup_seconds,
         "resident_mb": peak_resident_mb(),
+        "rest_mb": resident_mb(),
         "gpu_mb": torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0,
         "startup_gpu_mb": startup_gpu_mb,
         "sent_mb": sent_mb,

@@ -5,6 +5,7 @@ They satisfy FSDP2's interfaces and need nothing else of onefold: no engine, no 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,7 +18,8 @@ from onefold.comm.codec import BLOCK, Codec
 from onefold.comm.collective import Gathering, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
-from onefold.comm.mesh import DATA_AXIS, Group, nodes_of
+from onefold.comm.mesh import DATA_AXIS, Group
+from onefold.comm.nodes import Nodes
 from onefold.comm.quantized import Quantized, Wires
 from onefold.plan.layout import round_up
 
@@ -31,7 +33,9 @@ class _Quantized:
         self._collective = cache(self._make)
 
     def _make(self, group: dist.ProcessGroup, device: torch.device) -> Quantized:
-        ours = Group(DATA_AXIS, group, group, nodes_of(group, self._node_size))
+        num_ranks = dist.get_world_size(group)
+        size = self._node_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        ours = Group(DATA_AXIS, group, group, Nodes.of_size(size if num_ranks % size == 0 else num_ranks, num_ranks))
         return Quantized(Exchange(ours, self.ledger, device), self._wires, device)
 
     @property

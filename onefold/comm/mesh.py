@@ -144,15 +144,14 @@ def num_ranks_on_node(group: Group) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
 
 
-def nodes_of(group: dist.ProcessGroup, asked: int | None = None) -> Nodes:
-    """The nodes of a group's ranks, as asked or by the launcher. All ranks call this together."""
-    num_ranks = dist.get_world_size(group)
-    if asked is not None or num_ranks == 1:
-        return Nodes.of_size(asked or 1, num_ranks)
-    device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
-    mine = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))], device=device)
+def _nodes_of(host_group: dist.ProcessGroup) -> Nodes:
+    """The nodes of a group's ranks, by the launcher. All ranks call this together."""
+    num_ranks = dist.get_world_size(host_group)
+    if num_ranks == 1:
+        return Nodes((1,))
+    mine = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))])
     told = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(told, mine, group=group)
+    dist.all_gather(told, mine, group=host_group)
     return Nodes.from_launcher([int(size) for size in told])
 
 
@@ -244,7 +243,7 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
             # The mesh's is the program's own. Gloo pairs calls by their kind and number alone: a rank that gathers a
             # metric there must not be given what another rank sends in a meeting.
             host = group if alone else dist.new_group(backend="gloo", timeout=timeout_of(world))
-            _mesh = (world, mesh, host, nodes_of(host))
+            _mesh = (world, mesh, host, _nodes_of(host))
     _, mesh, host, nodes = _mesh
     if node_size is not None:
         nodes = Nodes.of_size(node_size, nodes.num_ranks)
