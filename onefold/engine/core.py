@@ -26,7 +26,7 @@ from onefold.optim.choose import Chosen
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.optim.step import NonFiniteError, ShardedStep, StepDecision
-from onefold.plan import Buffers, Crossing, ModelBytes, Plan, Tier, count_crossing
+from onefold.plan import BufferBytes, Crossing, ModelBytes, Plan, Tier, count_crossing
 from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 from onefold.report.memory_usage import memory_status
@@ -388,7 +388,7 @@ class Engine(nn.Module):
         """The plan's arithmetic: model-state bytes of one rank in one tier."""
         return planned_bytes(self.state.schedule.units, self._complete(self.plan), tier)
 
-    def planned_buffers(self) -> Buffers:
+    def planned_buffers(self) -> BufferBytes:
         """Bytes of one rank beside its model state, activations aside."""
         return planned_buffers(self.state.schedule, self._complete(self.plan), keeps=self.device.type == "cpu")
 

@@ -7,7 +7,7 @@ what is launched when (program), what rests in which tier and how many bytes tha
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
-    Buffers,
+    BufferBytes,
     Crossing,
     FlatParamSpec,
     ModelBytes,

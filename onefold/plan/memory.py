@@ -118,7 +118,7 @@ Batches = Sequence[Sequence[FlatParamSpec]]
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BufferBytes:
     """Bytes of one rank beside its model state: what pools keep from step to step, on a CPU, and what the largest unit
     needs while it is in use: its parameters unsharded, and gradients as autograd makes them.
     """

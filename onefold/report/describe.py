@@ -9,7 +9,7 @@ from onefold.config import Batch
 from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
 from onefold.plan import (
-    Buffers,
+    BufferBytes,
     Crossing,
     ModelBytes,
     Plan,
@@ -30,7 +30,7 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
     return count_bytes(specs, plan, tier)
 
 
-def planned_buffers(schedule: Schedule, plan: Plan, *, keeps: bool) -> Buffers:
+def planned_buffers(schedule: Schedule, plan: Plan, *, keeps: bool) -> BufferBytes:
     """Bytes beside model state, by arithmetic. `keeps`: pools keep what was given back, as on a CPU."""
     reductions, refreshes = (
         [[param.spec for unit in batch for param in unit.trained] for batch in batches]
@@ -38,7 +38,7 @@ def planned_buffers(schedule: Schedule, plan: Plan, *, keeps: bool) -> Buffers:
     )
     units = [[param.spec for param in unit.params] for unit in schedule.units]
     pools = count_buffers(reductions, refreshes, plan) if keeps else 0
-    return Buffers(pools, count_unit_in_use(units, plan))
+    return BufferBytes(pools, count_unit_in_use(units, plan))
 
 
 def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:
@@ -57,7 +57,7 @@ def describe(
     units: Sequence[Unit],
     plan: Plan,
     sizes: Mapping[Tier, ModelBytes],
-    buffers: Buffers,
+    buffers: BufferBytes,
     crossing: Crossing,
     batch: Batch,
     optimizer: str | None,
