@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, first_difference, more, net, precision, start, train
+from models import batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
 
@@ -122,3 +122,24 @@ def ask_for_what_is_not_there() -> None:
 
 def test_wrong_calls_are_told_so(on_ranks):
     on_ranks(1, ask_for_what_is_not_there)
+
+
+def large_ones_leave(stage: int) -> bool:
+    """Shards of more than a megabyte lie in mappings of their own."""
+    found = []
+    for leaves in (False, True):
+        torch.manual_seed(3)
+        engine = start(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)), config(stage))
+        for number in range(3):
+            engine.backward(engine(torch.full((2, 1024), 0.1 + number)).square().mean())
+            engine.step()
+            if leaves:
+                engine.offload_states()
+                engine.reload_states()
+        found.append(weights_of(engine.module))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_large_shards_come_back_too(on_ranks, stage):
+    assert on_ranks(2, large_ones_leave, stage) == [True, True]

@@ -247,8 +247,8 @@ class Watch:
         """One look at this rank's wait, and if it lasts at the other ranks'."""
         if self._break_at is not None:
             if time.monotonic() > self._break_at:
-                self._break_at = None
                 self.break_connections()
+                self._break_at = None
             return
         self._show_life()
         if self._progress[:2] != (self._number, self.launched):
@@ -390,9 +390,9 @@ class Watch:
     def break_connections(self) -> None:
         """Let every wait in these groups raise, here and on their other ranks, and end those of the device."""
         for group in dict.fromkeys([*self._breakable, *([self._called] if self._called is not None else [])]):
-            members = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
             # A receive that times out makes gloo close the pairs of its group, and every wait on them raises.
             with suppress(RuntimeError):
+                members = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
                 if members and _is_gloo(group):
                     work = dist.irecv(torch.zeros(1), members[0], group=group, tag=(1 << 20) + 1)
                     assert work is not None

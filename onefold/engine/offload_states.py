@@ -82,7 +82,7 @@ def _offload(tensors: Iterable[torch.Tensor], *, pinned: bool) -> list[tuple[tor
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.size():
+        if storage.size() and storage.resizable():  # what is not lies in mappings of the host already
             found[storage.data_ptr()] = storage
     offloaded = []
     for storage in found.values():

@@ -23,15 +23,15 @@ from onefold.runtime import FlatParam, Schedule
 # What a row of a step says it is for; others are methods of the optimizer.
 _STEP = 0
 # A row's second number: two flags, and the call. Its third: a digest of what programs have done to parameters.
-_LATE, _ALARM, _CALL = 1, 2, 4
+_LATE, _ALARM, _WAITS, _CALL = 1, 2, 4, 8
 _DONE, _GROUPS = 2, 3
 
 
 class StepScalars:
-    """What ranks tell each other before a step: the sum of squares, on the device where that has it, and two flags."""
+    """What ranks tell each other before a step: the sum of squares, on the device where that has it, and flags."""
 
-    def __init__(self, square: torch.Tensor, *, late: bool, alarm: bool) -> None:
-        self.square, self.late, self.alarm = square, late, alarm
+    def __init__(self, square: torch.Tensor, *, late: bool, alarm: bool, waits: bool) -> None:
+        self.square, self.late, self.alarm, self.waits = square, late, alarm, waits
         self._copy, self._arrived = square, None
         if square.is_cuda:  # whoever asks for it waits for this copy, and for nothing that is queued later
             self._copy = torch.empty_like(square, device="cpu", pin_memory=True).copy_(square, non_blocking=True)
@@ -52,16 +52,24 @@ class StepScalars:
 
 
 def exchange_scalars(
-    params: Iterable[FlatParam], schedule: Schedule, groups: Spelled | None, *, late: bool, alarm: bool = False
+    params: Iterable[FlatParam],
+    schedule: Schedule,
+    groups: Spelled | None,
+    *,
+    late: bool,
+    alarm: bool = False,
+    waits: bool = False,
 ) -> StepScalars:
-    """Square sums of reduced gradients, and whether any rank holds late ones or is alarmed. `groups` must be alike."""
+    """Square sums of reduced gradients, and whether any rank holds late ones, is alarmed, or has to know the norm
+    before it steps. `groups` must be alike.
+    """
     squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.meet_for_step([])
-        return StepScalars(mine, late=late, alarm=alarm)
+        return StepScalars(mine, late=late, alarm=alarm, waits=waits)
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
-    flags = int(late) * _LATE + int(alarm) * _ALARM
+    flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS
     first = schedule.in_flight.num_reductions if on_device else as_integer(mine.item())
     rows = _meet(schedule, _STEP, first, flags, groups.digest if groups else 0)
     if on_device:
@@ -74,15 +82,15 @@ def exchange_scalars(
             "the same numbers on all ranks (a metric reduced over them, as by torch.distributed.all_reduce), and set "
             "rates alike"
         )
-    late, alarm = any(row[1] & _LATE for row in rows), any(row[1] & _ALARM for row in rows)
+    late, alarm, waits = (any(row[1] & flag for row in rows) for flag in (_LATE, _ALARM, _WAITS))
     if on_device:
         # What comes late is reduced first, and then all of this is done again.
-        total = mine if late or alarm else schedule.in_flight.gather_scalar("the norm", mine).sum()
-        return StepScalars(total, late=late, alarm=alarm)
+        total = mine if late or alarm else schedule.in_flight.gather_scalar("gather of the norm", mine).sum()
+        return StepScalars(total, late=late, alarm=alarm, waits=waits)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
-    return StepScalars(torch.tensor(square, dtype=torch.float64), late=late, alarm=alarm)
+    return StepScalars(torch.tensor(square, dtype=torch.float64), late=late, alarm=alarm, waits=waits)
 
 
 def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:

@@ -283,15 +283,17 @@ class StepDecision:
         """
         self._schedule.check_in_place()
         groups = step.groups_to_compare() if not self._schedule.alone else None
-        scalars = self._exchange(groups, alarm=alarm)
+        waits = not step.can_be_decided_later(optimizer)
+        scalars = self._exchange(groups, alarm=alarm, waits=waits)
         if scalars.alarm:
             return False
         if scalars.late:
             self._schedule.reduce_late()
-            scalars = self._exchange(groups)
+            scalars = self._exchange(groups, waits=waits)
         self._scalars, self._unscaled = scalars, self.unscale(divisor)
         checks = self._scaling.nonfinite != "ignore"
-        decides_later = scalars.square.is_cuda and step.can_be_decided_later(optimizer)
+        # Alike on all ranks: a step that is queued launches collectives.
+        decides_later = scalars.square.is_cuda and not scalars.waits
         if decides_later:
             skip = scalars.square.isfinite().logical_not().float() if checks else None
             step.apply(optimizer, self._coefficient_on_device(scalars.square), skip)
@@ -323,12 +325,12 @@ class StepDecision:
         """By the scale the gradients were computed with: it is updated only after it has been divided out."""
         return self._scaling.postscale / (self.loss_scale.value * divisor)
 
-    def _exchange(self, groups: Spelled | None, *, alarm: bool = False) -> StepScalars:
+    def _exchange(self, groups: Spelled | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
         params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
         late = bool(self._schedule.late_units())
         if not params and not late and self._schedule.trained:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
-        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm)
+        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits)
 
     def _clip_coefficient(self) -> float:
         norm = self.norm if self._scaling.clipping > 0 else None
