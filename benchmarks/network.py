@@ -504,6 +504,7 @@ def draw(figures: list[Figures], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figures = [dataclasses.replace(figure, link=f"{figure.link}, 2 x {figure.num_ranks} ranks") for figure in figures]
     links = list(dict.fromkeys(figure.link for figure in figures))
     settings = list(dict.fromkeys(figure.setting for figure in figures))
     times, volume = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=[3, 2], layout="constrained")[1]

@@ -15,6 +15,7 @@ from models import Trace, config, first_difference, more, net, precision, start,
 from onefold.comm import Gathering, Ledger, Reduction, data_group, make_collective, mesh, parts
 from onefold.comm.nodes import Nodes
 from onefold.comm.tree import add_branches, add_tree, branches_of
+from onefold.config import ConfigError, check_topology, load_config
 
 CPU = torch.device("cpu")
 Sent = dict[tuple[str, str], int]
@@ -192,3 +193,10 @@ def test_sixteen_bits_between_nodes_by_a_key(on_ranks, accumulation):
         assert sent["reduce-scatter", "across"] == before["reduce-scatter", "across"] / 2
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-2)
         assert first_difference(mine, theirs) is not None
+
+
+def test_sums_in_fp16_need_a_loss_scale():
+    settings = {"train_batch_size": 4, "onefold": {"node_sums_dtype": "fp16"}}
+    with pytest.raises(ConfigError, match=r"onefold\.node_sums_dtype = \"fp16\" needs fp16\.enabled"):
+        check_topology(load_config(settings), 4)
+    check_topology(load_config({**settings, "fp16": {"enabled": True}}), 4)

@@ -40,7 +40,7 @@ class TwoLevel(CollectiveWrapper):
     ) -> None:
         super().__init__(plain, group, device)
         self._sums = sums
-        self._pool, self._turn = Pool(device), threading.Lock()
+        self._pool, self._lock = Pool(device), threading.Lock()
         nodes, mine = group.nodes, group.nodes.of(group.rank)
         self._neighbours = [rank for rank in nodes.ranks(mine) if rank != group.rank]
         # For each rank of this node: the slices it stands for here, its own among them.
@@ -109,7 +109,7 @@ class TwoLevel(CollectiveWrapper):
         with self._lane.enter():
             sources = [self._on_wire(reduction) for reduction in reductions]
             rounds = [
-                _Turn(parts, self.reserve_tag(), self.reserve_tag())
+                _TaggedRound(parts, self.reserve_tag(), self.reserve_tag())
                 for parts in rounds_of(reductions, sources, self.group.size)
             ]
             ahead = deque([self._start_inside(each) for each in rounds[:1]])
@@ -128,7 +128,7 @@ class TwoLevel(CollectiveWrapper):
 
         return self._lane.beside(complete)
 
-    def _start_inside(self, this: _Turn) -> tuple[list[_Sums], Pending]:
+    def _start_inside(self, this: _TaggedRound) -> tuple[list[_Sums], Pending]:
         sums = []
         for part in this.parts:
             shape = (len(self._stands_for[self.group.rank]), len(self._neighbours), part.rows.shape[1])
@@ -199,17 +199,17 @@ class TwoLevel(CollectiveWrapper):
         return source if source.dtype == reduction.wire else self._take(source.numel(), reduction.wire).copy_(source)
 
     def _give_back(self, taken: Sequence[torch.Tensor]) -> None:
-        with self._turn:
+        with self._lock:
             for buffer in taken:
                 self._pool.give_back(buffer)
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with self._turn:  # the next collective may start while a thread completes this one
+        with self._lock:  # the next collective may start while a thread completes this one
             return self._pool.take(numel, dtype)
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _TaggedRound:
     """What travels together, and its places in the order of exchanges."""
 
     parts: list[GradPart]

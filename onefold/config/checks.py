@@ -356,6 +356,11 @@ def _rank_hint(train: int, by: int) -> str:
 def check_topology(config: Config, world_size: int) -> None:
     """Raises unless each group of neighbouring ranks divides the job, and only one kind of group is asked for."""
     zero = config.zero_optimization
+    if config.onefold.node_sums_dtype == "fp16" and not config.fp16.enabled:
+        raise ConfigError(
+            'onefold.node_sums_dtype = "fp16" needs fp16.enabled: without a loss scale sums overflow. Use "bf16" or '
+            '"fp32"'
+        )
     sizes = {"onefold.node_size": config.onefold.node_size}
     if zero.stage == 3:
         sizes["zero_optimization.zero_hpz_partition_size"] = zero.zero_hpz_partition_size

@@ -389,8 +389,11 @@ class Engine(nn.Module):
         return planned_bytes(self.state.schedule.units, self._complete(self.plan), tier)
 
     def planned_buffers(self) -> BufferBytes:
-        """Bytes of one rank beside its model state, activations aside."""
-        return planned_buffers(self.state.schedule, self._complete(self.plan), keeps=self.device.type == "cpu")
+        """Bytes of one rank beside its model state, activations aside. Pools are counted for ranks of one node alone,
+        on CPUs.
+        """
+        keeps = self.device.type == "cpu" and self._collective_name == "exchange"
+        return planned_buffers(self.state.schedule, self._complete(self.plan), keeps=keeps)
 
     def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
         """The same for every stage, all on the device: what another one would have needed."""
@@ -418,16 +421,8 @@ class Engine(nn.Module):
         sizes = {tier: self.planned_bytes(tier) for tier in Tier}
         name = self.optimizer.name if self.optimizer is not None else None
         units = self.state.schedule.units
-        return describe(
-            units,
-            self.plan,
-            sizes,
-            self.planned_buffers(),
-            self.planned_crossing(),
-            self.batch,
-            name,
-            self._collective_name,
-        )
+        beside, crossing = self.planned_buffers(), self.planned_crossing()
+        return describe(units, self.plan, sizes, beside, crossing, self.batch, name, self._collective_name)
 
     # -- compiling and printing ---------------------------------------------------------------------------------
 

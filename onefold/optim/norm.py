@@ -1,4 +1,4 @@
-"""What ranks exchange at a step: the gradient norm as partial sums of each rank's shards, added in rank order, and
+"""What ranks exchange at a step: the gradient norm as partial sums of each rank's shards, added alike on all ranks, and
 groups of the optimizer as text that ranks compare. Where devices exchange the sums, hosts meet while those still
 reduce, and a sum is on its way to the host before the step is queued behind it.
 """

@@ -297,7 +297,12 @@ class StepDecision:
         if decides_later:
             skip = scalars.square.isfinite().logical_not().float() if checks else None
             step.apply(optimizer, self._coefficient_on_device(scalars.square), skip)
-        step.overflow = checks and scalars.overflow  # the host waits here for the device, once a step
+        try:
+            step.overflow = checks and scalars.overflow  # the host waits here for the device, once a step
+        except BaseException:  # an interrupt: the device has decided all the same
+            if decides_later and checks and scalars.overflow:
+                step.take_back()
+            raise
         self._schedule.order.agreement.guard.check()
         self.applied = not step.overflow
         if self.applied and not decides_later:
