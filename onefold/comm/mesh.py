@@ -21,6 +21,7 @@ from onefold.comm.nodes import Nodes
 from onefold.comm.watch import watch_world
 
 DATA_AXIS = "data"
+_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 DEFAULT_TIMEOUT_MINUTES = 10.0
 
 
@@ -58,6 +59,10 @@ def init_distributed(
         torch.cuda.set_device(local_device())
         # The hang guard says what is wrong on every rank and ends their waits; torch would end the process first.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # Its record of what NCCL did is written out from Python's objects after an error, also while the process ends,
+        # which is then a segmentation fault. Who wants the record sets one of these.
+        if not any(name in os.environ for name in _FLIGHT_RECORDER):
+            os.environ.update(dict.fromkeys(_FLIGHT_RECORDER, "0"))
     store: Store | None = None
     if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank = rank if rank >= 0 else int(os.environ["RANK"])

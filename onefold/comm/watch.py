@@ -193,10 +193,12 @@ class Watch:
             assert mine is not None
             self._publish(mine)
             notes = {**self.others_notes(alive=False), self.rank: mine}
-            if len({note.what for note in notes.values() if not note.computes}) > 1:
-                verdict = describe({rank: note for rank, note in notes.items() if not note.computes})
-            elif lost := [rank for rank in range(self.size) if rank != self.rank and self._is_gone(rank)]:
+            stands = {rank: note for rank, note in notes.items() if not note.computes}
+            # A rank that is gone may have left a note of an earlier wait.
+            if lost := [rank for rank in range(self.size) if rank != self.rank and self._is_lost(rank)]:
                 verdict = describe_loss(lost, notes)
+            elif len({note.what for note in stands.values()}) > 1:
+                verdict = describe(stands)
             else:
                 verdict = f"rank {self.rank}: {mine.what} failed, another rank has left or is gone: {error}"
             with suppress(RuntimeError):  # all ranks say what the first one found
@@ -369,6 +371,10 @@ class Watch:
                     lost.append(rank)
                 self._lives[rank] = (beat, now)  # paused, as it seems: try again after a while
         return lost
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank is gone and did not say that it would."""
+        return self._is_gone(rank) and not self.has_left(rank)
 
     def _is_gone(self, rank: int) -> bool:
         """Whether the connection to a rank is closed."""
