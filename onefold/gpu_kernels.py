@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import Any
+
+import torch
 
 from onefold.log import logger
 
+Kernels = Any
+"""A module of kernels."""
 
-def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[], ModuleType | None]:
-    """What gives this module of kernels, imported when it is first asked for, or None where its `try_out` raises."""
+
+class _Imagined:
+    """Kernels for tensors without memory: there is nothing to do."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[torch.Tensor], Kernels | None]:
+    """What gives this module of kernels for a tensor, imported when it is first asked for: None for tensors on a host,
+    and where its `try_out` raises.
+    """
 
     @cache
-    def load() -> ModuleType | None:
+    def load() -> Kernels | None:
         try:
             found = import_module(module)
             found.try_out()
@@ -26,4 +40,7 @@ def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[], Modu
             return None
         return found
 
-    return load
+    def find(tensor: torch.Tensor) -> Kernels | None:
+        return load() if tensor.is_cuda else _Imagined() if tensor.is_meta else None
+
+    return find

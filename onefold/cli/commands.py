@@ -111,6 +111,45 @@ def _launch(parser: argparse.ArgumentParser) -> None:
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 
 
+@command("plan", "what fits, what it costs, and which setting to take", "onefold.cli.plan:plan")
+def _plan(parser: argparse.ArgumentParser) -> None:
+    """
+    Say before a run what fits. The step of each stage, offload and ZeRO++ setting is rehearsed: the engine itself runs
+    it, as one rank of the job, on tensors without memory. So parameters, gradients, states, activations and traffic are
+    those of the run. Times are estimates, from what the machine is held to do. No GPU is needed.
+
+    The model: a folder or config.json of transformers (nothing is downloaded), module:function that returns an
+    nn.Module, a checkpoint of onefold, a preset of `onefold train`, or just a number of parameters.
+
+    examples:
+      onefold plan --params 7e9 --machine 8xA100                     model states of every stage
+      onefold plan --model llama/config.json --machine 8xH100 --batch 4 --seq 4096
+      onefold plan --model mymodel:build --machine 4090 --batch 1 --seq 2048 --recompute
+      onefold plan --model llama/ --machine 8xH100 --nodes 4 --batch 2 --seq 8192 --write ds_config.json
+      onefold plan --model llama/ --lora 16 --machine "one 4090" --batch 1 --seq 2048
+      onefold plan --model 1.3b --machine 8xH100 --config ds_config.json --json | jq .settings
+    """
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", type=float, metavar="N", help="so many parameters, as in 7e9: model states alone")
+    what.add_argument("--model", metavar="MODEL", help="what to plan for, see above")
+    add("--lora", type=int, default=0, metavar="RANK", help="LoRA adapters of this rank (models of transformers)")
+    add("--recompute", action="store_true", help="with activation checkpointing of every block")
+    add("--batch", type=int, metavar="N", help="sequences of a micro-batch (default: 1, or the config's)")
+    add("--seq", type=int, metavar="N", help="tokens of a sequence (default: what the model knows, at most 2048)")
+    add("--machine", metavar="GPUS", help="one node, as in 8xH100 or 4090 (default: this machine's GPUs)")
+    add("--gpus", type=int, metavar="N", help="GPUs of a node, in place of the machine's")
+    add("--nodes", type=int, default=1, metavar="N", help="(default: 1)")
+    add("--gpu-memory", type=float, metavar="GB", help="of each GPU")
+    add("--host-memory", type=float, metavar="GB", help="of each node")
+    add("--nvme", type=float, metavar="GB", help="of fast disk on each node; 0: none")
+    add("--bus", type=float, metavar="GB/s", help="between a GPU and its host, each way")
+    add("--link", type=float, metavar="GB/s", help="that leave a node, each way")
+    add("--config", metavar="FILE", help="a DeepSpeed config: the settings are put in place of its own")
+    add("--write", metavar="FILE", help="write the config of the recommended setting")
+    _add_json(parser)
+
+
 @command("export", "write a checkpoint's weights for other tools", "onefold.cli.checkpoint_commands:export")
 def _export(parser: argparse.ArgumentParser) -> None:
     """

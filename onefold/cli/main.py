@@ -14,6 +14,8 @@ from onefold.cli.commands import COMMANDS
 EPILOG = """\
 examples:
   onefold train                             a small GPT learns the Python standard library, in under two minutes
+  onefold plan --model llama/ --machine 8xH100 --batch 2 --seq 4096
+                                            what fits there, what it costs, and which setting to take
   onefold launch train.py --deepspeed_config ds_config.json
                                             your own script, on every GPU of this node
   onefold export checkpoints weights        a checkpoint's weights, whole, for other tools

@@ -24,7 +24,7 @@ class Agreement:
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
         self.group = group
-        self.guard = Guard(group.host_group, group.process_group)
+        self.guard = Guard() if group.is_imagined else Guard(group.host_group, group.process_group)
         self._ledger = ledger
 
     def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:
@@ -40,8 +40,10 @@ class Agreement:
         """Every rank's small vector, on the host, as rows in rank order."""
         if self.group.size == 1:
             return mine.unsqueeze(0)
-        rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
+        if self.group.is_imagined:
+            return mine.repeat(self.group.size, 1)
+        rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
             work = dist.all_gather(rows, mine, group=self.group.host_group, async_op=True)
             assert work is not None
@@ -58,7 +60,7 @@ class Agreement:
         """One rank's text, on all of them."""
         data = bytearray(text.encode())
         length = self.meet(what, [len(data)])[rank][0]
-        if self.group.size == 1 or not length:
+        if self.group.size == 1 or self.group.is_imagined or not length:
             return text if length else ""
         told = torch.frombuffer(data, dtype=torch.uint8) if self.group.rank == rank else None
         told = told if told is not None else torch.empty(length, dtype=torch.uint8)

@@ -32,7 +32,8 @@ class Board:
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
         self._prefix = f"onefold/board/{name}/"
-        self._store = dist.distributed_c10d._get_default_store() if group.size > 1 else HashStore()
+        alone = group.size == 1 or group.is_imagined
+        self._store = HashStore() if alone else dist.distributed_c10d._get_default_store()
         self._mutex = threading.Lock()
         self._beat = 0
 

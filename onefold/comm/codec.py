@@ -54,7 +54,7 @@ class Codec:
         num_rows, numel = rows.shape[0], rows.shape[1:].numel()
         if out is None:
             out = rows.new_empty(num_rows, self.row_bytes(numel), dtype=torch.uint8)
-        if rows.is_cuda and (kernels := _kernels()):
+        if kernels := _kernels(rows):
             kernels.encode(rows, out, self.bits, self.block)
             return out
         blocks = rows.reshape(num_rows, -1, self.block).float()
@@ -75,7 +75,7 @@ class Codec:
             out = data.new_empty(data.shape[0], numel, dtype=torch.float32)
         if numel == 0:
             return out
-        if data.is_cuda and (kernels := _kernels()):
+        if kernels := _kernels(data):
             kernels.decode(data, out, self.bits, self.block)
             return out
         size = numel * self.bits // 8
@@ -87,7 +87,7 @@ class Codec:
 
     def add(self, data: torch.Tensor) -> torch.Tensor:
         """The sum of rows of bytes, as values in fp32."""
-        if data.is_cuda and (kernels := _kernels()):
+        if kernels := _kernels(data):
             out = data.new_empty(self.values_in(data.shape[1]), dtype=torch.float32)
             kernels.add(data, out, self.bits, self.block)
             return out
@@ -98,7 +98,7 @@ class Codec:
 
     def recode(self, data: torch.Tensor, other: Codec, num_rows: int) -> torch.Tensor:
         """The sum of rows of bytes, as so many rows of another codec."""
-        if data.is_cuda and self.block == other.block and (kernels := _kernels()):
+        if self.block == other.block and (kernels := _kernels(data)):
             out = data.new_empty(num_rows, other.row_bytes(self.values_in(data.shape[1]) // num_rows))
             kernels.recode(data, out, self.bits, other.bits, self.block)
             return out

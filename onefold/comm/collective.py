@@ -155,6 +155,9 @@ class Lane:
 
     def pending(self, complete: Callable[[], None]) -> Pending:
         """On a GPU `complete` only queues work, so it runs now; on a CPU it waits, so it runs at the finish."""
+        if self.device.type == "meta":
+            complete()
+            return Pending(lambda: None)
         if self.stream is None:
             return Pending(complete)
         with torch.cuda.stream(self.stream):
@@ -168,7 +171,7 @@ class Lane:
         """For what talks to other ranks on its way: on a CPU threads complete it, in the order of the starts. Ranks
         may be at other places of a pass by then, and none may have to come to its finish for another to get through.
         """
-        if self.stream is not None:
+        if self.device.type != "cpu":
             return self.pending(complete)
         before, done, job = self._last, Future[None](), [complete]
         self._last = done
@@ -189,7 +192,7 @@ class Lane:
 
 def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger) -> None:
     """Take one rank's values, in place."""
-    if group.size == 1 or tensor.numel() == 0:
+    if group.size == 1 or group.is_imagined or tensor.numel() == 0:
         return
     staged = tensor.to(group.device).contiguous()
     wire = staged.view(torch.uint8) if staged.dtype in _AS_BYTES and staged.dim() else staged

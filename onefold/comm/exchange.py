@@ -35,7 +35,7 @@ class Exchange:
         self._pool = Pool(device)
         # Exchanges in flight between two ranks are told apart by tag, over all engines of a group; all ranks start
         # them in one order.
-        self._tags = _tags.setdefault(group.process_group, count())
+        self._tags = count() if group.is_imagined else _tags.setdefault(group.process_group, count())
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         if self.group.size == 1:
@@ -82,17 +82,13 @@ class Exchange:
     ) -> Pending:
         """Launch exchanges, each with its tag, which are prepared on the lane; `then` follows when all have arrived."""
         group, ledger = self.group, self._ledger
-        operations: list[dist.P2POp] = []
-        sent: dict[int, int] = {}
         with self._lane.enter(), ledger.timed(operation, group.axis):
-            for each, tag in exchanges:
-                peer, there = each.peer, group.global_rank(each.peer)
-                if each.incoming.numel():
-                    operations.append(dist.P2POp(dist.irecv, each.incoming, there, group.process_group, tag))
-                if each.outgoing.numel():
-                    operations.append(dist.P2POp(dist.isend, each.outgoing, there, group.process_group, tag))
-                    sent[peer] = sent.get(peer, 0) + each.outgoing.nbytes
-            works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+            launched = list(exchanges)
+            works = self._launch(launched)
+        sent: dict[int, int] = {}
+        for each, _ in launched:
+            if each.outgoing.numel():
+                sent[each.peer] = sent.get(each.peer, 0) + each.outgoing.nbytes
         count_sent(ledger, operation, group, sent)
 
         def complete() -> None:
@@ -102,6 +98,17 @@ class Exchange:
                 then()
 
         return self._lane.pending(complete)
+
+    def _launch(self, exchanges: Iterable[tuple[PeerExchange, int]]) -> list[dist.Work]:
+        operations: list[dist.P2POp] = []
+        group = self.group.process_group
+        for each, tag in exchanges:
+            there = self.group.global_rank(each.peer)
+            if each.incoming.numel():
+                operations.append(dist.P2POp(dist.irecv, each.incoming, there, group, tag))
+            if each.outgoing.numel():
+                operations.append(dist.P2POp(dist.isend, each.outgoing, there, group, tag))
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _on_wire(self, reduction: Reduction) -> torch.Tensor:
         if reduction.source.dtype == reduction.wire:

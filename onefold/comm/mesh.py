@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,9 @@ class Group:
     nodes: Nodes
     replicas: int = 1
     """How many groups of neighbouring ranks hold a model state each, sharded over the ranks of the group (MiCS)."""
+
+    is_imagined: ClassVar[bool] = False
+    """Whether nobody else is there, and other ranks are held to do what this one does (`comm/imagined.py`)."""
 
     @cached_property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
-from onefold.comm.exchange import Exchange, count_sent
+from onefold.comm.exchange import ACROSS, Exchange, count_sent
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.comm.parts import GradPart, rounds_of
@@ -22,8 +22,10 @@ class Native(CollectiveWrapper):
     some ranks do together goes peer by peer.
     """
 
+    peer_by_peer = Exchange
+
     def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
-        super().__init__(Exchange(group, ledger, device), group, device)
+        super().__init__(self.peer_by_peer(group, ledger, device), group, device)
         self._ledger = ledger
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
@@ -54,7 +56,7 @@ class Native(CollectiveWrapper):
             own = [gathering.place_own(group.rank, group.size) for gathering in whole]
             works = self._launch("all_gather", lines, own) if whole else []
             if whole:
-                ledger.count("gather", group.axis, sum(slice_.nbytes for slice_ in own) * (group.size - 1))
+                self._count_gathered(sum(slice_.nbytes for slice_ in own) * (group.size - 1))
 
         def complete() -> None:
             with ledger.timed("gather", group.axis):
@@ -63,6 +65,16 @@ class Native(CollectiveWrapper):
                 beside.finish()
 
         return self._lane.pending(complete)
+
+    def _count_gathered(self, num_bytes: int) -> None:
+        """Each rank hands so much on to the next; one rank of each node hands it to another node, a share of it each
+        where all count alike.
+        """
+        nodes = self.group.nodes
+        across = num_bytes // nodes.common_size if len(nodes.sizes) > 1 else 0
+        self._ledger.count("gather", self.group.axis, num_bytes - across)
+        if across:
+            self._ledger.count("gather", ACROSS, across)
 
     def _launch(self, kind: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[dist.Work]:
         """One call, whatever number of tensors it carries: what is to be waited for."""
@@ -109,16 +121,22 @@ class AllToAll(Native):
     def _exchange(self, parts: Sequence[GradPart]) -> list[list[torch.Tensor]]:
         """Every rank's pieces of this rank's row, in the order of ranks."""
         group, pieces = self.group, []
-        with dist.distributed_c10d._coalescing_manager(group.process_group, self._lane.device):
-            for part in parts:
-                nothing = part.rows.new_empty(0)  # a rank has its own
-                incoming = [
-                    nothing if rank == group.rank else torch.empty_like(part.rows[0]) for rank in range(group.size)
-                ]
-                outgoing = [nothing if rank == group.rank else row for rank, row in enumerate(part.rows)]
-                dist.all_to_all(incoming, outgoing, group=group.process_group)
-                incoming[group.rank] = part.rows[group.rank]
-                pieces.append(incoming)
+        for part in parts:
+            nothing = part.rows.new_empty(0)  # a rank has its own
+            pieces.append(
+                [nothing if rank == group.rank else torch.empty_like(part.rows[0]) for rank in range(group.size)]
+            )
+        outgoing = [[nothing if rank == group.rank else row for rank, row in enumerate(p.rows)] for p in parts]
+        self._swap(pieces, outgoing)
+        for part, incoming in zip(parts, pieces, strict=True):
+            incoming[group.rank] = part.rows[group.rank]
         sent = sum(part.rows[0].nbytes for part in parts)
         count_sent(self._ledger, "reduce-scatter", group, dict.fromkeys(group.peers, sent))
         return pieces
+
+    def _swap(self, incoming: list[list[torch.Tensor]], outgoing: list[list[torch.Tensor]]) -> None:
+        """All of it in one group of calls."""
+        group = self.group.process_group
+        with dist.distributed_c10d._coalescing_manager(group, self._lane.device):
+            for come, go in zip(incoming, outgoing, strict=True):
+                dist.all_to_all(come, go, group=group)

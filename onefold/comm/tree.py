@@ -34,7 +34,7 @@ def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool 
     """The sum of pieces of one dtype, in the order of the tree, to the target, or added to what it holds. The target
     may be one of the pieces.
     """
-    if target.is_cuda and pieces[0].dtype != torch.float64 and (kernels := _kernels()):
+    if pieces[0].dtype != torch.float64 and (kernels := _kernels(target)):
         kernels.add_tree(pieces, target, add=add)
         return
     size = sum_dtype(pieces[0].dtype)

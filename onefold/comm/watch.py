@@ -510,6 +510,34 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in str(dist.get_backend(group))
 
 
+class _NoWatch:
+    """Where other ranks are imagined, no wait lasts and nothing is lost."""
+
+    size, verdict = 1, None
+    store: Any = None
+    device_groups: Sequence[dist.ProcessGroup] = ()
+
+    def waiting(self, what: str, traveller: Guard | None = None, *, launches: bool = False) -> nullcontext[None]:
+        return nullcontext()
+
+    def ignore(self, *_: object) -> None:
+        pass
+
+    check = may_break = hold = let_go = ignore
+
+    def others_notes(self, *, alive: bool = True) -> dict[int, Note]:
+        return {}
+
+    def mark(self, passes: int) -> str:
+        return ""
+
+    def conclude(self, verdict: str) -> None:
+        self.refuse(verdict)
+
+    def refuse(self, verdict: str) -> NoReturn:
+        raise Disagreement(verdict)
+
+
 class Guard:
     """An engine's side of the hang guard: names the waits of one rank in one group, and where it is in its program.
     Notes also serve ranks that must diverge from a program they all follow: a note says how far its rank has come, and
@@ -522,7 +550,7 @@ class Guard:
         self.progress = 0
         self.asked = False
         self.reference = weakref.ref(self)
-        self._watch = watch_world()
+        self._watch = watch_world() if groups else _NoWatch()
         for group in groups:
             self._watch.may_break(group)
 

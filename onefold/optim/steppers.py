@@ -77,7 +77,7 @@ class WriteCheck:
 
     def take_over(self, master: torch.Tensor, used: torch.Tensor) -> None:
         """Elements of `used` that are not the master's rounding become the master's."""
-        if master.is_cuda and (kernels := _kernels()):
+        if kernels := _kernels(master):
             kernels.take_over(master, used)
             return
         rounded = self._rounded(master, used.dtype)

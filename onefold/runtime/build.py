@@ -87,7 +87,7 @@ def build_units(
     """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    on_meta = {name for name, parameter in parameters.items() if parameter.is_meta}
+    on_meta = {name for name, parameter in parameters.items() if parameter.is_meta and device.type != "meta"}
     units: list[Unit] = []
     for index, spec in enumerate(specs):
         members = [[parameters[member.name] for member in param.layout.members] for param in spec.params]
@@ -251,7 +251,7 @@ def _take_first_ranks_values(
         loose = [parameter for parameter in model.parameters() if id(parameter) not in flattened]
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
+                if buffer.is_meta and device.type != "meta":
                     raise ValueError(f"buffer {name} is on the meta device and has no values: build buffers off meta")
                 buffer.data = buffer.data.to(_buffer_dtype(module, name, buffer.dtype, precision))
         scales = [tensor for module in model.modules() for tensor in scales_of(module).values()]

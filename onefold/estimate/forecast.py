@@ -1,0 +1,376 @@
+"""What a setting will hold, send and take, on a machine: out of the rehearsal of its step and the plan's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onefold.comm.exchange import ACROSS
+from onefold.comm.nodes import Nodes
+from onefold.config import ConfigError, load_config
+from onefold.estimate.machines import GB, Machine
+from onefold.estimate.models import ModelSource, PlanError
+from onefold.estimate.rehearsal import Rehearsal, rehearse
+from onefold.estimate.trace import ATTENTION, Moment
+from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+from onefold.plan import (
+    Crossing,
+    FlatParamSpec,
+    ModelBytes,
+    Plan,
+    Tier,
+    assign_tiers,
+    count_bytes,
+    count_crossing,
+    make_plan,
+)
+
+MIB = 1 << 20
+# Of cuBLAS, which torch's allocator hands out on the first product.
+WORKSPACE = 8 * MIB + 128 * 1024
+# What lies outside torch's allocator: the CUDA context with the kernels that are loaded, and NCCL's channels.
+CONTEXT, NCCL = 600 * MIB, 400 * MIB
+# Blocks that the allocator keeps and cannot use for what is asked, of the peak.
+FRAGMENTATION = 0.05
+# A process before there is a model, on its host.
+PROCESS = 600 * MIB
+# The host keeps some memory for itself.
+HOST_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """One GPU at its fullest moment, by kind."""
+
+    parameters: int
+    """At rest, with their secondary shards,"""
+    gathered: int
+    """and unsharded for a while."""
+    gradients: int
+    masters: int
+    states: int
+    activations: int
+    """With temporaries,"""
+    logits: int
+    """what is as wide as the vocabulary aside."""
+    workspace: int
+    reserve: int
+    """What the allocator holds beyond what is in use."""
+    context: int
+    """CUDA's own, and NCCL's buffers."""
+
+    @property
+    def allocated(self) -> int:
+        """What `torch.cuda.max_memory_allocated` will say."""
+        return self.total - self.reserve - self.context
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a step: what one rank sends inside its node, what leaves a node, and messages of one rank."""
+
+    inside: int
+    across: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A choice of stage, offload and wires: what is written under `zero_optimization`."""
+
+    name: str
+    zero: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one setting needs and takes."""
+
+    setting: Setting
+    device: DeviceBytes
+    host: ModelBytes
+    """Of one rank; a node has as many times that,"""
+    host_node: int
+    """which is so much, processes with it."""
+    nvme: int
+    """Of a node."""
+    traffic: Traffic | None
+    crossing: Crossing
+    seconds: dict[str, float]
+    """What each resource is busy in a step; empty where there is no forward."""
+    step: float | None
+    micro_batch: int | None
+    largest_batch: int | None
+    shortages: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages
+
+    @property
+    def bound_by(self) -> str | None:
+        return max(self.seconds, key=self.seconds.__getitem__) if self.seconds else None
+
+
+def settings_for(machine: Machine) -> list[Setting]:
+    """Every stage, offload and ZeRO++ setting that this machine can have."""
+    cpu = {"device": "cpu", "pin_memory": True}
+    nvme = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
+    found: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
+    found |= {f"stage {stage} + optimizer cpu": {"stage": stage, "offload_optimizer": cpu} for stage in (2, 3)}
+    whole: dict[str, Any] = {"stage": 3}
+    found["stage 3 + optimizer, param cpu"] = {**whole, "offload_optimizer": cpu, "offload_param": cpu}
+    if machine.nvme:
+        found["stage 3 + optimizer nvme, param cpu"] = {**whole, "offload_optimizer": nvme, "offload_param": cpu}
+        found["stage 3 + optimizer, param nvme"] = {**whole, "offload_optimizer": nvme, "offload_param": nvme}
+    if machine.nodes > 1 and machine.gpus > 1:
+        near = {"zero_hpz_partition_size": machine.gpus}
+        wires = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+        found |= {"stage 3 + hpZ": {**whole, **near}, "stage 3 + qwZ + qgZ": {**whole, **wires}}
+        found["stage 3 + ZeRO++ (all three)"] = {**whole, **near, **wires}
+    return [Setting(name, {**zero, "overlap_comm": True}) for name, zero in found.items()]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a model on a machine, with a config as the base, a micro-batch and a length."""
+
+    model: ModelSource
+    machine: Machine
+    config: dict[str, Any]
+    micro_batch: int | None = None
+    sequence_length: int | None = None
+
+    def document(self, setting: Setting, micro_batch: int) -> dict[str, Any]:
+        base = {key: value for key, value in self.config.items() if key not in _BATCH}
+        zero = {key: value for key, value in base.get("zero_optimization", {}).items() if key not in _CHOSEN}
+        accumulation = self.config.get("gradient_accumulation_steps", 1)
+        return {
+            **base,
+            "zero_optimization": {**zero, **setting.zero},
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_accumulation_steps": accumulation if isinstance(accumulation, int) else 1,
+        }
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_CHOSEN = (
+    "stage",
+    "overlap_comm",
+    "offload_optimizer",
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+)
+DEFAULT_CONFIG: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+}
+
+
+def assumptions(question: Question) -> list[str]:
+    """What was taken for granted, for people."""
+    said = [*question.model.notes]
+    if question.model.loss_of is not None:
+        said.append(ATTENTION)
+    said.append(
+        f"outside torch's allocator: {CONTEXT // MIB} MiB of CUDA"
+        f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''}; the allocator keeps "
+        f"{FRAGMENTATION:.0%} more than is in use"
+    )
+    return said
+
+
+def forecast(
+    question: Question,
+    settings: Sequence[Setting],
+    tell: Callable[[str, int, int], None] = lambda now, done, of: None,
+    *,
+    uses_nccl: bool = True,
+    finds_batch: bool = True,
+) -> list[Forecast]:
+    """One for each setting; settings that differ in where states rest share a rehearsal. `finds_batch`: the largest
+    micro-batch too.
+    """
+    rehearsed: dict[str, Rehearsal] = {}
+
+    def rehearsal_of(setting: Setting, micro_batch: int) -> Rehearsal:
+        offloads = "offload_optimizer" in setting.zero
+        zero = {key: value for key, value in setting.zero.items() if not key.startswith("offload")}
+        key = f"{zero} {offloads} {micro_batch}"
+        if key not in rehearsed:
+            rehearsed[key] = _rehearse(question, setting, micro_batch, uses_nccl=uses_nccl)
+        return rehearsed[key]
+
+    found = []
+    for place, setting in enumerate(settings):
+        tell(setting.name, place, len(settings))
+        each = _forecast(question, setting, rehearsal_of(setting, question.micro_batch or 1))
+        if finds_batch and each.step is not None:
+            each = replace(each, largest_batch=_largest_batch(question, each.device, rehearsal_of))
+        found.append(each)
+    tell("", len(settings), len(settings))
+    return found
+
+
+def _rehearse(question: Question, setting: Setting, micro_batch: int, *, uses_nccl: bool) -> Rehearsal:
+    machine, source = question.machine, question.model
+    config = load_config(question.document(setting, micro_batch))
+    loss_of = None
+    if question.micro_batch is not None and question.sequence_length is not None and source.loss_of is not None:
+        loss_of = source.loss_of(micro_batch, question.sequence_length)
+    nodes = Nodes.of_size(machine.gpus, machine.world)
+    try:
+        return rehearse(source.build(), config, nodes, loss_of, vocabulary=source.vocabulary, uses_nccl=uses_nccl)
+    except (PlanError, ConfigError):
+        raise
+    except Exception as error:  # whatever a model of the user's may raise
+        raise PlanError(
+            f"{source.name}: its step does not run on tensors without values ({type(error).__name__}: {error}). A "
+            "forward that looks at values, or a config that lacks something, cannot be rehearsed; --params plans model "
+            "states alone"
+        ) from error
+
+
+def _forecast(question: Question, setting: Setting, found: Rehearsal) -> Forecast:
+    machine, micro_batch = question.machine, question.micro_batch or 1
+    config = load_config(question.document(setting, micro_batch))
+    plan = replace(
+        make_plan(config, machine.world),
+        num_states=found.plan.num_states,
+        accumulates=found.plan.accumulates,
+        node_size=machine.gpus,
+    )
+    host_room = int(machine.host_memory * HOST_SHARE)
+    flat = [spec for unit in found.units for spec in unit]
+    specs = assign_tiers(flat, plan, host_bytes=host_room // machine.gpus)
+    device = _device_bytes(question, found, plan, specs)
+    on_host, on_disk = (count_bytes(specs, plan, tier) for tier in (Tier.HOST, Tier.NVME))
+    host_node = machine.gpus * (on_host.total + PROCESS)
+    nvme = machine.gpus * on_disk.total
+    micro_steps = config.gradient_accumulation_steps or 1
+    crossing = count_crossing(specs, plan, micro_steps, device_casts=True)
+    traffic = _traffic(found, machine)
+    seconds, step = _times(question, found, plan, specs, crossing, traffic, micro_steps)
+    shortages = [
+        f"{(needed - has) / GB:.1f} GB too little {what}"
+        for what, needed, has in (
+            ("GPU memory", device.total, machine.gpu.memory),
+            ("host memory", host_node, host_room),
+            ("NVMe", nvme, machine.nvme),
+        )
+        if needed > has
+    ]
+    shown = question.micro_batch if found.trace is not None else None
+    return Forecast(
+        setting, device, on_host, host_node, nvme, traffic, crossing, seconds, step, shown, None, tuple(shortages)
+    )
+
+
+def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
+    rest = count_bytes(specs, plan)
+    on_device = plan.gradients.tier is Tier.DEVICE
+    # Reduced gradients that leave for the host are on the device only while they are on their way.
+    largest = max((spec.layout.total * spec.dtype.itemsize for spec in specs if spec.trainable), default=0)
+    reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable), default=0)
+    in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
+
+    def gradients_of(moment: Moment) -> int:
+        return moment.gradients if on_device else min(moment.gradients, in_flight)
+
+    if found.trace is None or not found.trace.moments:
+        fullest = Moment(0, 0, 0, 0, 0)
+        gradients, activations = rest.gradients + rest.largest_slot, 0
+    else:
+        fullest = max(found.trace.moments, key=lambda moment: moment.total - moment.gradients + gradients_of(moment))
+        gradients = gradients_of(fullest)
+        activations = fullest.live - fullest.gradients - fullest.logits + fullest.unsplit
+    kinds = {
+        "parameters": rest.parameters,
+        "gathered": fullest.gathered,
+        "gradients": gradients,
+        "masters": rest.masters,
+        "states": rest.states,
+        "activations": activations,
+        "logits": fullest.logits,
+        "workspace": WORKSPACE if found.trace is not None else 0,
+    }
+    reserve = int(sum(kinds.values()) * FRAGMENTATION)
+    return DeviceBytes(**kinds, reserve=reserve, context=CONTEXT + (NCCL if question.machine.world > 1 else 0))
+
+
+def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:
+    if found.traffic is None:
+        return None
+    rows = [row for row in found.traffic.rows() if row.operation != "meet"]
+    across = sum(row.bytes for row in rows if row.group == ACROSS)
+    inside = sum(row.bytes for row in rows if row.group != ACROSS)
+    return Traffic(inside, across * machine.gpus, sum(row.calls for row in rows))
+
+
+def _times(
+    question: Question,
+    found: Rehearsal,
+    plan: Plan,
+    specs: Sequence[FlatParamSpec],
+    crossing: Crossing,
+    traffic: Traffic | None,
+    micro_steps: int,
+) -> tuple[dict[str, float], float | None]:
+    if found.trace is None or traffic is None:
+        return {}, None
+    machine, gpu, work = question.machine, question.machine.gpu, found.trace.work
+    passes = work.flops / (gpu.flops * machine.efficiency) + work.moved_bytes / (0.8 * gpu.bandwidth)
+    passes = max(passes, work.num_ops * _LAUNCH) * micro_steps
+    stepped = {True: 0, False: 0}
+    for spec in specs:
+        if spec.trainable:
+            stepped[spec.residency.offloads_states] += (
+                spec.layout.shard_size if plan.shards_states else spec.layout.total
+            )
+    device_step = stepped[False] * _STEP_BYTES / (0.8 * gpu.bandwidth)
+    host_step = stepped[True] * machine.gpus / machine.adam
+    seconds = {
+        "computation": passes + device_step,
+        "links inside": traffic.inside / (0.8 * gpu.link) if machine.gpus > 1 else 0.0,
+        "links across": traffic.across / (0.8 * machine.across) if machine.nodes > 1 else 0.0,
+        "bus": max(crossing.down, crossing.up) / gpu.bus,
+        "host's step": host_step,
+        "disk": (crossing.read + crossing.written) * machine.gpus / machine.disk,
+    }
+    seconds = {name: value for name, value in seconds.items() if value}
+    beside = [value for name, value in seconds.items() if name not in ("host's step", "disk")]
+    after = max(seconds.get("host's step", 0.0), seconds.get("disk", 0.0))
+    if not plan.overlap and machine.world > 1:
+        return seconds, sum(beside) + after
+    return seconds, max(beside) + after
+
+
+# Seconds that the host takes to launch an op, and bytes that an element's update reads and writes on a device.
+_LAUNCH = 6e-6
+_STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
+
+
+# Whose activations stand for those of all settings.
+_TYPICAL = Setting("stage 2", {"stage": 2, "overlap_comm": True})
+
+
+def _largest_batch(question: Question, device: DeviceBytes, rehearsal_of: Callable[[Setting, int], Rehearsal]) -> int:
+    """The largest micro-batch that fits: activations grow in proportion to it, alike in all settings."""
+    micro_batch = question.micro_batch or 1
+    one, two = (rehearsal_of(_TYPICAL, num * micro_batch).trace for num in (1, 2))
+    assert one is not None
+    assert two is not None
+    slope = (two.peak() - one.peak()) * (1 + FRAGMENTATION) / micro_batch
+    if slope <= 0:
+        return micro_batch
+    room = question.machine.gpu.memory - device.total
+    return max(0, micro_batch + int(room // slope))

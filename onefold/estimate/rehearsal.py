@@ -1,0 +1,141 @@
+"""A step before it is run: the engine itself, on one imagined rank of a job of any size, with tensors without memory.
+
+Nothing of the runtime is described a second time. Units, prefetch, buckets, reductions in flight and what the ledger
+counts are those of the run, because they are its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import ImaginedGroup, Ledger
+from onefold.comm.nodes import Nodes
+from onefold.config import Config, solve_batch
+from onefold.engine import Engine
+from onefold.estimate.caching_allocator import CachingAllocator
+from onefold.estimate.trace import AllocationMode, PassTrace, as_on_cuda
+from onefold.optim.choose import choose
+from onefold.optim.steppers import TILE
+from onefold.plan import FlatParamSpec, Plan, make_plan
+
+LossOf = Callable[[Callable[..., Any]], torch.Tensor]
+"""Calls a model, or an engine in its place, with a batch of the size in question: the loss."""
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One step of one rank: what its passes allocate and compute, and what it sends."""
+
+    plan: Plan
+    units: list[list[FlatParamSpec]]
+    trace: PassTrace | None
+    """Of a micro-step that a step follows; None where no batch was given."""
+    traffic: Ledger | None
+    """Of a whole step."""
+
+
+def rehearse(
+    model: nn.Module,
+    config: Config,
+    nodes: Nodes,
+    loss_of: LossOf | None = None,
+    *,
+    vocabulary: int | None = None,
+    uses_nccl: bool = True,
+) -> Rehearsal:
+    """Take a model on the meta device through a step. States that the config offloads are taken to be anywhere but on
+    the device: where they rest follows from the plan, and is no part of this.
+    """
+    world = nodes.num_ranks
+    settings = _on_device(config)
+    plan = make_plan(settings, world)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    chosen = choose(None, settings.optimizer, trained) if trained and settings.optimizer is not None else None
+    group = ImaginedGroup(nodes, plan.num_replicas, uses_nccl=uses_nccl)
+    sharded_early = make_plan(config, world).gradients
+    if config.zero_optimization.offload_optimizer.device != "none":
+        plan = replace(plan, gradients=replace(plan.gradients, placement=sharded_early.placement))
+    batch = solve_batch(settings, world)
+    engine = Engine(model, plan, batch, chosen, group, META, config=settings.raw)
+    try:
+        units = [[param.spec for param in unit.params] for unit in engine.state.schedule.units]
+        if loss_of is None:
+            return Rehearsal(engine.plan, units, None, None)
+        trace, traffic, allocator = None, Ledger(), CachingAllocator()
+        offloads = config.zero_optimization.offload_optimizer.device != "none"
+        for place, tensor in enumerate(_at_rest(engine, with_states=not offloads)):
+            allocator.allocate(("rest", place), tensor.nbytes)
+        for _ in range(2):  # the first pass is negotiated; the second is as all later ones
+            before = engine.ledger.copy()
+            for _ in range(batch.accumulation):
+                trace = _micro_step(engine, loss_of, allocator, vocabulary, offloads=offloads)
+            traffic = engine.ledger.since(before)
+        return Rehearsal(engine.plan, units, trace, traffic)
+    finally:
+        engine.destroy()
+
+
+def _on_device(config: Config) -> Config:
+    zero = config.zero_optimization
+    return replace(
+        config,
+        zero_optimization=replace(
+            zero,
+            offload_optimizer=replace(zero.offload_optimizer, device="none"),
+            offload_param=replace(zero.offload_param, device="none"),
+        ),
+    )
+
+
+def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
+    """What lies on the device between steps."""
+    for param in (param for unit in engine.state.schedule.units for param in unit.params):
+        if param.stays_unsharded:
+            yield param.full
+        if with_states and param.trainable and isinstance(param.store.master, torch.Tensor):
+            if param.store.master.untyped_storage()._cdata != param.full.untyped_storage()._cdata:
+                yield param.store.master
+            yield from (state for state in param.store.states.values() if isinstance(state, torch.Tensor))
+
+
+def _micro_step(
+    engine: Engine, loss_of: LossOf, allocator: CachingAllocator, vocabulary: int | None, *, offloads: bool
+) -> PassTrace:
+    schedule = engine.state.schedule
+    params = [param for unit in schedule.units for param in unit.params]
+    sharded = [param for unit in schedule.sharded for param in unit.sharded]
+    mode = AllocationMode(allocator, params, sharded, lambda: schedule.in_flight.pool.num_bytes, vocabulary)
+    with mode:
+        with as_on_cuda(mode.found.work):
+            engine.backward(loss_of(engine))
+        if engine.state.window.at_boundary:
+            work = replace(mode.found.work)  # a step's is known without its ops
+            _step(engine, offloads=offloads)
+            mode.found.work = work
+    engine.state.window.micro_steps += 1
+    return mode.found
+
+
+def _step(engine: Engine, *, offloads: bool) -> None:
+    """What a step sends and allocates, and nothing of what it computes."""
+    schedule = engine.state.schedule
+    schedule.in_flight.finish_reductions()
+    schedule.meet_for_step([] if schedule.alone else [0, 0, 0, 0])
+    if not schedule.alone and engine.state.group.uses_nccl:
+        schedule.in_flight.gather_scalar("gather of the norm", torch.zeros((), dtype=torch.float64, device=META))
+    for _, gradients in schedule.gradients_to_step():
+        for gradient in gradients.values() if not offloads else ():
+            torch.empty(min(gradient.numel(), TILE["cuda"]), dtype=torch.float32, device=META)  # scaled, a tile
+    if engine.plan.shards_states:
+        schedule.start_refreshes()
+        schedule.wait_for_step()
+    engine.zero_grad()
+    engine.state.window.close()
+    engine.state.decision.losses.clear()
