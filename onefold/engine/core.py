@@ -33,6 +33,7 @@ from onefold.report.memory_usage import memory_status
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
 from onefold.runtime.torch_internals import cast_floats
+from onefold.runtime.unit_spans import UnitSpans
 from onefold.window import AccumulationWindow
 
 # One live engine a model: a second `initialize` on it retires the first.
@@ -98,12 +99,15 @@ class Engine(nn.Module):
         if step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
             self.optimizer = self.optimizer_class(step, decision.loss_scale, drop)
-        self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
         arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, schedule, self, watch=watch)
+        watch_units = partial(UnitSpans, self._hooks, schedule)
+        self._timeline = Timeline(
+            device, self.ledger, schedule.order.agreement, watch_units, breakdown=plan.loop.times_phases
+        )
         schedule.order.agreement.guard.watch()
         self._modules["module"] = model
         self.training = model.training
