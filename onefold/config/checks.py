@@ -146,6 +146,9 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"optimizer.params.max_grad_norm = {config.optimizer.params['max_grad_norm']!r}: optimizers do not clip; "
             f"write it as the top-level key gradient_clipping"
         )
+    steps = config.onefold.trace.steps
+    if steps is not None and steps[0] > steps[1]:
+        yield f"onefold.trace.steps = {list(steps)}: the first step comes after the last; write {[*reversed(steps)]}"
     # All three batch keys have to leave a whole number of ranks; which number is `solve_batch`'s to check.
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from onefold.comm import Agreement, Ledger, local_device
+from onefold.comm import Ledger, local_device
 from onefold.log import logger
 from onefold.recorder import Recorder, Slice, Span, Track
 from onefold.report.memory_usage import GIB, peak_resident_bytes, used_bytes
 from onefold.report.trace_file import RankTimeline, host_name, write_alone, write_together
+from onefold.runtime import Hooks, Schedule
 from onefold.runtime.unit_spans import UnitSpans
 
 
@@ -31,24 +32,15 @@ class PhaseSpan:
 
 
 class Timeline:
-    """Phases of one engine. It costs nothing unless someone reads it, and waits for the device for a breakdown alone.
-
-    `watch_units`: adds hooks that report what units do.
-    """
+    """Phases of one engine. It costs nothing unless someone reads it; only a breakdown waits for the device."""
 
     def __init__(
-        self,
-        device: torch.device,
-        ledger: Ledger,
-        agreement: Agreement,
-        watch_units: Callable[[], UnitSpans],
-        *,
-        breakdown: bool,
+        self, device: torch.device, ledger: Ledger, schedule: Schedule, hooks: Hooks, *, breakdown: bool
     ) -> None:
         self.device = device
         self.ledger = ledger
-        self.agreement = agreement
-        self.watch_units = watch_units
+        self.schedule = schedule
+        self.hooks = hooks
         self._breakdown = breakdown
         self._totals: dict[str, float] = {}
 
@@ -114,10 +106,12 @@ class Profiling:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         recorder = self._recorder
         assert recorder is not None
-        Profiling.active = Recorder.active = None
-        for units in self._engines.values():
+        for engine, units in self._engines.items():
             if units is not None:
                 units.remove()
+            if kind is None and units is not None:
+                engine.schedule.wait_for_step()  # what the last step has left in flight is part of the timeline
+        Profiling.active = Recorder.active = None
         self.seconds = (time.perf_counter_ns() - self._start) / 1e9
         slices = recorder.slices()
         self.spans += [
@@ -132,7 +126,7 @@ class Profiling:
 
     def _write(self, trace: str | os.PathLike[str], slices: list[Slice], device_error: int, *, failed: bool) -> None:
         timeline = RankTimeline(_rank(), host_name(), slices, device_error)
-        agreement = next((engine.agreement for engine in self._engines), None)
+        agreement = next((engine.schedule.order.agreement for engine in self._engines), None)
         if failed or agreement is None:  # other ranks may not come to where their parts would be collected
             self.path = write_alone(timeline, trace)
             logger.warning("the timeline of rank %d alone is in %s", timeline.rank, self.path)
@@ -144,7 +138,7 @@ class Profiling:
         assert self._recorder is not None
         if engine not in self._engines:
             self._ledgers[engine.ledger] = engine.ledger.copy()
-            self._engines[engine] = engine.watch_units() if self._trace is not None else None
+            self._engines[engine] = UnitSpans(engine.hooks, engine.schedule) if self._trace is not None else None
         return self._recorder.start(Track.PHASES, phase)
 
     def end(self, engine: Timeline, span: Span) -> None:
