@@ -208,6 +208,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
             "zero_optimization.offload_optimizer.max_in_cpu: with ratio "
             '"auto" the host is filled up to onefold.host_memory'
         )
+    if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
+        yield "onefold.trace.path: nothing is written without onefold.trace.steps or onefold.trace.memory_snapshot"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
         yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:

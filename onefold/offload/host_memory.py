@@ -6,6 +6,7 @@ touched by all cores at once and then locked with one call: about twice as fast,
 
 from __future__ import annotations
 
+import math
 import mmap
 from pathlib import Path
 
@@ -80,13 +81,11 @@ def check_room(needed: int, what: str, num_ranks: int, ratio: float | None = Non
     free = available_bytes()
     if needed * num_ranks > free:
         ranks = f" x {num_ranks} ranks on this host = {needed * num_ranks / 1e9:.2f} GB" if num_ranks > 1 else ""
-        fits = (
-            f' of about {ratio * free // (needed * num_ranks / 100) / 100:.2f}, or "auto"' if ratio else ', or "auto"'
-        )
+        fits = f" of about {math.floor(100 * ratio * free / (needed * num_ranks)) / 100}" if ratio is not None else ""
         raise HostShortage(
             f"offloading needs {needed / 1e9:.2f} GB of host memory{ranks}, and {free / 1e9:.2f} GB are available: "
-            f"{what}. Offload less (zero_optimization.offload_optimizer.ratio{fits}), use more ranks, or let "
-            "states rest on a disk (offload_optimizer.device nvme)"
+            f'{what}. Offload less (zero_optimization.offload_optimizer.ratio{fits}, or "auto"), use more ranks, or '
+            "let states rest on a disk (offload_optimizer.device nvme)"
         )
 
 

@@ -71,7 +71,7 @@ class DeviceAccount:
         return [f"  {format_bytes(size):>10}  {name}" for name, size in rows.items() if size] + limited
 
 
-class Cost(IntEnum):
+class Price(IntEnum):
     """What a remedy costs, the least first."""
 
     NOTHING = 0
@@ -90,7 +90,7 @@ class Remedy:
 
     change: str
     frees: int
-    cost: Cost
+    cost: Price
     about: bool = False
     """No arithmetic knows it exactly: activations are the model's."""
 
@@ -124,7 +124,7 @@ def advise(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     fragmented = account.unused >= min(run.asked or account.limit, _FRAGMENTED * account.limit)
     if fragmented and not run.has_expandable_segments:
         change = "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True"
-        found.append(Remedy(change, account.unused, Cost.NOTHING, about=True))
+        found.append(Remedy(change, account.unused, Price.NOTHING, about=True))
     worth = [remedy for remedy in found if remedy.frees > _WORTH * account.limit]
     return sorted(worth, key=lambda remedy: (-remedy.frees, remedy.cost))
 
@@ -140,7 +140,7 @@ def _by_plan(run: RunFacts) -> list[Remedy]:
         below = plan.states.tier is not Tier.DEVICE and run.plan.states.tier is Tier.DEVICE
         moves = below or plan.parameters.tier is not run.plan.parameters.tier
         frees = now - needed_bytes(units, plan)
-        found.append(Remedy(change + instead, frees, Cost.BUS if moves else Cost.TRAFFIC))
+        found.append(Remedy(change + instead, frees, Price.BUS if moves else Price.TRAFFIC))
     return found
 
 
@@ -157,7 +157,7 @@ def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     if account.unsharded <= largest or run.plan.limits.live <= live:
         return []
     change = f"zero_optimization.stage3_max_live_parameters {live} with stage3_prefetch_bucket_size 0"
-    return [Remedy(change, account.unsharded - largest, Cost.TRAFFIC)]
+    return [Remedy(change, account.unsharded - largest, Price.TRAFFIC)]
 
 
 def _by_activations(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
@@ -167,14 +167,14 @@ def _by_activations(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
         accumulation = run.accumulation * run.micro_batch // micro
         change = f"train_micro_batch_size_per_gpu {micro} with gradient_accumulation_steps {accumulation}"
         frees = account.activations - account.activations * micro // run.micro_batch
-        found.append(Remedy(change, frees, Cost.TRAFFIC, about=True))
+        found.append(Remedy(change, frees, Price.TRAFFIC, about=True))
     if len(run.units) > 1:
         change = (
             "activation checkpointing of each unit (onefold.checkpointing.checkpoint, or gradient_checkpointing_enable "
             "of a transformers model), unless it is on"
         )
         frees = account.activations - account.activations // len(run.units)
-        found.append(Remedy(change, frees, Cost.COMPUTE, about=True))
+        found.append(Remedy(change, frees, Price.COMPUTE, about=True))
     return found
 
 

@@ -89,6 +89,7 @@ class Profiling:
         self._trace = trace
         # Each engine's ledger, and what stood in it when its first phase began.
         self._ledgers: dict[Ledger, Ledger] = {}
+        self._traffic: list[Ledger] | None = None
         self._engines: dict[Timeline, UnitSpans | None] = {}
         self._recorder: Recorder | None = None
         self._start = 0
@@ -112,6 +113,7 @@ class Profiling:
             if kind is None and units is not None:
                 engine.schedule.wait_for_step()  # what the last step has left in flight is part of the timeline
         Profiling.active = Recorder.active = None
+        self._traffic = self.traffic()
         self.seconds = (time.perf_counter_ns() - self._start) / 1e9
         slices = recorder.slices()
         self.spans += [
@@ -150,6 +152,8 @@ class Profiling:
 
     def traffic(self) -> list[Ledger]:
         """What each engine sent inside the context."""
+        if self._traffic is not None:
+            return self._traffic
         return [ledger.since(before) for ledger, before in self._ledgers.items()]
 
     def by_phase(self) -> dict[str, float]:
