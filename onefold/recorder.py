@@ -118,7 +118,8 @@ class Recorder:
         self.clock_error = 0
         """Nanoseconds by which times of the device may be wrong on the host's clock."""
         self._device = device if device.type == "cuda" else None
-        self._first = _TiePoint.now(self._device) if self._device is not None else None
+        self._first = self._last = _TiePoint.now(self._device) if self._device is not None else None
+        self._stopped = 0
 
     def start(
         self, track: Track, name: str, unit: str = "", details: dict[str, Any] | None = None, *, by_host: bool = False
@@ -139,10 +140,16 @@ class Recorder:
             span.finish()
         span.num_bytes += num_bytes
 
+    def stop(self) -> None:
+        """The window is over. The device is waited for."""
+        if self._first is not None and self._device is not None:
+            self._last = _TiePoint.now(self._device)
+            self.clock_error = max(self._first.error, self._last.error)
+        self._stopped = time.perf_counter_ns()
+
     def slices(self) -> list[Slice]:
-        """All spans, on the host's clock; the device is waited for. What has no end yet ends now, and says so."""
+        """All spans of a window that is over, on the host's clock. What has no end ends with it, and says so."""
         times = self._device_times()
-        now = time.perf_counter_ns()
         found = []
         for span in list(self.spans):
             args: dict[str, Any] = {"unit": span.unit} if span.unit else {}
@@ -154,18 +161,14 @@ class Recorder:
                 args["unfinished"] = True
             if span.on_device:
                 args["queued_us"] = max(0, begin - span.launched) // 1000
-            end = times(span.ended) if span.ended is not None else now
+            end = times(span.ended) if span.ended is not None else self._stopped
             found.append(Slice(span.track, span.name, begin, max(begin, end), args))
         return found
 
     def _device_times(self) -> Callable[[Mark], int]:
-        first = self._first
-        if first is None:
+        first, last = self._first, self._last
+        if first is None or last is None:
             return lambda mark: mark  # type: ignore[return-value] # there are no events without a device
-        assert self._device is not None
-        torch.cuda.synchronize(self._device)
-        last = _TiePoint.now(self._device)
-        self.clock_error = max(first.error, last.error)
         passed = first.event.elapsed_time(last.event)  # milliseconds
         rate = (last.host - first.host) / passed if passed > 0 else 1e6
 

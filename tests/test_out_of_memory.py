@@ -16,8 +16,8 @@ from onefold.config import load_config
 from onefold.offload.host_memory import HostShortage
 from onefold.plan import FlatParamSpec, Layout, ModelBytes, count_bytes, make_plan, plan_with_less
 from onefold.report.out_of_memory import (
-    Price,
     DeviceAccount,
+    Price,
     RunFacts,
     advise,
     asked_bytes,

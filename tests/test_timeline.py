@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Block, Net, Trace, config, first_difference, net, precision, rank, start, train
+from models import Block, Net, Trace, batches, config, first_difference, net, precision, rank, start, train
 from test_engine import log_lines
 from torch.utils.checkpoint import checkpoint
 
@@ -215,6 +215,29 @@ def test_recomputation_lies_inside_its_units_backward(on_ranks, tmp_path):
         for inner, outer in zip(again, backwards, strict=True):
             assert outer["ts"] <= inner["ts"]
             assert end(inner) <= end(outer)
+
+
+def bare(path: str) -> None:
+    """A loop that calls backward on the loss itself."""
+    engine = start(net(), config(3))
+    with onefold.Profiling(trace=path):
+        for x, y in batches(3):
+            engine(x, y).backward()
+            engine.step()
+
+
+def test_a_backward_of_the_programs_own_has_an_end_in_its_own_step(on_ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    on_ranks(2, bare, str(path))
+    events = read(path)
+    steps = pieces(events, 0, cat="phases", name="step")
+    assert len(steps) == 3
+    for unit in UNITS:
+        backwards = pieces(events, 0, name=f"backward {unit}")
+        assert len(backwards) == 3
+        for backward, step in zip(backwards, steps, strict=True):
+            assert backward["dur"] > 0
+            assert end(backward) <= step["ts"]
 
 
 @contextmanager

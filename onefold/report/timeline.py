@@ -114,6 +114,7 @@ class Profiling:
                 engine.schedule.wait_for_step()  # what the last step has left in flight is part of the timeline
         Profiling.active = Recorder.active = None
         self._traffic = self.traffic()
+        recorder.stop()
         self.seconds = (time.perf_counter_ns() - self._start) / 1e9
         slices = recorder.slices()
         self.spans += [

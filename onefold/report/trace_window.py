@@ -28,8 +28,9 @@ class TraceWindow:
         self._snapshots = options.memory_snapshot and device.type == "cuda"
         if options.memory_snapshot and not self._snapshots and rank == 0:
             logger.warning("onefold.trace.memory_snapshot: there is no CUDA device here, so there is no snapshot")
+        self._keeps_history = self._snapshots
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ENTRIES)
 
     @staticmethod
     def of(options: TraceSection, device: torch.device, rank: int) -> TraceWindow | None:
@@ -69,7 +70,7 @@ class TraceWindow:
             logger.error("onefold.trace.path: the timeline could not be written: %s", error)
         if self._snapshots:
             self._dump("memory")
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self._stop_history()
         if profiling.path is not None:
             logger.info("the timeline of steps %d to %d is in %s", *self._options.steps, profiling.path)
 
@@ -79,10 +80,16 @@ class TraceWindow:
             self._stop_torch_profiler()
             profiling, self._profiling, self._is_over = self._profiling, None, True
             profiling.__exit__(RuntimeError)
+        self._stop_history()
 
     def out_of_memory(self) -> str | None:
         """Where a snapshot of the memory is, where that is wanted."""
         return str(self._dump("out-of-memory")) if self._snapshots else None
+
+    def _stop_history(self) -> None:
+        if self._keeps_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._keeps_history = False
 
     def _stop_torch_profiler(self) -> None:
         profiler, self._torch_profiler = self._torch_profiler, None

@@ -2,8 +2,8 @@
 
 A forward lasts as long as the call of the unit's module. Its backward begins when a node that produced one of its
 outputs is about to run, and ends when a node that produced one of its inputs is, or with the unit's last gradient where
-no input has one; that of a unit that encloses others ends with the pass ([Note: where a unit's backward begins and
-ends] in hooks.py).
+no input has one; that of a unit that encloses others ends with the last gradient of all ([Note: where a unit's backward
+begins and ends] in hooks.py).
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ class _Call:
         self.mark_end()
         self.is_over = True
 
+    def forget(self) -> None:
+        """Its backward is over, or never comes."""
+        if self.backward is not None and self.backward.ended is None:
+            self.mark_end()
+        self.is_over = True
+
 
 class UnitSpans:
     """The spans of all units of one engine, from its making until `remove`."""
@@ -61,10 +67,10 @@ class UnitSpans:
             after = ModuleHook(me, module, self._after_forward, unit)
             add(module.register_forward_pre_hook(before, with_kwargs=True))
             add(module.register_forward_hook(after, always_call=True))
-            if not unit.encloses:
-                landed = _landed(self._calls[unit])
-                parameters = [parameter for param in unit.trained for parameter in param.parameters]
-                self._handles += [p.register_post_accumulate_grad_hook(landed) for p in parameters]
+            around = [self._calls[other] for other in schedule.units if other.encloses and other is not unit]
+            landed = _landed([self._calls[unit], *around])
+            parameters = [parameter for param in unit.trained for parameter in param.parameters]
+            self._handles += [p.register_post_accumulate_grad_hook(landed) for p in parameters]
 
     def remove(self) -> None:
         """No hooks any more; those in a graph that somebody keeps find everything over."""
@@ -77,15 +83,17 @@ class UnitSpans:
         """A backward is over, and so is that of every unit."""
         for calls in self._calls.values():
             for call in calls:
-                if call.backward is not None and call.backward.ended is None:
-                    call.mark_end()
-                call.is_over = True
+                call.forget()
             calls.clear()
 
     def _before_forward(self, hooks: Hooks, unit: Unit, *arguments: Any) -> None:
-        span = _start("recompute" if inside_backward() else "forward", unit)
+        again = inside_backward()
+        span = _start("recompute" if again else "forward", unit)
         if span is None:
             return
+        for old in [old for old in self._calls[unit] if old.backward is not None and not again]:
+            old.forget()  # of a backward that the engine did not bracket
+            self._calls[unit].remove(old)
         call = _Call(unit, span)
         self._running.append(call)
         if not unit.encloses and torch.is_grad_enabled() and not inside_transform():
@@ -133,11 +141,12 @@ def _begins(ends: list[_Call], call: _Call) -> Callable[..., None]:
     return hook
 
 
-def _landed(calls: list[_Call]) -> Callable[..., None]:
-    """A gradient of the unit is there: what is under way of its backward lasts at least until now."""
+def _landed(calls_of_units: list[list[_Call]]) -> Callable[..., None]:
+    """A gradient is there: what is under way of its unit's backward, and of those around it, lasts until now."""
 
     def hook(*_: Any) -> None:
-        for call in calls:
-            call.mark_end()
+        for calls in calls_of_units:
+            for call in calls:
+                call.mark_end()
 
     return hook
