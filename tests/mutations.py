@@ -745,4 +745,25 @@ MUTATIONS = [
         "        except BaseException:\n            raise",
         "test_held_parameters.py -k loan",
     ),
+    Mutation(
+        "span-lost-on-thread",
+        "onefold/recorder.py",
+        "return job if Recorder.active is None else partial(copy_context().run, job)",
+        "return job",
+        "test_timeline.py -k two_levels",
+    ),
+    Mutation(
+        "clock-backwards",
+        "onefold/comm/clocks.py",
+        "ClockOffset(int(theirs) - (before + after) // 2,",
+        "ClockOffset((before + after) // 2 - int(theirs),",
+        "test_timeline.py -k clocks_are_aligned",
+    ),
+    Mutation(
+        "explained-after-the-fact",
+        "onefold/report/out_of_memory.py",
+        "frees = now - needed_bytes(units, plan)",
+        "frees = needed_bytes(units, plan)",
+        "test_out_of_memory.py -k arithmetic_says",
+    ),
 ]

@@ -91,11 +91,12 @@ class Remedy:
     change: str
     frees: int
     cost: Price
-    about: bool = False
-    """No arithmetic knows it exactly: activations are the model's."""
+    hedge: str = ""
+    """In words, where no arithmetic knows it exactly: activations are the model's."""
 
     def __str__(self) -> str:
-        return f"{'about ' * self.about}{format_bytes(self.frees)}  {self.change} ({self.cost.words})"
+        size = f"{self.hedge} {format_bytes(self.frees)}".strip()
+        return f"{size:>15}  {self.change} ({self.cost.words})"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def advise(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     fragmented = account.unused >= min(run.asked or account.limit, _FRAGMENTED * account.limit)
     if fragmented and not run.has_expandable_segments:
         change = "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True"
-        found.append(Remedy(change, account.unused, Price.NOTHING, about=True))
+        found.append(Remedy(change, account.unused, Price.NOTHING, "up to"))
     worth = [remedy for remedy in found if remedy.frees > _WORTH * account.limit]
     return sorted(worth, key=lambda remedy: (-remedy.frees, remedy.cost))
 
@@ -167,14 +168,14 @@ def _by_activations(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
         accumulation = run.accumulation * run.micro_batch // micro
         change = f"train_micro_batch_size_per_gpu {micro} with gradient_accumulation_steps {accumulation}"
         frees = account.activations - account.activations * micro // run.micro_batch
-        found.append(Remedy(change, frees, Price.TRAFFIC, about=True))
+        found.append(Remedy(change, frees, Price.TRAFFIC, "about"))
     if len(run.units) > 1:
         change = (
             "activation checkpointing of each unit (onefold.checkpointing.checkpoint, or gradient_checkpointing_enable "
             "of a transformers model), unless it is on"
         )
         frees = account.activations - account.activations // len(run.units)
-        found.append(Remedy(change, frees, Price.COMPUTE, about=True))
+        found.append(Remedy(change, frees, Price.COMPUTE, "up to"))
     return found
 
 
