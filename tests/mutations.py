@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "ledger-of-reads",
         "onefold/offload/nvme.py",
-        "        self._count(operation, tensor.nbytes)",
-        '        if operation != "read":\n            self._count(operation, tensor.nbytes)',
+        "            self._count(operation, tensor.nbytes)",
+        '            if operation != "read":\n                self._count(operation, tensor.nbytes)',
         "test_offload_cases.py -k cross",
     ),
     Mutation(
