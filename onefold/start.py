@@ -23,7 +23,7 @@ from onefold.log import logger, set_up_logging
 from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import Tier, make_plan, plan_every_stage
+from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
 
 ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
 
@@ -85,7 +85,17 @@ def initialize(
     if world > 1:
         agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
     group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
-    engine = engine_class(model, plan, batch, chosen, group, local_device(), config=settings.raw, other_plans=others)
+    engine = engine_class(
+        model,
+        plan,
+        batch,
+        chosen,
+        group,
+        local_device(),
+        config=settings.raw,
+        other_plans=others,
+        plans_with_less=plan_with_less(settings, world),
+    )
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

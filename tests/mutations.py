@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "ledger-of-reads",
         "onefold/offload/nvme.py",
-        "        self._count(operation, tensor.nbytes)",
-        '        if operation != "read":\n            self._count(operation, tensor.nbytes)',
+        "            self._count(operation, tensor.nbytes)",
+        '            if operation != "read":\n                self._count(operation, tensor.nbytes)',
         "test_offload_cases.py -k cross",
     ),
     Mutation(
@@ -744,5 +744,26 @@ MUTATIONS = [
         "        except BaseException:\n            self._give_back()\n            raise",
         "        except BaseException:\n            raise",
         "test_held_parameters.py -k loan",
+    ),
+    Mutation(
+        "span-lost-on-thread",
+        "onefold/recorder.py",
+        "return job if Recorder.active is None else partial(copy_context().run, job)",
+        "return job",
+        "test_timeline.py -k two_levels",
+    ),
+    Mutation(
+        "clock-backwards",
+        "onefold/comm/clocks.py",
+        "ClockOffset(int(theirs) - (before + after) // 2,",
+        "ClockOffset((before + after) // 2 - int(theirs),",
+        "test_timeline.py -k clocks_are_aligned",
+    ),
+    Mutation(
+        "explained-after-the-fact",
+        "onefold/report/out_of_memory.py",
+        "frees = now - needed_bytes(units, plan)",
+        "frees = needed_bytes(units, plan)",
+        "test_out_of_memory.py -k arithmetic_says",
     ),
 ]

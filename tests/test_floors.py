@@ -19,6 +19,7 @@ FLOORS = {
     "pool": 0,
     "allocator": 0,
     "gpu_kernels": 0,
+    "recorder": 0,
     "version": 0,
     "plan": 0,
     "comm": 1,
@@ -154,8 +155,8 @@ AROUND = {"checkpoint", "cli", "train", "env_report"}
 def test_the_package_stays_small():
     """DeepSpeed's names aside: they are as many as its modules that others import."""
     lines = {path: len(path.read_text().splitlines()) for path in OURS}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 19_600
-    assert sum(lines.values()) < 27_300
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 20_900
+    assert sum(lines.values()) < 28_600
 
 
 def test_importing_onefold_does_nothing():

@@ -42,6 +42,8 @@ COUNT_ALONE = {
     "onefold.units",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",
+    "onefold.trace.steps",
+    "onefold.trace.memory_snapshot",
     "optimizer",
     "scheduler",
     "fp16.enabled",
@@ -88,7 +90,7 @@ def another(entry: SectionKey) -> Any:
     if get_origin(hint) is Literal:
         return next(choice for choice in get_args(hint) if choice != entry.default)
     if get_origin(hint) is tuple:
-        return ["another"] if get_args(hint)[0] is str else [7]
+        return ["another"] if get_args(hint)[0] is str else [7] * len([kind for kind in get_args(hint) if kind is int])
     if hint is str:
         return "another"
     values: tuple[Any, ...] = (2, 3, 0.5, 0)
@@ -137,7 +139,7 @@ def test_a_key_whose_switch_is_off_is_told_which(path: str, off: bool) -> None:
     switch = f"{section}.{entry.key.switch}"
     base: dict[str, Any] = {"zero_optimization.stage": 3}
     if off:
-        base[switch] = {"device": "none", "keep_last": None}.get(switch.rpartition(".")[2], False)
+        base[switch] = {"device": "none", "keep_last": None, "steps": None}.get(switch.rpartition(".")[2], False)
     config = load_config({**base, path: another(entry)})
     lines = [line for line in config.notices if line.split(":")[0].split(" = ")[0] == path]
     assert any(switch in line or entry.key.notice is not None for line in lines), config.notices

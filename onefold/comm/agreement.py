@@ -12,6 +12,7 @@ import torch.distributed as dist
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.comm.watch import Guard
+from onefold.recorder import Track, recorded
 
 ROW = 16
 # How long to sleep between two looks at a meeting, in seconds: a fifth of the wait so far, so that no wait lasts much
@@ -40,11 +41,16 @@ class Agreement:
         """Every rank's small vector, on the host, as rows in rank order."""
         if self.group.size == 1:
             return mine.unsqueeze(0)
-        self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
         if self.group.is_imagined:
+            self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
             return mine.repeat(self.group.size, 1)
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
-        with self._ledger.timed("meet", self.group.axis), self.guard.waiting(what):
+        with (
+            recorded(Track.MEETINGS, what, by_host=True),
+            self._ledger.timed("meet", self.group.axis),
+            self.guard.waiting(what),
+        ):
+            self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
             work = dist.all_gather(rows, mine, group=self.group.host_group, async_op=True)
             assert work is not None
             start, pause = time.monotonic(), _SHORTEST

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.comm.watch import note_event, start_beside
+from onefold.recorder import carried, carried_span
 
 
 @dataclass
@@ -150,8 +151,13 @@ class Lane:
             yield
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        span = carried_span()
+        if span is not None:
+            span.enter(self.stream)
         with torch.cuda.stream(self.stream):
             yield
+        if span is not None:
+            span.leave(self.stream)
 
     def pending(self, complete: Callable[[], None]) -> Pending:
         """On a GPU `complete` only queues work, so it runs now; on a CPU it waits, so it runs at the finish."""
@@ -162,6 +168,9 @@ class Lane:
             return Pending(complete)
         with torch.cuda.stream(self.stream):
             complete()
+        span = carried_span()
+        if span is not None:
+            span.leave(self.stream)
         event = torch.cuda.Event()
         event.record(self.stream)
         note_event(event)
@@ -186,7 +195,7 @@ class Lane:
             except BaseException as error:
                 done.set_exception(error)
 
-        start_beside(run, "onefold-wires")
+        start_beside(carried(run), "onefold-wires")
         return Pending(done.result)
 
 

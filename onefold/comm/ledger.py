@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from onefold.recorder import Recorder
+
 
 @dataclass
 class Row:
@@ -32,6 +34,9 @@ class Ledger:
             row = self._row(operation, group)
             row.calls += 1
             row.bytes += num_bytes
+        recorder = Recorder.active
+        if recorder is not None:
+            recorder.count(operation, num_bytes)
 
     @contextmanager
     def timed(self, operation: str, group: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Redu
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
+from onefold.recorder import carried
 
 _workers: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
@@ -96,7 +97,7 @@ class StagedExchange:
             arrived.synchronize()
             across(pinned).finish()
 
-        crossed = self._worker.submit(cross)
+        crossed = self._worker.submit(carried(cross))
 
         def finish() -> None:
             crossed.result()

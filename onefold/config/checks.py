@@ -146,6 +146,9 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"optimizer.params.max_grad_norm = {config.optimizer.params['max_grad_norm']!r}: optimizers do not clip; "
             f"write it as the top-level key gradient_clipping"
         )
+    steps = config.onefold.trace.steps
+    if steps is not None and steps[0] > steps[1]:
+        yield f"onefold.trace.steps = {list(steps)}: the first step comes after the last; write {[*reversed(steps)]}"
     # All three batch keys have to leave a whole number of ranks; which number is `solve_batch`'s to check.
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -205,6 +208,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
             "zero_optimization.offload_optimizer.max_in_cpu: with ratio "
             '"auto" the host is filled up to onefold.host_memory'
         )
+    if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
+        yield "onefold.trace.path: nothing is written without onefold.trace.steps or onefold.trace.memory_snapshot"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
         yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:

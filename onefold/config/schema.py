@@ -94,6 +94,25 @@ class SchedulerSection:
 
 
 @dataclass(frozen=True)
+class TraceSection:
+    """A timeline of some steps, without a change to the program; `onefold.Profiling` is the same by hand."""
+
+    steps: tuple[int, int] | None = key(
+        None, "The first and the last optimizer step that are traced, counted from 1; left out: none.", minimum=1
+    )
+    path: str = key("trace.json", "The file, of all ranks, which rank 0 writes; others lie beside it.")
+    torch_profiler: bool = key(
+        False, "torch.profiler's trace of the same steps too, a file a rank (`trace.torch.rank0.json`).", switch="steps"
+    )
+    memory_snapshot: bool = key(
+        False,
+        "CUDA memory with the history of its allocations, after the last of these steps and when memory runs out, a "
+        "file a rank for pytorch.org/memory_viz (`trace.memory.rank0.pickle`). The history is kept from `initialize` "
+        "on until then. There is none on a CPU.",
+    )
+
+
+@dataclass(frozen=True)
 class OnefoldSection:
     """Keys of onefold's own; DeepSpeed does not know them."""
 
@@ -139,6 +158,7 @@ class OnefoldSection:
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "
         "it changes the training.",
     )
+    trace: TraceSection = section(TraceSection)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from onefold.config import Batch
 from onefold.engine import deepspeed_names, offload_states
 from onefold.engine.closing import close_engine
 from onefold.engine.loading import Loading
+from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -31,6 +32,7 @@ from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 from onefold.report.memory_usage import memory_status
 from onefold.report.timeline import Timeline
+from onefold.report.trace_window import TraceWindow
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
 from onefold.runtime.torch_internals import cast_floats
 from onefold.window import AccumulationWindow
@@ -67,6 +69,7 @@ class Engine(nn.Module):
         *,
         config: dict[str, Any],
         other_plans: Mapping[str, Plan] | None = None,
+        plans_with_less: Mapping[str, Plan] | None = None,
     ) -> None:
         super().__init__()
         _retire(model)
@@ -98,12 +101,17 @@ class Engine(nn.Module):
         if step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
             self.optimizer = self.optimizer_class(step, decision.loss_scale, drop)
-        self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
         arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, schedule, self, watch=watch)
+        self._timeline = Timeline(device, self.ledger, schedule, self._hooks, breakdown=plan.loop.times_phases)
+        self._trace = TraceWindow.of(plan.loop.trace, device, group.rank)
+        if self._trace is not None:
+            weakref.finalize(self, self._trace.give_up)
+        with_less = {way: self._complete(other) for way, other in (plans_with_less or {}).items()}
+        self._memory_errors = MemoryErrors(self.state, plan, with_less, self._trace)
         schedule.order.agreement.guard.watch()
         self._modules["module"] = model
         self.training = model.training
@@ -121,7 +129,7 @@ class Engine(nn.Module):
         if precision.casts_inputs:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
         autocast = torch.autocast(self.device.type, dtype=precision.autocast) if precision.autocast else nullcontext()
-        with self._timeline.span("forward"), autocast:
+        with self._phase("forward"), self._memory_errors.explained("forward"), autocast:
             output = self.state.model(*args, **kwargs)
         if self.plan.loop.reports_memory:
             memory_status("after forward")
@@ -139,13 +147,14 @@ class Engine(nn.Module):
         state, decision = self.state, self.state.decision
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
-        with self._timeline.span("backward"):
+        with self._phase("backward"):
             self._begin_backward(divisor=1)
             decision.losses.append(loss.detach())
             try:
                 scaled = loss.float() * decision.loss_scale.value if decision.scales_loss else loss
-                scaled.backward(retain_graph=retain_graph)
-                state.schedule.end_backward()
+                with self._memory_errors.explained("backward"):  # before anything is let go
+                    scaled.backward(retain_graph=retain_graph)
+                    state.schedule.end_backward()
             except Exception as error:
                 if not isinstance(error, Disagreement) and not of_backend(error):  # else no rank can be reached
                     state.abort_backward()
@@ -180,7 +189,7 @@ class Engine(nn.Module):
         at_boundary = state.window.at_boundary
         if at_boundary:
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
-            with self._timeline.span("step"):
+            with self._phase("step"), self._memory_errors.explained("step"):
                 self._take_step(self.optimizer)
             state.global_steps += 1
             state.global_samples += self.batch.train
@@ -192,6 +201,13 @@ class Engine(nn.Module):
             finally:  # the step is taken and counted, whatever a scheduler raises
                 self._saving.remember_step()
             self._print_progress()
+            if self._trace is not None:
+                self._trace.after_step(state.global_steps)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        if self._trace is not None:
+            self._trace.before_phase(self.state.global_steps)
+        return self._timeline.span(name)
 
     def _take_step(self, optimizer: ShardedOptimizer) -> None:
         state, schedule, decision = self.state, self.state.schedule, self.state.decision
@@ -506,6 +522,8 @@ class Engine(nn.Module):
         if finalizer is None:
             return
         _, close, parts, _ = finalizer
+        if self._trace is not None:
+            self._trace.give_up()
         self._saving.stop()
         with suppress(Exception):  # told below, and by the step that failed
             self.state.flush()

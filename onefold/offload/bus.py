@@ -10,8 +10,11 @@ Device memory is held by its owner until the caller's stream is ordered behind t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
+
+from onefold.recorder import Track, recorded
 
 
 class Arrival:
@@ -47,14 +50,24 @@ class Bus:
         """`add` only where nothing crosses: a bus cannot add."""
         if add:
             assert not self.crosses
-            self.count("down", source.nbytes)
-            target.add_(source)
+            with _recorded("down", source):
+                self.count("down", source.nbytes)
+                target.add_(source)
             return HERE
         return self._copy("down", source, target, self.now())
 
     def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
         """The device casts. `after`: the last use of the target, where the caller's own stream does not know it."""
         return self._copy("up", source, target, after or self.now())
+
+    def up_at_once(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """In the order of the caller's own stream."""
+        with _recorded("up", source):
+            self.count("up", source.nbytes)
+            if source.dtype == target.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                target.copy_(torch.empty_like(source, device=target.device).copy_(source, non_blocking=True))
 
     def now(self) -> torch.cuda.Event | None:
         """Where the caller's stream stands."""
@@ -65,14 +78,16 @@ class Bus:
         return event
 
     def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
-        self.count(way, source.nbytes)
         if not self.crosses:
-            target.copy_(source)
+            with _recorded(way, source):
+                self.count(way, source.nbytes)
+                target.copy_(source)
             return HERE
         assert after is not None
         stream, arrived = self._streams[way], torch.cuda.Event(blocking=True)
         stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _recorded(way, source):
+            self.count(way, source.nbytes)
             if source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
             else:
@@ -80,3 +95,10 @@ class Bus:
                 target.copy_(torch.empty_like(source, device=self.device).copy_(source, non_blocking=True))
             arrived.record(stream)
         return Arrival(arrived)
+
+
+_TRACKS = {"down": Track.DOWN, "up": Track.UP}
+
+
+def _recorded(way: str, source: torch.Tensor) -> AbstractContextManager[None]:
+    return recorded(_TRACKS[way], way, numel=source.numel())

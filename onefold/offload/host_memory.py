@@ -6,6 +6,7 @@ touched by all cores at once and then locked with one call: about twice as fast,
 
 from __future__ import annotations
 
+import math
 import mmap
 from pathlib import Path
 
@@ -73,15 +74,18 @@ def available_bytes() -> int:
     return free if limit is None else min(free, limit)
 
 
-def check_room(needed: int, what: str, num_ranks: int) -> None:
-    """Raise before the first byte is taken where the ranks of this host want more than there is."""
+def check_room(needed: int, what: str, num_ranks: int, ratio: float | None = None) -> None:
+    """Raise before the first byte is taken where the ranks of this host want more than there is. `ratio`: the share of
+    states that is offloaded, as the config says.
+    """
     free = available_bytes()
     if needed * num_ranks > free:
         ranks = f" x {num_ranks} ranks on this host = {needed * num_ranks / 1e9:.2f} GB" if num_ranks > 1 else ""
+        fits = f" of about {math.floor(100 * ratio * free / (needed * num_ranks)) / 100}" if ratio is not None else ""
         raise HostShortage(
             f"offloading needs {needed / 1e9:.2f} GB of host memory{ranks}, and {free / 1e9:.2f} GB are available: "
-            f'{what}. Offload less (zero_optimization.offload_optimizer.ratio, or "auto"), use more ranks, or let '
-            "states rest on a disk (offload_optimizer.device nvme)"
+            f'{what}. Offload less (zero_optimization.offload_optimizer.ratio{fits}, or "auto"), use more ranks, or '
+            "let states rest on a disk (offload_optimizer.device nvme)"
         )
 
 

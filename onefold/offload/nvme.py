@@ -31,6 +31,7 @@ import torch
 from onefold.config import Aio
 from onefold.offload.host_memory import PAGE, page_aligned
 from onefold.offload.swap_folder import SwapFolder, check_space
+from onefold.recorder import Recorder, Span, Track, carrying
 
 # A request of a block is already several commands of the drive: more threads only wait for each other.
 _MAX_THREADS = 64
@@ -131,6 +132,11 @@ class Transfer:
 
     def start(self, threads: futures.Executor, num_lanes: int) -> None:
         self._lanes = [threads.submit(self._run) for _ in range(num_lanes)]
+
+    def tell(self, span: Span) -> None:
+        """The span ends with the last request."""
+        for lane in self._lanes:
+            lane.add_done_callback(lambda _: span.finish())
 
     @property
     def is_done(self) -> bool:
@@ -281,8 +287,14 @@ class SwapFiles:
             threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
             self._threads[tensor._drive, operation] = threads
         num_lanes = min(self._num_lanes, -(-tensor.nbytes // self._block))
+        recorder, span = Recorder.active, None
+        if recorder is not None:
+            span = recorder.start(Track.DISK, operation, details={"elements": tensor.numel()}, by_host=True)
         transfer.start(self._threads[tensor._drive, operation], num_lanes)
-        self._count(operation, tensor.nbytes)
+        with carrying(span):
+            self._count(operation, tensor.nbytes)
+        if span is not None:
+            transfer.tell(span)
         if not self._overlaps:
             transfer.finish()
         return transfer

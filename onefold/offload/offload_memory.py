@@ -56,7 +56,8 @@ def make_memory(
         f"{on_host.gradients / 1e9:.2f}, parameters {on_host.parameters / 1e9:.2f} GB"
     )
     try:
-        check_room(needs.host_bytes, what, num_ranks_on_node(agreement.group))
+        ratio = plan.offload.optimizer.ratio
+        check_room(needs.host_bytes, what, num_ranks_on_node(agreement.group), ratio)
         memory = OffloadMemory(needs, plan.offload, Bus(device, count), agreement.group.rank)
     except (OSError, MemoryError, ValueError):
         agreement.meet("the room below the device", [1])

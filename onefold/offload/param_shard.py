@@ -142,12 +142,10 @@ class HostShard(ParamShard):
 
     def copy_to(self, target: torch.Tensor, *, is_overwritten: bool) -> None:
         if self._master is None:
-            self._bus.count("up", self.values.nbytes)
-            target.copy_(self.values, non_blocking=True)
+            self._bus.up_at_once(self.values, target)
             return
         for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
-            self._bus.count("up", source.nbytes)
-            part.copy_(torch.empty_like(source, device=target.device).copy_(source, non_blocking=True))
+            self._bus.up_at_once(source, part)
         self._copying, self._master = self._bus.down(target, self.values), None
         if is_overwritten:
             self._copying.order()
@@ -231,8 +229,7 @@ class DiskShard(ParamShard):
                 self._buffers.give_back(buffer)
                 self.forget_prefetched()
                 raise
-            self._bus.count("up", part.nbytes)
-            target[start : start + part.numel()].copy_(buffer[: part.nbytes].view(part.dtype), non_blocking=True)
+            self._bus.up_at_once(buffer[: part.nbytes].view(part.dtype), target[start : start + part.numel()])
             self._buffers.give_back(buffer, self._bus.now())
             start += part.numel()
         self.forget_prefetched()

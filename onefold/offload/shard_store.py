@@ -65,6 +65,8 @@ class ShardStore:
         self, spec: FlatParamSpec, plan: Plan, rank: int, device: torch.device, memory: OffloadMemory | None
     ) -> None:
         self.spec = spec
+        # The unit's name.
+        self.unit = ""
         self.device = device
         self.param: ParamShard | None = None
         self.grad: GradShard | None = None

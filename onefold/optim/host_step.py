@@ -30,6 +30,7 @@ from onefold.optim.rules import Rule
 from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
 from onefold.plan import Tier
 from onefold.plan.layout import SHARD_ALIGNMENT
+from onefold.recorder import Track, recorded, within
 
 # Elements of a tile where many cores share it.
 TILE = 1 << 22
@@ -105,7 +106,8 @@ class HostStep:
         if self._failed is not None:
             raise self._failed.with_traceback(None)
         try:
-            return self._step(store, gradient, step, last_use)
+            with recorded(Track.STEP, "host step", store.unit, numel=store.stop - store.start, by_host=True):
+                return self._step(store, gradient, step, last_use)
         except BaseException as error:
             self._failed = error
             raise
@@ -212,7 +214,8 @@ class StateStream:
             return False
         store, start, stop = self._coming.popleft()
         window = _window(store, start, stop, buffer)
-        loads = [part.start_load(memory) for part, memory in _on_disk_and_here(store, window)]
+        with within(store.unit):  # another one than is stepped at the moment
+            loads = [part.start_load(memory) for part, memory in _on_disk_and_here(store, window)]
         self._reading.append(_Passing(store, buffer, window, loads))
         return True
 

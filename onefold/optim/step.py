@@ -24,6 +24,7 @@ from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.norm import Spelled, StepScalars, compare_written_groups, exchange_scalars, meet_for_call
 from onefold.optim.steppers import Step, TiledStepper, WholeStepper, WriteCheck, whole_window
 from onefold.plan import Plan, Tier
+from onefold.recorder import Track, recorded
 from onefold.runtime import FlatParam, Schedule, Unit
 
 _NAMED = 3
@@ -129,11 +130,13 @@ class ShardedStep:
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
                 if self._host is None or not store.steps_on_host:
-                    self.stepper.step(store, gradient, step)
+                    with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
+                        self.stepper.step(store, gradient, step)
             if isinstance(self.stepper, TiledStepper):
                 schedule.in_flight.start_refresh(batch)
         if isinstance(self.stepper, WholeStepper):
-            self.stepper.finish()
+            with recorded(Track.STEP, "step of all", numel=sum(store.stop - store.start for store in self.stores)):
+                self.stepper.finish()
             schedule.start_refreshes()
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next

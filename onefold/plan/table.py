@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from onefold.config import Config, ConfigError, num_replicas
-from onefold.config.schema import Aio, CheckpointSection, Fp16
+from onefold.config.schema import Aio, CheckpointSection, Fp16, TraceSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.program import Limits
 
@@ -138,6 +138,7 @@ class Loop:
     drops_last_batch: bool = False
     gathers_weights_on_save: bool = False
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    trace: TraceSection = field(default_factory=TraceSection)
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             drops_last_batch=config.dataloader_drop_last,
             gathers_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
             checkpoint=config.checkpoint,
+            trace=own.trace,
         ),
         collective=own.collective,
         num_shards=world_size // replicas,
@@ -338,6 +340,27 @@ def plan_every_stage(config: Config, world_size: int) -> dict[str, Plan]:
         f"stage {stage}": make_plan(replace(config, zero_optimization=replace(zero, stage=stage)), world_size)
         for stage in TABLE
     }
+
+
+def plan_with_less(config: Config, world_size: int) -> dict[str, Plan]:
+    """Plans of the same config that hold less on the device, by the keys that make them."""
+    zero = config.zero_optimization
+    section = "zero_optimization"
+    ways = {f"{section}.stage {stage}": replace(zero, stage=stage) for stage in TABLE if stage > zero.stage}
+    offloads = zero.offload_optimizer.device != "none"
+    if not offloads:
+        below = replace(zero, stage=max(zero.stage, 1), offload_optimizer=replace(zero.offload_optimizer, device="cpu"))
+        needs_stage = "" if zero.stage else f" with {section}.stage 1"
+        ways[f"{section}.offload_optimizer.device cpu{needs_stage}"] = below
+    if zero.offload_param.device == "none":
+        offload = replace(zero.offload_optimizer, device="cpu") if not offloads else zero.offload_optimizer
+        param = replace(zero.offload_param, device="cpu")
+        parts = [f"{section}.offload_param.device cpu"]
+        parts += [] if offloads else ["offload_optimizer.device cpu"]
+        parts += [] if zero.stage == max(TABLE) else [f"stage {max(TABLE)}"]
+        below = replace(zero, stage=max(TABLE), offload_optimizer=offload, offload_param=param)
+        ways[" with ".join([parts[0], " and ".join(parts[1:])]) if parts[1:] else parts[0]] = below
+    return {way: make_plan(replace(config, zero_optimization=zero), world_size) for way, zero in ways.items()}
 
 
 def make_precision(config: Config) -> Precision:

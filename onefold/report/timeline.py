@@ -1,26 +1,28 @@
-"""Where the time of a step goes: spans by phase, for `wall_clock_breakdown` and for `Profiling`."""
+"""Where the time of a step goes: phases for `wall_clock_breakdown`, and for `Profiling` the timeline of every unit."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onefold.comm import Ledger
+from onefold.comm import Ledger, local_device
 from onefold.log import logger
+from onefold.recorder import Recorder, Slice, Span, Track
 from onefold.report.memory_usage import GIB, peak_resident_bytes, used_bytes
+from onefold.report.trace_file import RankTimeline, host_name, write_alone, write_together
+from onefold.runtime import Hooks, Schedule
+from onefold.runtime.unit_spans import UnitSpans
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """One phase of a step: when it began, how long it took, and the memory in use at its end."""
 
     phase: str
@@ -30,11 +32,15 @@ class Span:
 
 
 class Timeline:
-    """Spans of one engine. It costs nothing unless someone reads it: only then does it synchronise the device."""
+    """Phases of one engine. It costs nothing unless someone reads it; only a breakdown waits for the device."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, *, breakdown: bool) -> None:
-        self._device = device
-        self._ledger = ledger
+    def __init__(
+        self, device: torch.device, ledger: Ledger, schedule: Schedule, hooks: Hooks, *, breakdown: bool
+    ) -> None:
+        self.device = device
+        self.ledger = ledger
+        self.schedule = schedule
+        self.hooks = hooks
         self._breakdown = breakdown
         self._totals: dict[str, float] = {}
 
@@ -44,18 +50,16 @@ class Timeline:
         if not self._breakdown and listener is None:
             yield
             return
-        if listener is not None:
-            listener.watch(self._ledger)
+        recorded = listener.begin(self, phase) if listener is not None else None
         self._synchronise()
         start = time.perf_counter()
         try:
             yield
         finally:
             self._synchronise()
-            seconds = time.perf_counter() - start
-            self._totals[phase] = self._totals.get(phase, 0.0) + seconds
-            if listener is not None:
-                listener.spans.append(Span(phase, start, seconds, used_bytes(self._device)))
+            self._totals[phase] = self._totals.get(phase, 0.0) + time.perf_counter() - start
+            if listener is not None and recorded is not None:
+                listener.end(self, recorded)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
@@ -63,51 +67,98 @@ class Timeline:
         return totals
 
     def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._breakdown and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class Profiling:
-    """`with onefold.Profiling():` around a loop: time by phase, traffic and memory, as a table and as a trace.
+    """`with onefold.Profiling():` around a loop: time by phase, traffic and memory, as a table on rank 0.
 
-    The trace is a JSON file that chrome://tracing and Perfetto open; one file a rank. Inside the context every phase
-    waits for the device, so overlap between phases does not show.
+    `trace`: a file for the timeline of every unit on every rank, which Perfetto and chrome://tracing open. All ranks
+    enter and leave the context together; rank 0 writes the file. Nothing waits for the device inside: what it does is
+    timed by events that are read at the end, so overlap shows as it is.
     """
 
     active: Profiling | None = None
 
     def __init__(self, trace: str | os.PathLike[str] | None = None) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[PhaseSpan] = []
         self.seconds = 0.0
+        self.path: Path | None = None
+        """Of the trace, once it is written, on the rank that wrote it."""
         self._trace = trace
-        # Each engine's ledger, and what stood in it when its first span began.
+        # Each engine's ledger, and what stood in it when its first phase began.
         self._ledgers: dict[Ledger, Ledger] = {}
-        self._start = 0.0
+        self._traffic: list[Ledger] | None = None
+        self._engines: dict[Timeline, UnitSpans | None] = {}
+        self._recorder: Recorder | None = None
+        self._start = 0
 
     def __enter__(self) -> Profiling:
         if Profiling.active is not None:
             raise RuntimeError("onefold.Profiling is already active: contexts do not nest")
+        self._recorder = Recorder(local_device())
         Profiling.active = self
-        self._start = time.perf_counter()
+        if self._trace is not None:
+            Recorder.active = self._recorder
+        self._start = time.perf_counter_ns()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        Profiling.active = None
-        self.seconds = time.perf_counter() - self._start
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        for engine, units in self._engines.items():
+            if units is not None:
+                units.remove()
+            if kind is None and units is not None:
+                engine.schedule.wait_for_step()  # what the last step has left in flight is part of the timeline
+        Profiling.active = Recorder.active = None
+        self._traffic = self.traffic()
+        recorder.stop()
+        self.seconds = (time.perf_counter_ns() - self._start) / 1e9
+        slices = recorder.slices()
+        self.spans += [
+            PhaseSpan(piece.name, piece.begin / 1e9, (piece.end - piece.begin) / 1e9, piece.args["memory_bytes"])
+            for piece in slices
+            if piece.track is Track.PHASES and "memory_bytes" in piece.args
+        ]
         if self._trace is not None:
-            self.write_trace(self._trace)
+            self._write(self._trace, slices, recorder.clock_error, failed=kind is not None)
         if _rank() == 0:
             logger.info("profile\n%s", self.table())
 
-    def watch(self, ledger: Ledger) -> None:
-        if ledger not in self._ledgers:
-            self._ledgers[ledger] = ledger.copy()
+    def _write(self, trace: str | os.PathLike[str], slices: list[Slice], device_error: int, *, failed: bool) -> None:
+        timeline = RankTimeline(_rank(), host_name(), slices, device_error)
+        agreement = next((engine.schedule.order.agreement for engine in self._engines), None)
+        if failed or agreement is None:  # other ranks may not come to where their parts would be collected
+            self.path = write_alone(timeline, trace)
+            logger.warning("the timeline of rank %d alone is in %s", timeline.rank, self.path)
+        else:
+            self.path = write_together(timeline, trace, agreement)
+
+    def begin(self, engine: Timeline, phase: str) -> Span:
+        """A phase of an engine begins."""
+        assert self._recorder is not None
+        if engine not in self._engines:
+            self._ledgers[engine.ledger] = engine.ledger.copy()
+            self._engines[engine] = UnitSpans(engine.hooks, engine.schedule) if self._trace is not None else None
+        return self._recorder.start(Track.PHASES, phase)
+
+    def end(self, engine: Timeline, span: Span) -> None:
+        units = self._engines.get(engine)
+        if units is not None and span.name == "backward":
+            units.end_backwards()
+        span.details["memory_bytes"] = used_bytes(engine.device)
+        span.finish()
 
     def traffic(self) -> list[Ledger]:
         """What each engine sent inside the context."""
+        if self._traffic is not None:
+            return self._traffic
         return [ledger.since(before) for ledger, before in self._ledgers.items()]
 
     def by_phase(self) -> dict[str, float]:
+        """Seconds of each phase, once the context is left."""
         phases = dict.fromkeys(span.phase for span in self.spans)
         return {phase: sum(span.seconds for span in self.spans if span.phase == phase) for phase in phases}
 
@@ -121,20 +172,6 @@ class Profiling:
         host = peak_resident_bytes()
         lines.append(f"memory at phase ends, peak {peak / GIB:.2f} GiB; host peak {host / GIB:.2f} GiB")
         return "\n".join(lines)
-
-    def write_trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write this rank's spans; the rank goes into the name where there are several."""
-        target, rank = Path(path), _rank()
-        if rank > 0:
-            target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
-        events: list[dict[str, Any]] = []
-        for span in self.spans:
-            times = {"ts": (span.start - self._start) * 1e6, "dur": span.seconds * 1e6}
-            where = {"pid": rank, "tid": 0, "args": {"memory_bytes": span.memory}}
-            events.append({"name": span.phase, "ph": "X", **times, **where})
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps({"traceEvents": events}))
-        return target
 
 
 def _rank() -> int:

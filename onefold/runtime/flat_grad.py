@@ -215,6 +215,12 @@ class FlatGrad:
         slots = [self.slot] if self.slot is not None and all(self.slot is not tensor for tensor in held) else []
         return [*held, *slots, *(self.error.kept.values() if self.error is not None else ())]
 
+    @property
+    def open_bytes(self) -> int:
+        """Of a whole gradient that is not reduced yet."""
+        held = self.shard.tensors()
+        return self.slot.nbytes if self.slot is not None and all(self.slot is not tensor for tensor in held) else 0
+
     def num_bytes(self, tier: Tier) -> int:
         """Bytes of gradient held now."""
         if tier is Tier.DEVICE:

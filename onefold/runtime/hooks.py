@@ -218,7 +218,7 @@ class Hooks:
         again = inside_backward()
         call, inputs = unit.uses.stack.pop() if unit.uses.stack else (0, [])
         if call:
-            produced = list(_producers([output, _left_on_modules(unit.module)]))
+            produced = list(producers([output, _left_on_modules(unit.module)]))
             nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
             act = partial(Unit.pre_backward, looks_up=_looks_up(unit.module, output))
             for node in nodes:
@@ -430,7 +430,7 @@ def _left_on_modules(module: nn.Module) -> list[Any]:
     ]
 
 
-def _producers(output: Any) -> Iterable[Any]:
+def producers(output: Any) -> Iterable[Any]:
     """The nodes whose turn in a backward means that the backward of this output begins."""
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:

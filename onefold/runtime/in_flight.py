@@ -12,9 +12,10 @@ import torch
 from onefold.comm import Collective, Gathering, Guard, Pending
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
-from onefold.plan import Plan
+from onefold.plan import Plan, Tier, Wire
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.pool import Pool
+from onefold.recorder import Recorder, Span, Track, carrying, recorded, within
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.unit import Unit
 
@@ -27,6 +28,8 @@ class PendingCollective:
     pending: Pending | None
     """None: it starts once the host has stepped its units."""
     num_elements: int
+    span: Span | None
+    """Of the timeline, while somebody records."""
 
 
 class InFlightCollectives:
@@ -57,9 +60,22 @@ class InFlightCollectives:
         """Wait for the first collective of a queue: the units it has carried."""
         first = queue.popleft()
         assert first.pending is not None
-        with self._waiting(operation, first.units):
-            first.pending.finish()
+        self._wait(operation, first.units, first.pending, first.span)
         return first.units
+
+    def _wait(self, operation: str, units: list[Unit], pending: Pending, span: Span | None) -> None:
+        name, unit = (f"wait for {span.name}", span.unit) if span is not None else ("wait", "")
+        with self._waiting(operation, units), recorded(Track.COMPUTE, name, unit), carrying(span):
+            pending.finish()
+        if span is not None:
+            span.finish()
+
+    def _span(self, track: Track, name: str, units: list[Unit], numel: int, tier: Tier, wire: Wire) -> Span | None:
+        recorder = Recorder.active
+        if recorder is None:
+            return None
+        details = {"elements": numel, "tier": tier.value, "wire": wire.value}
+        return recorder.start(track, name, ", ".join(unit.name for unit in units), details)
 
     # -- gathers that unshard -----------------------------------------------------------------------------------
 
@@ -71,8 +87,11 @@ class InFlightCollectives:
             for param in unit.sharded:
                 param.store.finish_step()
         started: list[Unit] = []
+        size = sum(unit.num_gathered for unit in units)
+        wire = Wire.NATIVE if lossless else self._plan.parameters.wire
+        span = self._span(Track.GATHERS, "unshard", units, size, self._plan.parameters.tier, wire)
         try:
-            with self._launching("gather of", units):
+            with self._launching("gather of", units), carrying(span):
                 gatherings: list[Gathering] = []
                 for unit in units:
                     started.append(unit)
@@ -82,13 +101,14 @@ class InFlightCollectives:
             for unit in started:
                 unit.undo_unshard()
             raise
-        self.gathers.append(PendingCollective(units, pending, sum(unit.num_gathered for unit in units)))
+        self.gathers.append(PendingCollective(units, pending, size, span))
 
     def prefetch(self, units: Iterable[Unit]) -> None:
         """These are gathered next, in this order: read ahead what rests on disk, as far as there is room."""
-        for param in (param for unit in units for param in unit.sharded):
-            if not param.prefetch():
-                return
+        for unit in units:
+            with within(unit.name):
+                if not all(param.prefetch() for param in unit.sharded):
+                    return
 
     def _finish_unshard(self) -> None:
         for unit in self._finish("gather of", self.gathers):
@@ -113,16 +133,20 @@ class InFlightCollectives:
             unit.open_gradients(self.pool)
         prescale = self._plan.scaling.prescale
         reductions = [reduction for unit in batch for reduction in unit.start_reduction(prescale, self.pool)]
-        with self._launching("reduction of", batch):  # to a rank that is gone even the launch may raise
+        gradients = self._plan.gradients
+        span = self._span(Track.REDUCTIONS, "reduce", batch, size, gradients.tier, gradients.wire)
+        # To a rank that is gone even the launch may raise.
+        with self._launching("reduction of", batch), carrying(span):
             pending = self.collective.start_reduce_scatter(reductions)
         self.num_reductions += 1
-        self.reductions.append(PendingCollective(batch, pending, size))
+        self.reductions.append(PendingCollective(batch, pending, size, span))
         if not self._plan.overlap:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
         for unit in self._finish("reduction of", self.reductions):
-            unit.finish_reduction(self.pool)
+            with within(unit.name):
+                unit.finish_reduction(self.pool)
             if self.before_step and self.collective.group.size > 1:
                 for param in unit.trained:
                     param.grad.shard.start_square_sum()
@@ -152,23 +176,25 @@ class InFlightCollectives:
             _make_room(self.refreshes, size, self._plan.gather_bucket, self._finish_refresh)
         for unit in batch:
             unit.is_refreshing = True
-        self.refreshes.append(PendingCollective(batch, self._launch_refresh(batch) if travels else None, size))
+        span = self._span(Track.GATHERS, "refresh", batch, size, Tier.DEVICE, Wire.NATIVE)
+        pending = self._launch_refresh(batch, span) if travels else None
+        self.refreshes.append(PendingCollective(batch, pending, size, span))
 
-    def _launch_refresh(self, batch: list[Unit]) -> Pending:
+    def _launch_refresh(self, batch: list[Unit], span: Span | None) -> Pending:
         params = [param for unit in batch for param in unit.refreshed]
         for param in params:
             param.store.finish_step()
         if self.collective.group.size == 1:
             return Pending(lambda: None)
-        with self._launching("refresh of", batch):
+        with self._launching("refresh of", batch), carrying(span):
             return self.collective.start_gather([Gathering(param.full) for param in params])
 
     def _finish_refresh(self) -> None:
         refresh = self.refreshes[0]
-        pending = refresh.pending or self._launch_refresh(refresh.units)  # may raise what the host has met, each time
+        # May raise what the host has met, each time.
+        pending = refresh.pending or self._launch_refresh(refresh.units, refresh.span)
         self.refreshes.popleft()
-        with self._waiting("refresh of", refresh.units):
-            pending.finish()
+        self._wait("refresh of", refresh.units, pending, refresh.span)
         for unit in refresh.units:
             unit.is_refreshing = False
 
@@ -190,7 +216,10 @@ class InFlightCollectives:
 
     def refresh_now(self, unit: Unit, params: list[FlatParam]) -> None:
         """Each rank's slice of these was written: every rank gets all of them."""
-        with self._launching("gather of what was loaded, of", [unit]):
+        with (
+            self._launching("gather of what was loaded, of", [unit]),
+            recorded(Track.GATHERS, "gather of what was loaded", unit.name),
+        ):
             self.collective.start_gather([Gathering(param.full) for param in params]).finish()
 
     def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
@@ -198,7 +227,7 @@ class InFlightCollectives:
         waits for nothing.
         """
         numbers = mine.new_empty(self.collective.group.num_shards)
-        with self._guard.launching(what, ()):
+        with self._guard.launching(what, ()), recorded(Track.GATHERS, what, numel=numbers.numel()):
             self.collective.start_gather([Gathering(numbers, mine)]).finish()
         return numbers
 
@@ -211,20 +240,23 @@ class InFlightCollectives:
         ahead = deque(self._start_gathering_gradients(batch) for batch in batches[:1])
         for position, batch in enumerate(batches):
             ahead.extend(self._start_gathering_gradients(after) for after in batches[position + 1 : position + 2])
-            gathered, pending = ahead.popleft()
-            with self._waiting("gather of gradients of", batch):
-                pending.finish()
+            gathered, pending, span = ahead.popleft()
+            self._wait("gather of gradients of", batch, pending, span)
             yield batch, gathered
             for gradient in gathered.values():
                 self.pool.give_back(gradient)
 
-    def _start_gathering_gradients(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], Pending]:
+    def _start_gathering_gradients(
+        self, batch: list[Unit]
+    ) -> tuple[dict[ShardStore, torch.Tensor], Pending, Span | None]:
         gathered, gatherings = {}, []
         for param in (param for unit in batch for param in unit.trained):
             gathered[param.store] = self.pool.take(param.layout.total, param.grad.reduced.dtype)
             gatherings.append(Gathering(gathered[param.store], param.grad.reduced))
-        with self._launching("gather of gradients of", batch):
-            return gathered, self.collective.start_gather(gatherings)
+        size = sum(gradient.numel() for gradient in gathered.values())
+        span = self._span(Track.GATHERS, "gather of gradients", batch, size, Tier.DEVICE, Wire.NATIVE)
+        with self._launching("gather of gradients of", batch), carrying(span):
+            return gathered, self.collective.start_gather(gatherings), span
 
 
 def _make_room(pending: deque[PendingCollective], incoming: int, limit: int, finish: Callable[[], None]) -> None:

@@ -101,6 +101,8 @@ class Unit:
         self.num_elements = sum(param.layout.total for param in self.trained)
         self.num_gathered = sum(param.layout.total for param in self.sharded)
         self._num_to_land = 0
+        for param in self.params:
+            param.store.unit = self.name
         # An engine holds its schedule; a unit must not.
         self._schedule: weakref.ref[Schedule] | None = None
 

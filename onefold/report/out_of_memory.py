@@ -1,0 +1,220 @@
+"""What an out-of-memory error says: which bytes were where, and which key would free how many by the plan's own sums.
+
+Nothing here touches a device: the account and the remedies are arithmetic over numbers that `engine/memory_errors.py`
+collects when memory has run out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from onefold.log import format_bytes
+from onefold.plan import FlatParamSpec, ModelBytes, Plan, Residency, Tier, assign_tiers, count_bytes, count_unit_in_use
+
+# A share of the device below which a remedy is not worth its line.
+_WORTH = 0.01
+# Of what the allocator keeps unused: from here on it is fragmented.
+_FRAGMENTED = 0.05
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)")
+
+
+@dataclass(frozen=True)
+class DeviceAccount:
+    """Bytes of one rank's device when memory ran out."""
+
+    total: int
+    limit: int
+    """What this process may have of it: all, unless torch.cuda.set_per_process_memory_fraction says less."""
+    free: int
+    reserved: int
+    """By torch's allocator in this process,"""
+    allocated: int
+    """and what of it is in use."""
+    held: ModelBytes
+    """Model state, without the next two."""
+    unsharded: int
+    """Units that are unsharded only while they are used."""
+    slots: int
+    """Whole gradients that are not reduced yet."""
+
+    @property
+    def activations(self) -> int:
+        """What nothing of the engine's accounts for."""
+        return max(0, self.allocated - self.held.total - self.unsharded - self.slots)
+
+    @property
+    def unused(self) -> int:
+        return max(0, self.reserved - self.allocated)
+
+    @property
+    def others(self) -> int:
+        return max(0, self.total - self.free - self.reserved)
+
+    def lines(self) -> list[str]:
+        rows = {
+            "parameters": self.held.parameters,
+            "gradients": self.held.gradients,
+            "masters": self.held.masters,
+            "optimizer states": self.held.states,
+            "units unsharded now": self.unsharded,
+            "gradients not reduced yet": self.slots,
+            "activations and temporaries": self.activations,
+            "reserved by torch, not in use": self.unused,
+            "other processes, CUDA and NCCL": self.others,
+            "free": self.free,
+        }
+        limited = [f"  {format_bytes(self.limit):>10}  may be used by this process"] if self.limit < self.total else []
+        return [f"  {format_bytes(size):>10}  {name}" for name, size in rows.items() if size] + limited
+
+
+class Price(IntEnum):
+    """What a remedy costs, the least first."""
+
+    NOTHING = 0
+    TRAFFIC = 1
+    COMPUTE = 2
+    BUS = 3
+
+    @property
+    def words(self) -> str:
+        return ("costs nothing", "more traffic between ranks", "more compute", "more copies over the bus")[self]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A key to turn, or another change, and the bytes that it frees on this rank."""
+
+    change: str
+    frees: int
+    cost: Price
+    hedge: str = ""
+    """In words, where no arithmetic knows it exactly: activations are the model's."""
+
+    def __str__(self) -> str:
+        size = f"{self.hedge} {format_bytes(self.frees)}".strip()
+        return f"{size:>15}  {self.change} ({self.cost.words})"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the remedies are computed from, beside the account."""
+
+    plan: Plan
+    units: Sequence[Sequence[FlatParamSpec]]
+    with_less: Mapping[str, Plan]
+    """Plans that hold less on the device, by the keys that make them."""
+    micro_batch: int
+    accumulation: int
+    asked: int | None = None
+    has_expandable_segments: bool = False
+
+
+def needed_bytes(units: Sequence[Sequence[FlatParamSpec]], plan: Plan) -> int:
+    """On the device of one rank, at the end of a backward, with the largest unit in use; activations aside."""
+    specs = [spec for unit in units for spec in unit]
+    return count_bytes(specs, plan).total + count_unit_in_use(units, plan)
+
+
+def advise(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
+    """What would free memory on this rank: what frees most first, and of two that free the same what costs less."""
+    found = [*_by_plan(run), *_by_live_units(account, run), *_by_activations(account, run)]
+    fragmented = account.unused >= min(run.asked or account.limit, _FRAGMENTED * account.limit)
+    if fragmented and not run.has_expandable_segments:
+        change = "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True"
+        found.append(Remedy(change, account.unused, Price.NOTHING, "up to"))
+    worth = [remedy for remedy in found if remedy.frees > _WORTH * account.limit]
+    return sorted(worth, key=lambda remedy: (-remedy.frees, remedy.cost))
+
+
+def _by_plan(run: RunFacts) -> list[Remedy]:
+    now = needed_bytes(run.units, run.plan)
+    found = []
+    for change, plan in run.with_less.items():
+        flat = assign_tiers([_on_device(spec) for unit in run.units for spec in unit], plan)
+        rest = iter(flat)
+        units = [[next(rest) for _ in unit] for unit in run.units]
+        instead = "" if plan.stage == run.plan.stage else f" instead of {run.plan.stage}"
+        below = plan.states.tier is not Tier.DEVICE and run.plan.states.tier is Tier.DEVICE
+        moves = below or plan.parameters.tier is not run.plan.parameters.tier
+        frees = now - needed_bytes(units, plan)
+        found.append(Remedy(change + instead, frees, Price.BUS if moves else Price.TRAFFIC))
+    return found
+
+
+def _on_device(spec: FlatParamSpec) -> FlatParamSpec:
+    return replace(spec, residency=Residency())
+
+
+def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
+    """Units that are gathered ahead, or kept between two uses."""
+    sizes = [sum(spec.layout.total * spec.dtype.itemsize for spec in unit) for unit in run.units]
+    elements = [sum(spec.layout.total for spec in unit) for unit in run.units]
+    largest = max(sizes, default=0)
+    live = max(elements, default=0)
+    if account.unsharded <= largest or run.plan.limits.live <= live:
+        return []
+    change = f"zero_optimization.stage3_max_live_parameters {live} with stage3_prefetch_bucket_size 0"
+    return [Remedy(change, account.unsharded - largest, Price.TRAFFIC)]
+
+
+def _by_activations(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
+    found = []
+    if run.micro_batch > 1:
+        micro = max(part for part in range(1, run.micro_batch // 2 + 1) if run.micro_batch % part == 0)
+        accumulation = run.accumulation * run.micro_batch // micro
+        change = f"train_micro_batch_size_per_gpu {micro} with gradient_accumulation_steps {accumulation}"
+        frees = account.activations - account.activations * micro // run.micro_batch
+        found.append(Remedy(change, frees, Price.TRAFFIC, "about"))
+    if len(run.units) > 1:
+        change = (
+            "activation checkpointing of each unit (onefold.checkpointing.checkpoint, or gradient_checkpointing_enable "
+            "of a transformers model), unless it is on"
+        )
+        frees = account.activations - account.activations // len(run.units)
+        found.append(Remedy(change, frees, Price.COMPUTE, "up to"))
+    return found
+
+
+def asked_bytes(message: str) -> int | None:
+    """What torch says it tried to allocate."""
+    found = _ASKED.search(message)
+    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+MARK = "What was where on"
+
+
+def explain(where: str, device: str, account: DeviceAccount, remedies: Sequence[Remedy], asked: int | None) -> str:
+    """The words that follow torch's own. `where`: rank, phase and unit."""
+    wanted = f": {format_bytes(asked)} were asked for" if asked is not None else ""
+    lines = [f"onefold: {where}{wanted}. {MARK} {device}, of {format_bytes(account.total)}:", *account.lines()]
+    if remedies:
+        lines.append("What would free memory on this rank:")
+        lines += [f"  {remedy}" for remedy in remedies]
+    else:
+        lines.append("No key of the config would free memory here: use a larger device, or a smaller model.")
+    return "\n".join(lines)
+
+
+def explain_host(where: str, available: int, resident: int, held: ModelBytes) -> str:
+    """The same for the host's memory."""
+    rows = {
+        "available": available,
+        "resident in this process": resident,
+        "of it offloaded parameters": held.parameters,
+        "of it offloaded gradients": held.gradients,
+        "of it offloaded masters": held.masters,
+        "of it offloaded optimizer states": held.states,
+    }
+    lines = [f"onefold: {where}. {MARK} this host:"]
+    lines += [f"  {format_bytes(size):>10}  {name}" for name, size in rows.items() if size]
+    if held.total:
+        lines.append(
+            "What would free memory on this host: a lower zero_optimization.offload_optimizer.ratio, or "
+            "zero_optimization.offload_optimizer.device nvme with an nvme_path"
+        )
+    return "\n".join(lines)
