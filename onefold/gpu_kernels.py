@@ -43,4 +43,5 @@ def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[torch.T
     def find(tensor: torch.Tensor) -> Kernels | None:
         return load() if tensor.is_cuda else _Imagined() if tensor.is_meta else None
 
+    find.forget = load.cache_clear  # type: ignore[attr-defined]
     return find
