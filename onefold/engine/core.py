@@ -16,7 +16,7 @@ from torch import nn
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
 from onefold.config import Batch
-from onefold.engine import deepspeed_names, offload_states
+from onefold.engine import deepspeed_names, offload_states, reporting
 from onefold.engine.closing import close_engine
 from onefold.engine.loading import Loading
 from onefold.engine.saving import Saving
@@ -30,6 +30,7 @@ from onefold.plan import BufferBytes, Crossing, ModelBytes, Plan, Tier, count_cr
 from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 from onefold.report.memory_usage import memory_status
+from onefold.report.monitors import MonitorMaster
 from onefold.report.timeline import Timeline
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
 from onefold.runtime.torch_internals import cast_floats
@@ -37,6 +38,8 @@ from onefold.window import AccumulationWindow
 
 # One live engine a model: a second `initialize` on it retires the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+# The first pass is not followed yet and pools fill in the second: what those needed is not needed again.
+_STEPS_TO_SETTLE = 2
 
 
 def _of_state(name: str) -> Any:
@@ -70,6 +73,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         _retire(model)
+        self.monitor, record = MonitorMaster(plan.loop.monitoring), reporting.open_record(plan.loop, group)
         window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
         num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
         self.plan = plan = replace(
@@ -78,8 +82,7 @@ class Engine(nn.Module):
         self.device = device
         self.ledger = Ledger()
         self._other_plans = other_plans or {}
-        # The first pass is not followed yet and pools fill in the second: what those needed is not needed again.
-        self._steps_to_settle = 2
+        self._num_steps = 0
         self.is_compiled = False
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
@@ -98,7 +101,8 @@ class Engine(nn.Module):
         if step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
             self.optimizer = self.optimizer_class(step, decision.loss_scale, drop)
-        self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases)
+        records = plan.loop.reports_steps and group.rank == 0
+        self._timeline = Timeline(device, self.ledger, breakdown=plan.loop.times_phases, records=records)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
         arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
@@ -110,7 +114,10 @@ class Engine(nn.Module):
         _engines[model] = weakref.ref(self)
         self._saving = Saving(self.state)
         self._loading = Loading(self.state, self._saving)
-        self._finalizer = weakref.finalize(self, close_engine, self.state, self._saving, self._hooks, handles, memory)
+        self._ledger_at_start = self.ledger.copy()
+        self._reports = reporting.open_reports(self, record)
+        parts = (self.state, self._saving, self._hooks, handles, memory, self._reports)
+        self._finalizer = weakref.finalize(self, close_engine, *parts)
         self._finalizer.atexit = False
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -180,6 +187,8 @@ class Engine(nn.Module):
         at_boundary = state.window.at_boundary
         if at_boundary:
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
+            if self._reports is not None:
+                self._reports.begin_step()
             with self._timeline.span("step"):
                 self._take_step(self.optimizer)
             state.global_steps += 1
@@ -192,6 +201,8 @@ class Engine(nn.Module):
             finally:  # the step is taken and counted, whatever a scheduler raises
                 self._saving.remember_step()
             self._print_progress()
+            if self._reports is not None:
+                self._reports.end_step()
 
     def _take_step(self, optimizer: ShardedOptimizer) -> None:
         state, schedule, decision = self.state, self.state.schedule, self.state.decision
@@ -213,8 +224,8 @@ class Engine(nn.Module):
             self._saving.raise_failed()
         self.zero_grad()
         schedule.end_step()
-        self._steps_to_settle -= 1
-        if self._steps_to_settle == 0:
+        self._num_steps += 1
+        if self._num_steps == _STEPS_TO_SETTLE:
             give_back_free_memory()
         decision.loss_scale.update(overflow=optimizer.overflow)
         if not decision.applied:
@@ -423,6 +434,9 @@ class Engine(nn.Module):
         units = self.state.schedule.units
         beside, crossing = self.planned_buffers(), self.planned_crossing()
         return describe(units, self.plan, sizes, beside, crossing, self.batch, name, self._collective_name)
+
+    plan_report = reporting.plan_report
+    note_run = reporting.note_run
 
     # -- compiling and printing ---------------------------------------------------------------------------------
 

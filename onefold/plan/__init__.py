@@ -19,4 +19,16 @@ from onefold.plan.memory import (
     count_unit_in_use,
 )
 from onefold.plan.program import Moment, Program, coalesce, compile_program
-from onefold.plan.table import Feedback, Part, Placement, Plan, Precision, Tier, Wire, make_plan, plan_every_stage
+from onefold.plan.table import (
+    Feedback,
+    Loop,
+    Monitoring,
+    Part,
+    Placement,
+    Plan,
+    Precision,
+    Tier,
+    Wire,
+    make_plan,
+    plan_every_stage,
+)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: spans by phase, for `wall_clock_breakdown` and for `Profiling`."""
+"""Where the time of a step goes: spans by phase, for `wall_clock_breakdown`, `Profiling` and the record of a run."""
 
 from __future__ import annotations
 
@@ -30,30 +30,40 @@ class Span:
 
 
 class Timeline:
-    """Spans of one engine. It costs nothing unless someone reads it: only then does it synchronise the device."""
+    """Spans of one engine. It costs nothing unless someone reads it, and synchronises the device for those who time the
+    device: `breakdown` and `Profiling`. `records`: each step's phases are kept as the host sees them.
+    """
 
-    def __init__(self, device: torch.device, ledger: Ledger, *, breakdown: bool) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, *, breakdown: bool, records: bool = False) -> None:
         self._device = device
         self._ledger = ledger
         self._breakdown = breakdown
+        self._records = records
         self._totals: dict[str, float] = {}
+        self._recorded: dict[str, float] = {}
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
         listener = Profiling.active
-        if not self._breakdown and listener is None:
+        waits = self._breakdown or listener is not None
+        if not waits and not self._records:
             yield
             return
         if listener is not None:
             listener.watch(self._ledger)
-        self._synchronise()
+        if waits:
+            self._synchronise()
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._synchronise()
+            if waits:
+                self._synchronise()
             seconds = time.perf_counter() - start
-            self._totals[phase] = self._totals.get(phase, 0.0) + seconds
+            if waits:
+                self._totals[phase] = self._totals.get(phase, 0.0) + seconds
+            if self._records:
+                self._recorded[phase] = self._recorded.get(phase, 0.0) + seconds
             if listener is not None:
                 listener.spans.append(Span(phase, start, seconds, used_bytes(self._device)))
 
@@ -61,6 +71,11 @@ class Timeline:
         """Seconds by phase since the last call."""
         totals, self._totals = self._totals, {}
         return totals
+
+    def take_recorded(self) -> dict[str, float]:
+        """The same for the record of a run."""
+        recorded, self._recorded = self._recorded, {}
+        return recorded
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
