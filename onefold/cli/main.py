@@ -16,6 +16,8 @@ examples:
   onefold train                             a small GPT learns the Python standard library, in under two minutes
   onefold launch train.py --deepspeed_config ds_config.json
                                             your own script, on every GPU of this node
+  onefold watch runs/a                      a job while it runs: loss, memory, traffic
+  onefold report runs/a                     one page about a run
   onefold export checkpoints weights        a checkpoint's weights, whole, for other tools
   onefold import-deepspeed checkpoints out  DeepSpeed's checkpoint, turned into onefold's
   onefold ckpt ls checkpoints               which checkpoints there are, and whether they are complete

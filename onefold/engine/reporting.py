@@ -1,4 +1,4 @@
-"""What an engine tells of every step: to the record of the run, and to monitors. The first rank does, where it is asked.
+"""What an engine tells of every step, to the record of the run and to monitors: on the first rank, where that is asked.
 
 [Note: what a step may wait for]
 The host does not wait for the device to tell of a step. Losses are added up on the device, and the sum is copied to the
@@ -49,8 +49,9 @@ class _StepToTell:
     loss: HostCopy | None
     norm: StepNorm | None
     rates_after: list[float]
-    """Of each group once the scheduler has stepped, and the scale for the next step: DeepSpeed's monitors show those."""
+    """Of each group once the scheduler has stepped,"""
     scale_after: float
+    """and the loss scale of the next step: DeepSpeed's monitors show those."""
 
     @property
     def arrived(self) -> bool:
@@ -146,7 +147,7 @@ class StepReports:
             planned=planned_of(self._state),
             held=self._memory.held,
             peaks=peaks_of(measure_memory(self._state)),
-            traffic=traffic_between(self._start, self._ledger.copy()),
+            traffic=traffic_between(self._start, self._before),
             num_steps=self._num_steps,
         )
 
@@ -210,8 +211,8 @@ def open_reports(engine: Engine, record: RunRecord | None) -> StepReports | None
 
 
 def plan_report(self: Engine) -> str:
-    """Plan against measurement, as text: bytes of each tier and kind, buffers, the peak, traffic per step. Held bytes are
-    those of now; where the run is recorded, those at the end of the last backward, which is what the plan speaks of.
+    """Plan against measurement, as text: bytes of each tier and kind, buffers, the peak, traffic per step. Held bytes
+    are those of now; where the run is recorded, those at the end of the last backward, which the plan speaks of.
     """
     if self._reports is not None:
         return self._reports.plan_report().text()

@@ -2,8 +2,8 @@
 
 [Note: lines of a run]
 Each line is one JSON object with a `kind`:
-* `run`: facts, once for each engine that has written to the file. A run that is resumed appends another and goes on from
-  its checkpoint: steps that come again replace those of before;
+* `run`: facts, once for each engine that has written to the file. A run that is resumed appends another and goes on
+  from its checkpoint: steps that come again replace those of before;
 * `note`: more facts, from whoever knows them, such as how many steps there will be;
 * `step`: one optimizer step (`StepRow`);
 * `end`: the engine is closed: why, and the plan against what was measured.
@@ -151,17 +151,26 @@ class RunFile:
         """`place`: the file, or the folder that it is in."""
         path = Path(place)
         self.path = path if path.suffix == ".jsonl" else path / FILE_NAME
+        self._start_over()
+
+    def _start_over(self) -> None:
         self.facts: dict[str, Any] = {}
         self.steps: list[StepRow] = []
         self.end: dict[str, Any] | None = None
         self._offset = self._line_number = 0
-        self._bad: str = ""
+        self._bad = ""
 
     @staticmethod
     def read(place: str | os.PathLike[str]) -> RunFile:
         """All of a file that is there and holds a run."""
         file = RunFile(place)
-        file.update()
+        try:
+            file.update()
+        except (FileNotFoundError, NotADirectoryError):
+            raise RunFileError(
+                f"{file.path}: there is no such file. `onefold train` writes it into its folder, and any other job "
+                'where its config says: "onefold": {"report": "FOLDER"}'
+            ) from None
         if not file.facts:
             raise RunFileError(f"{file.path}: {file._bad or 'there is no run in it yet'}")
         return file
@@ -169,8 +178,8 @@ class RunFile:
     def update(self) -> bool:
         """Read what was appended; whether that was anything. Raises FileNotFoundError where there is no file."""
         with self.path.open("rb") as opened:
-            if os.fstat(opened.fileno()).st_size < self._offset:
-                raise RunFileError(f"{self.path}: it became shorter while it was read: has another run begun there?")
+            if os.fstat(opened.fileno()).st_size < self._offset:  # it was removed, and another run has begun
+                self._start_over()
             opened.seek(self._offset)
             data = opened.read()
         whole = data[: data.rfind(b"\n") + 1]  # what follows is being written, or was cut off
