@@ -49,8 +49,9 @@ def command(name: str, help: str, run: str | None = None) -> Callable[[AddArgume
 def _train(parser: argparse.ArgumentParser) -> None:
     """
     Train a small GPT on text, from a DeepSpeed config: on every GPU, or on two processes where there is none. Shows
-    the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes. Ctrl-C
-    ends it after the current step, with the summary of what was done.
+    the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes, and
+    leaves one page about the run (report.html). Ctrl-C ends it after the current step, with the summary of what was
+    done.
 
     examples:
       onefold train                                  under two minutes on two CPU cores
