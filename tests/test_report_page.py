@@ -128,6 +128,8 @@ def test_everything_from_the_record_is_escaped(tmp_path):
     found = Page(source)
     assert not any(tag == "img" for tag, _ in found.tags)
     assert source.count("</script>") == 2
+    data = source.partition('id="charts">')[2].partition("</script>")[0]
+    assert not set("<>&") & set(data)
     assert NASTY in " ".join(found.texts)
     assert found.charts[-1]["series"][0]["name"] == NASTY
 

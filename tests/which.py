@@ -81,7 +81,7 @@ TESTS = {
     "engine/deepspeed_names.py": "engine zero safetensors huggingface",
     "engine/loading.py": "checkpoints loader offload_cases",
     "engine/offload_states.py": "parking wires_cases",
-    "engine/reporting.py": "run_record monitors",
+    "engine/reporting.py": "run_record monitors gpu_record",
     "engine/saving.py": "checkpoints checkpoint_faults",
     "engine/train_state.py": "engine checkpoints",
     "env_report.py": "env_report",

@@ -13,6 +13,8 @@ from onefold.report.run_file import PHASES, StepRow
 MAX_POINTS = 1000
 # Steps from which a smoothed line says more than the steps themselves.
 MANY = 20
+# Layers of what is no part of the engine's own, in grey.
+RESTS = ("activations and buffers", "rest of the process", "outside")
 Unit = Literal["number", "bytes", "seconds"]
 
 
@@ -43,7 +45,7 @@ class Chart:
 def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> list[Chart]:
     """Every chart that the run has something to show for."""
     on_device = any(row.memory.device_allocated is not None for row in rows)
-    rest = "activations and buffers" if on_device else "rest of the process"
+    rest = RESTS[0] if on_device else RESTS[1]
     operations = list(dict.fromkeys(sent.operation for row in rows for sent in row.traffic))
     num_groups = max((len(row.learning_rates) for row in rows), default=0)
     peak = ("peak so far", lambda row: row.memory.peak)

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from onefold.log import format_bytes
-from onefold.report.charts import Chart, Series, charts_of
+from onefold.report.charts import RESTS, Chart, Series, charts_of
 from onefold.report.plan_report import Compared, PlanReport
 from onefold.report.run_file import RunFile
 
 PAGE_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name("page.html")
 _COLORS = ("c0", "c1", "c2", "c3", "c4", "c5")
-_REST = ("activations and buffers", "rest of the process", "outside")
 
 
 def write_page(place: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
@@ -160,7 +159,7 @@ def _last(one: Series, chart: Chart) -> str:
 
 
 def _colors(chart: Chart) -> list[str]:
-    found = ["rest" if one.name in _REST else _COLORS[place % len(_COLORS)] for place, one in enumerate(chart.series)]
+    found = ["rest" if one.name in RESTS else _COLORS[place % len(_COLORS)] for place, one in enumerate(chart.series)]
     return ["c0", "c0"] if any(one.name == "smoothed" for one in chart.series) else found
 
 

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from onefold.report.charts import Chart, charts_of
+from onefold.report.charts import RESTS, Chart, charts_of
 from onefold.report.run_file import RunFile, RunFileError
 
 _COLORS = ("#2f6fc1", "#e08a2e", "#3a9a6a", "#8a62c9", "#cd4f62", "#2b9bab")
+_GREY = "#a9aeb6"
 _SCALES = {"number": (1.0, ""), "bytes": (1e-6, " (MB)"), "seconds": (1000.0, " (ms)")}
 
 
@@ -38,7 +39,8 @@ def _draw(axes: Any, chart: Chart) -> None:
     factor, unit = _SCALES[chart.unit]
     columns = {one.name: [_scaled(value, factor) for value in one.values] for one in chart.series}
     if chart.stacked:
-        axes.stackplot(chart.steps, *columns.values(), labels=list(columns), colors=_COLORS, alpha=0.8)
+        colors = [_GREY if name in RESTS else _COLORS[at % len(_COLORS)] for at, name in enumerate(columns)]
+        axes.stackplot(chart.steps, *columns.values(), labels=list(columns), colors=colors, alpha=0.8)
     else:
         for place, (name, column) in enumerate(columns.items()):
             axes.plot(chart.steps, column, label=name, color=_COLORS[place % len(_COLORS)], linewidth=1.4)
@@ -53,7 +55,7 @@ def _draw(axes: Any, chart: Chart) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.margins(x=0.01)
-    axes.legend(frameon=False, fontsize="small", loc="best")
+    axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
 
 
 def _scaled(value: float | None, factor: float) -> float:
