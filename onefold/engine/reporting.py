@@ -76,6 +76,7 @@ class StepReports:
         self._rates: list[float] = []
         self._scale = 1.0
         self._to_tell: _StepToTell | None = None
+        self._last_report: PlanReport | None = None
         self._since = time.perf_counter()
         self._num_steps = 0
         self._write("run", time=time.time(), **_facts(engine, self._expected))
@@ -142,7 +143,8 @@ class StepReports:
     # -- plan against measurement, and the end --------------------------------------------------------------------
 
     def plan_report(self) -> PlanReport:
-        return replace(
+        """So far; of an engine that is closed, the last."""
+        return self._last_report or replace(
             self._expected,
             planned=planned_of(self._state),
             held=self._memory.held,
@@ -160,7 +162,7 @@ class StepReports:
         try:
             if not at_exit or (self._to_tell is not None and self._to_tell.arrived):
                 self._tell()
-            report = self.plan_report()
+            self._last_report = report = self.plan_report()
             if record is not None:
                 self._write("end", time=time.time(), **_reason(at_exit=at_exit), report=asdict(report))
                 logger.info("plan against measurement\n%s", report.text())

@@ -60,10 +60,12 @@ class PlanReport:
             if not sum(planned.values()) and not sum(held.values()):
                 continue
             for kind in KINDS:
-                yield Compared(tier, kind, planned.get(kind, 0), held.get(kind, 0))
+                if planned.get(kind) or held.get(kind):
+                    yield Compared(tier, kind, planned.get(kind, 0), held.get(kind, 0))
             yield Compared(tier, "model state", sum(planned.values()), sum(held.values()))
         for name, value in self.buffers.items():
-            yield Compared("device", f"buffers: {name.replace('_', ' ')}", value, None)
+            if value:
+                yield Compared("device", f"buffers: {name.replace('_', ' ')}", value, None)
         for name, value in self.peaks.items():
             yield Compared(name, "peak of the process", None, value)
         for name, value in self.crossing.items():
