@@ -19,6 +19,7 @@ from onefold.comm.notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.engine.alike import items_of
+from onefold.engine.reporting import check_reports
 from onefold.log import logger, set_up_logging
 from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
@@ -76,6 +77,8 @@ def initialize(
         for line in _unread(settings, optimizer, lr_scheduler, chosen):
             logger.info("config: %s", line)
     plan = make_plan(settings, world)
+    if is_first:
+        check_reports(plan.loop)
     if chosen is not None and plan.shards_states and plan.num_shards > 1:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
     if chosen is not None and plan.states.tier is Tier.NVME:

@@ -183,8 +183,8 @@ MUTATIONS = [
     Mutation(
         "norm-by-the-new-loss-scale",
         "onefold/optim/step.py",
-        "return self._scalars.norm * self._unscaled if",
-        "return self._scalars.norm * self.unscale(1) if",
+        "return StepNorm(self._scalars, self._unscaled) if",
+        "return StepNorm(self._scalars, self.unscale(1)) if",
         "test_engine.py -k loss_scale_moves",
     ),
     Mutation(
@@ -765,5 +765,34 @@ MUTATIONS = [
         "frees = now - needed_bytes(units, plan)",
         "frees = needed_bytes(units, plan)",
         "test_out_of_memory.py -k arithmetic_says",
+    ),
+    # -- the record of a run, and the page ----------------------------------------------------------------------
+    Mutation(
+        "record-adds-up-traffic",
+        "onefold/engine/reporting.py",
+        "self._since, self._before = now, ledger",
+        "self._since = now",
+        "test_run_record.py -k says_what_the_engine_says",
+    ),
+    Mutation(
+        "record-not-flushed",
+        "onefold/report/run_record.py",
+        "            self._file.flush()",
+        "            pass",
+        "test_run_record.py -k killed_process",
+    ),
+    Mutation(
+        "page-broken-out-of",
+        "onefold/report/page.py",
+        """text.replace("<", "\\\\u003c").""",
+        "text.",
+        "test_report_page.py -k escaped",
+    ),
+    Mutation(
+        "page-without-the-worst-step",
+        "onefold/report/charts.py",
+        "kept |= {min(there)[1], max(there)[1]}",
+        "kept |= {min(there)[1], there[-1][1]}",
+        "test_report_page.py -k thinning",
     ),
 ]

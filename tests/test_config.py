@@ -460,10 +460,6 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
                 "elasticity",
                 "autotuning",
                 "flops_profiler",
-                "tensorboard",
-                "csv_monitor",
-                "wandb",
-                "comet",
                 "nebula",
             )
         ),

@@ -35,6 +35,7 @@ FLOORS = {
     "start": 4,
     "utils": 4,
     "zero": 4,
+    "estimate": 5,
     "fsdp": 4,
     "train": 5,
     "cli": 6,
@@ -109,8 +110,8 @@ def test_no_two_modules_have_one_name():
     assert many.keys() <= {"__init__.py", "__main__.py"}, many
 
 
-# Seams that classes of other files fill in.
-SEAMS = {"CollectiveWrapper"}
+# Seams that classes of other files fill in; and what `comm/imagined.py` takes the talking out of, to run all the rest.
+SEAMS = {"CollectiveWrapper", "Group", "Exchange", "Native", "AllToAll"}
 
 
 def test_no_class_inherits_across_files():
@@ -130,9 +131,11 @@ def is_seam(name: str, path: Path) -> bool:
 
 
 def test_config_ends_at_the_plan():
-    """Above `plan` only `initialize`, `zero.Init` and activation checkpointing, each an entrance, read a Config."""
+    """Above `plan` only `initialize`, `zero.Init`, activation checkpointing and the rehearsal of a step, each an
+    entrance, read a Config.
+    """
     for path in FILES:
-        if room(path) in ("config", "plan", "start", "zero", "checkpointing"):
+        if room(path) in ("config", "plan", "start", "zero", "checkpointing", "estimate"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onefold.config"):
@@ -155,8 +158,8 @@ AROUND = {"checkpoint", "cli", "train", "env_report"}
 def test_the_package_stays_small():
     """DeepSpeed's names aside: they are as many as its modules that others import."""
     lines = {path: len(path.read_text().splitlines()) for path in OURS}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 20_900
-    assert sum(lines.values()) < 28_600
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 24_200
+    assert sum(lines.values()) < 32_400
 
 
 def test_importing_onefold_does_nothing():

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from onefold.cli.main import main
+from onefold.report.run_file import RunFile
 from onefold.train.data import Corpus, DataError, load_corpus
 from onefold.train.gpt import GPT, PRESETS, GPTConfig
 from onefold.train.options import PRESET_NAMES, TrainOptions, add_arguments, prepare_config
@@ -180,6 +181,13 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["num_ranks"] == len(summary["peak_bytes_per_rank"]) == 2
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    run = RunFile.read(tmp_path / "run")
+    assert [row.step for row in run.steps] == list(range(1, 9))
+    assert (run.facts["steps"], run.facts["name"]) == (8, "GPT tiny")
+    assert run.end is not None
+    assert run.end["reason"] == "closed"
+    assert f"report: {tmp_path}/run/report.html" in stdout
+    assert "GPT tiny: stage 2, 2 ranks" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -193,7 +201,8 @@ def test_without_matplotlib_the_job_trains_and_says_how_to_get_the_curve(
     assert (process.returncode, stderr) == (0, "")
     assert "no loss curve" in stdout
     assert "pip install 'onefold[plots]'" in stdout
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "summary.json"}
+    written = {"metrics.jsonl", "summary.json", "run.jsonl", "report.html"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == written
 
 
 @pytest.mark.slow

@@ -49,8 +49,9 @@ def command(name: str, help: str, run: str | None = None) -> Callable[[AddArgume
 def _train(parser: argparse.ArgumentParser) -> None:
     """
     Train a small GPT on text, from a DeepSpeed config: on every GPU, or on two processes where there is none. Shows
-    the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes. Ctrl-C
-    ends it after the current step, with the summary of what was done.
+    the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes, and
+    leaves one page about the run (report.html). Ctrl-C ends it after the current step, with the summary of what was
+    done.
 
     examples:
       onefold train                                  under two minutes on two CPU cores
@@ -148,6 +149,46 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="a DeepSpeed config: the settings are put in place of its own")
     add("--write", metavar="FILE", help="write the config of the recommended setting")
     _add_json(parser)
+
+
+@command("watch", "show a running job from its record", "onefold.cli.watch_run:watch_run")
+def _watch(parser: argparse.ArgumentParser) -> None:
+    """
+    Show a job while it runs, from the record that it writes: steps, loss, learning rate, gradient norm, samples a
+    second, memory by tier, traffic of a step. Reads a file and nothing else, so it works beside the job, on another
+    node that sees the folder, and after the end. Waits for a run that has not begun; says when no line comes any more;
+    ends when the run has ended. Ctrl-C ends it, and does nothing to the job.
+
+    `onefold train` writes the record into its folder. Any other job writes one with "onefold": {"report": "FOLDER"} in
+    its config.
+
+    examples:
+      onefold watch runs/a                 until the run has ended
+      onefold watch runs/a --once          what stands there now; for scripts
+      onefold watch runs/a > log.txt       a line now and then, where there is no terminal
+    """
+    _add_run(parser)
+    add = parser.add_argument
+    add("--once", action="store_true", help="print once and end")
+    add("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks at the file (default: 1)")
+
+
+@command("report", "one page about a run: curves, memory, time, traffic", "onefold.cli.reports:report")
+def _report(parser: argparse.ArgumentParser) -> None:
+    """
+    Write one page of HTML from the record of a run: loss, learning rate, gradient norm, memory by tier and kind, time
+    by phase, traffic, and the plan against what was measured. The page is one file, which needs no network: send it to
+    anybody. `onefold train` writes it at its end; of a run that goes on, it shows what there is.
+
+    examples:
+      onefold report runs/a                       runs/a/report.html
+      onefold report runs/a --out page.html       elsewhere
+      onefold report runs/a --png                 and report-loss.png and so on beside it, by matplotlib
+    """
+    _add_run(parser)
+    add = parser.add_argument
+    add("--out", metavar="FILE", help="the page (default: report.html beside the record)")
+    add("--png", action="store_true", help="write the charts as PNG files too, beside the page; needs matplotlib")
 
 
 @command("export", "write a checkpoint's weights for other tools", "onefold.cli.checkpoint_commands:export")
@@ -354,6 +395,10 @@ def _env(parser: argparse.ArgumentParser) -> None:
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help="the folder that save_checkpoint was given, or that of one tag")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="the folder of a run (OUT of onefold train, or onefold.report)")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

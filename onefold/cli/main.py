@@ -18,6 +18,8 @@ examples:
                                             what fits there, what it costs, and which setting to take
   onefold launch train.py --deepspeed_config ds_config.json
                                             your own script, on every GPU of this node
+  onefold watch runs/a                      a job while it runs: loss, memory, traffic
+  onefold report runs/a                     one page about a run
   onefold export checkpoints weights        a checkpoint's weights, whole, for other tools
   onefold import-deepspeed checkpoints out  DeepSpeed's checkpoint, turned into onefold's
   onefold ckpt ls checkpoints               which checkpoints there are, and whether they are complete

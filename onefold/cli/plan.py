@@ -15,7 +15,7 @@ from rich.text import Text
 
 from onefold.cli.commands import UsageError
 from onefold.cli.terminal import fails_on, print_table, progress_bar
-from onefold.config import Config, load_config
+from onefold.config import load_config
 from onefold.estimate.advice import Advice, advise
 from onefold.estimate.forecast import (
     DEFAULT_CONFIG,
@@ -69,7 +69,7 @@ def ask(options: argparse.Namespace) -> Question:
     source = _source(options)
     micro_batch = length = None
     if source.loss_of is not None:
-        micro_batch = options.batch or _batch_of(settings) or 1
+        micro_batch = options.batch or settings.train_micro_batch_size_per_gpu or 1
         length = options.seq or min(source.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
         if source.sequence_length is not None and length > source.sequence_length:
             raise UsageError(f"--seq {length}: {source.name} knows {source.sequence_length} positions")
@@ -84,10 +84,6 @@ def _source(options: argparse.Namespace) -> ModelSource:
             raise UsageError("--lora and --recompute go with --model")
         return from_number(round(options.params))
     return find_model(options.model, lora=options.lora, recompute=options.recompute)
-
-
-def _batch_of(settings: Config) -> int | None:
-    return settings.train_micro_batch_size_per_gpu
 
 
 def _machine(options: argparse.Namespace) -> Machine:

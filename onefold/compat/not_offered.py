@@ -80,9 +80,6 @@ _NOT_OFFERED: dict[str, dict[str, list[str]]] = {
             "MVAPICHRunner",
         ],
     },
-    "monitors (log from your own loop)": {
-        "monitor.monitor": ["MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor", "CometMonitor"],
-    },
     "pipeline parallelism": {
         "pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec"],
         "runtime.pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec"],

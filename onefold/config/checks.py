@@ -51,8 +51,12 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         )
     optimizer = replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True))
     param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
+    own = config.onefold
+    if own.report is not None:
+        own = replace(own, report=_folder("onefold.report", own.report))
     return replace(
         config,
+        onefold=own,
         zero_optimization=replace(zero, offload_optimizer=optimizer, offload_param=param),
         steps_per_print=config.steps_per_print or None,
         optimizer=config.optimizer if _says_something(config.optimizer) else None,
@@ -74,7 +78,7 @@ def _settle_offload(name: str, offload: OffloadParam | OffloadOptimizer, *, read
 def _folder(path: str, given: str) -> str:
     folder = os.path.expanduser(os.path.expandvars(given.strip()))
     if not folder:
-        raise wrong(path, given, "the name of a folder on the drive")
+        raise wrong(path, given, "the name of a folder")
     if "$" in folder or folder.startswith("~"):
         raise ConfigError(
             f"{path} = {given!r}: {folder!r} is left of it, so it names a variable or a user that is not known here; "

@@ -14,7 +14,6 @@ _if_compiled = partial(key, switch="deepcompile")
 _MASTERS = "masters are always fp32; leave it out"
 _SCOPE = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"
 _COUNTED = "every call and byte is always counted; read engine.ledger"
-_MONITOR = "monitors are outside onefold's scope; log from your own loop and leave it out"
 _WRITER = "every rank writes its own file, flushed and checked"
 _TIMER = "nothing waits for a device only to time it; wall_clock_breakdown does when asked"
 
@@ -158,6 +157,11 @@ class OnefoldSection:
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "
         "it changes the training.",
     )
+    report: str | None = key(
+        None,
+        "A folder for the record of a run, `run.jsonl`, which the first rank writes: facts, then a line a step. "
+        "`onefold report` and `onefold watch` show it. Left out: none.",
+    )
     trace: TraceSection = section(TraceSection)
 
 
@@ -219,18 +223,18 @@ class CommsLogger:
 
 @dataclass(frozen=True)
 class FileMonitor:
-    """Writes training events to files."""
+    """Writes events of training to files, on the first rank."""
 
-    enabled: bool = refused(False, "Write events.", _MONITOR)
-    output_path: str = _if_enabled("", "Folder.")
-    job_name: str = _if_enabled("DeepSpeedJobName", "Sub-folder.")
+    enabled: bool = key(False, "Write events: loss, learning rate, gradient norm, memory, traffic.")
+    output_path: str = _if_enabled("", "The folder; left out: where the job was started.")
+    job_name: str = _if_enabled("DeepSpeedJobName", "A folder in it, for this job.")
 
 
 @dataclass(frozen=True)
 class Wandb:
-    """Sends training events to Weights & Biases."""
+    """Sends events of training to Weights & Biases, from the first rank. Needs the package `wandb`."""
 
-    enabled: bool = refused(False, "Send events.", _MONITOR)
+    enabled: bool = key(False, "Send events.")
     group: str | None = _if_enabled(None, "Group of the run.")
     team: str | None = _if_enabled(None, "Team of the run.")
     project: str = _if_enabled("deepspeed", "Project of the run.")
@@ -238,10 +242,10 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Comet:
-    """Sends training events to Comet."""
+    """Sends events of training to Comet, from the first rank. Needs the package `comet_ml`."""
 
-    enabled: bool = refused(False, "Send events.", _MONITOR)
-    samples_log_interval: int = _if_enabled(100, "Samples between two events.")
+    enabled: bool = key(False, "Send events.")
+    samples_log_interval: int = _if_enabled(100, "Samples between two events of one name.", minimum=0)
     project: str | None = _if_enabled(None, "Project of the run.")
     workspace: str | None = _if_enabled(None, "Workspace of the run.")
     api_key: str | None = _if_enabled(None, "Account of the run.")
@@ -478,8 +482,12 @@ class Config:
     comms_logger: CommsLogger = section(CommsLogger)
     timers: Timers = section(Timers)
     flops_profiler: FlopsProfiler = section(FlopsProfiler)
-    tensorboard: FileMonitor = section(FileMonitor, "Writes events for TensorBoard.")
-    csv_monitor: FileMonitor = section(FileMonitor, "Writes events as CSV.")
+    tensorboard: FileMonitor = section(
+        FileMonitor, "Writes events of training for TensorBoard, on the first rank. Needs the package `tensorboard`."
+    )
+    csv_monitor: FileMonitor = section(
+        FileMonitor, "Writes events of training as CSV, one file a metric, on the first rank."
+    )
     wandb: Wandb = section(Wandb)
     comet: Comet = section(Comet)
     elasticity: Elasticity = section(Elasticity)

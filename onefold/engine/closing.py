@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from onefold.checkpoint.saving.saver import LINGER
+from onefold.engine.reporting import StepReports
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -20,6 +21,7 @@ def close_engine(
     hooks: Hooks,
     handles: list[ParamHandle],
     memory: OffloadMemory | None,
+    reports: StepReports | None,
     *,
     lingers: bool = True,
 ) -> None:
@@ -29,6 +31,8 @@ def close_engine(
     if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
         saving.linger(LINGER)
     saving.stop()
+    if reports is not None:
+        reports.close()
     schedule = state.schedule
     try:
         try:

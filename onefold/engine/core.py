@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,10 +16,11 @@ from torch import nn
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
 from onefold.config import Batch
-from onefold.engine import deepspeed_names, offload_states
+from onefold.engine import deepspeed_names, reporting
 from onefold.engine.closing import close_engine
 from onefold.engine.loading import Loading
 from onefold.engine.memory_errors import MemoryErrors
+from onefold.engine.offload_states import offload_engine, reload_engine
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -31,6 +32,7 @@ from onefold.plan import BufferBytes, Crossing, ModelBytes, Plan, Tier, count_cr
 from onefold.pool import Pool
 from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 from onefold.report.memory_usage import memory_status
+from onefold.report.monitors import MonitorMaster
 from onefold.report.timeline import Timeline
 from onefold.report.trace_window import TraceWindow
 from onefold.runtime import Hooks, ParamHandle, Schedule, Unit, lay_out
@@ -39,6 +41,8 @@ from onefold.window import AccumulationWindow
 
 # One live engine a model: a second `initialize` on it retires the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+# The first pass is not followed yet and pools fill in the second: what those needed is not needed again.
+_STEPS_TO_SETTLE = 2
 
 
 def _of_state(name: str) -> Any:
@@ -73,6 +77,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         _retire(model)
+        self.monitor, record = MonitorMaster(plan.loop.monitoring), reporting.open_record(plan.loop, group)
         window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
         num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
         self.plan = plan = replace(
@@ -81,8 +86,7 @@ class Engine(nn.Module):
         self.device = device
         self.ledger = Ledger()
         self._other_plans = other_plans or {}
-        # The first pass is not followed yet and pools fill in the second: what those needed is not needed again.
-        self._steps_to_settle = 2
+        self._num_steps = 0
         self.is_compiled = False
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
@@ -106,7 +110,8 @@ class Engine(nn.Module):
         arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, schedule, self, watch=watch)
-        self._timeline = Timeline(device, self.ledger, schedule, self._hooks, breakdown=plan.loop.times_phases)
+        told = {"breakdown": plan.loop.times_phases, "records": plan.loop.reports_steps and group.rank == 0}
+        self._timeline = Timeline(device, self.ledger, schedule, self._hooks, **told)
         self._trace = TraceWindow.of(plan.loop.trace, device, group.rank)
         if self._trace is not None:
             weakref.finalize(self, self._trace.give_up)
@@ -118,7 +123,10 @@ class Engine(nn.Module):
         _engines[model] = weakref.ref(self)
         self._saving = Saving(self.state)
         self._loading = Loading(self.state, self._saving)
-        self._finalizer = weakref.finalize(self, close_engine, self.state, self._saving, self._hooks, handles, memory)
+        self._ledger_at_start = self.ledger.copy()
+        self._reports = reporting.open_reports(self, record)
+        parts = (self.state, self._saving, self._hooks, handles, memory, self._reports)
+        self._finalizer = weakref.finalize(self, close_engine, *parts)
         self._finalizer.atexit = False
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -189,6 +197,8 @@ class Engine(nn.Module):
         at_boundary = state.window.at_boundary
         if at_boundary:
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
+            if self._reports is not None:
+                self._reports.begin_step()
             with self._phase("step"), self._memory_errors.explained("step"):
                 self._take_step(self.optimizer)
             state.global_steps += 1
@@ -201,6 +211,8 @@ class Engine(nn.Module):
             finally:  # the step is taken and counted, whatever a scheduler raises
                 self._saving.remember_step()
             self._print_progress()
+            if self._reports is not None:
+                self._reports.end_step()
             if self._trace is not None:
                 self._trace.after_step(state.global_steps)
 
@@ -229,8 +241,8 @@ class Engine(nn.Module):
             self._saving.raise_failed()
         self.zero_grad()
         schedule.end_step()
-        self._steps_to_settle -= 1
-        if self._steps_to_settle == 0:
+        self._num_steps += 1
+        if self._num_steps == _STEPS_TO_SETTLE:
             give_back_free_memory()
         decision.loss_scale.update(overflow=optimizer.overflow)
         if not decision.applied:
@@ -380,21 +392,8 @@ class Engine(nn.Module):
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move states, masters, parameters and gradients (or those that `include` names) to host memory and free the
-        device's, until `reload_states`. What rests below the device already stays there.
-        """
-        offload_states.offload_states(self.state, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Everything is on the device again, as it was."""
-        offload_states.reload_states(self.state, non_blocking=non_blocking)
+    offload_states = offload_engine
+    reload_states = reload_engine
 
     def empty_partition_cache(self) -> None:
         """Reshard whatever is still unsharded and need not be."""
@@ -439,6 +438,9 @@ class Engine(nn.Module):
         units = self.state.schedule.units
         beside, crossing = self.planned_buffers(), self.planned_crossing()
         return describe(units, self.plan, sizes, beside, crossing, self.batch, name, self._collective_name)
+
+    plan_report = reporting.plan_report
+    note_run = reporting.note_run
 
     # -- compiling and printing ---------------------------------------------------------------------------------
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onefold.engine.train_state import TrainState
 from onefold.offload.host_memory import page_aligned
+
+if TYPE_CHECKING:
+    from onefold.engine.core import Engine
 
 
 class OffloadStateTypeEnum(StrEnum):
@@ -58,6 +61,24 @@ def reload_states(state: TrainState, *, non_blocking: bool) -> None:
         param.attach_views()
     # Host memory that is still being copied from must outlive the copy.
     _wait(state.device, non_blocking=non_blocking and not offloaded)
+
+
+def offload_engine(
+    engine: Engine,
+    include: Iterable[Any] | None = None,
+    device: Any = "cpu",
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:
+    """Move states, masters, parameters and gradients (or those that `include` names) to host memory and free the
+    device's, until `reload_states`. What rests below the device already stays there.
+    """
+    offload_states(engine.state, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+
+def reload_engine(engine: Engine, non_blocking: bool = False) -> None:
+    """Everything is on the device again, as it was."""
+    reload_states(engine.state, non_blocking=non_blocking)
 
 
 def devices_of(state: TrainState, kind: OffloadStateTypeEnum) -> set[torch.device]:

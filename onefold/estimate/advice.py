@@ -77,7 +77,7 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
     lack = closest.device.total - question.machine.gpu.memory
     text = f"nothing fits; closest is {closest.setting.name}: {'; '.join(closest.shortages)}."
     device = closest.device
-    if lack > 0 and device.activations + device.logits > lack:
+    if lack > 0 and device.activations + device.logits > device.total // 3:
         batch = question.micro_batch or 1
         if closest.largest_batch:
             text += f" A micro-batch of {closest.largest_batch} instead of {batch} fits."

@@ -19,13 +19,13 @@ _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _SEGMENT_ROUNDING = _MIB, 
 
 
 @dataclass
-class _Block:
+class _MemoryBlock:
     start: int
     size: int
     is_small: bool
     is_free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _MemoryBlock | None = None
+    after: _MemoryBlock | None = None
 
 
 class CachingAllocator:
@@ -35,8 +35,8 @@ class CachingAllocator:
         self.asked = self.allocated = self.reserved = 0
         self._next = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._blocks: dict[int, _Block] = {}
-        self._taken: dict[Hashable, tuple[_Block, int]] = {}
+        self._blocks: dict[int, _MemoryBlock] = {}
+        self._taken: dict[Hashable, tuple[_MemoryBlock, int]] = {}
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
         if not num_bytes:
@@ -66,14 +66,14 @@ class CachingAllocator:
             block = self._join(block, block.after)
         insort(self._free[block.is_small], (block.size, block.start))
 
-    def _find(self, size: int, is_small: bool) -> _Block | None:
+    def _find(self, size: int, is_small: bool) -> _MemoryBlock | None:
         free = self._free[is_small]
         place = bisect_left(free, (size, -1))
         if place == len(free):
             return None
         return self._blocks[free.pop(place)[1]]
 
-    def _new_segment(self, size: int, is_small: bool) -> _Block:
+    def _new_segment(self, size: int, is_small: bool) -> _MemoryBlock:
         if is_small:
             segment = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
@@ -81,27 +81,27 @@ class CachingAllocator:
         else:
             segment = -(-size // _SEGMENT_ROUNDING) * _SEGMENT_ROUNDING
         self.reserved += segment
-        block = _Block(self._next, segment, is_small)
+        block = _MemoryBlock(self._next, segment, is_small)
         self._blocks[block.start] = block
         self._next += 2 * segment  # segments are no neighbours
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _MemoryBlock, size: int) -> None:
         rest = block.size - size
         if rest < _ROUNDING if block.is_small else rest <= _SMALL:
             return
-        other = _Block(block.start + size, rest, block.is_small, before=block, after=block.after)
+        other = _MemoryBlock(block.start + size, rest, block.is_small, before=block, after=block.after)
         if block.after is not None:
             block.after.before = other
         block.size, block.after = size, other
         self._blocks[other.start] = other
         insort(self._free[other.is_small], (rest, other.start))
 
-    def _drop(self, block: _Block) -> None:
+    def _drop(self, block: _MemoryBlock) -> None:
         free = self._free[block.is_small]
         free.pop(bisect_left(free, (block.size, block.start)))
 
-    def _join(self, low: _Block, high: _Block) -> _Block:
+    def _join(self, low: _MemoryBlock, high: _MemoryBlock) -> _MemoryBlock:
         low.size += high.size
         low.after = high.after
         if high.after is not None:

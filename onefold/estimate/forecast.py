@@ -12,7 +12,7 @@ from onefold.config import ConfigError, load_config
 from onefold.estimate.machines import GB, Machine
 from onefold.estimate.models import ModelSource, PlanError
 from onefold.estimate.rehearsal import Rehearsal, rehearse
-from onefold.estimate.trace import ATTENTION, Moment
+from onefold.estimate.trace import ATTENTION, MemoryMoment
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
 from onefold.plan import (
     Crossing,
@@ -283,11 +283,11 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
     reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable), default=0)
     in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
 
-    def gradients_of(moment: Moment) -> int:
+    def gradients_of(moment: MemoryMoment) -> int:
         return moment.gradients if on_device else min(moment.gradients, in_flight)
 
     if found.trace is None or not found.trace.moments:
-        fullest = Moment(0, 0, 0, 0, 0)
+        fullest = MemoryMoment(0, 0, 0, 0, 0)
         gradients, activations = rest.gradients + rest.largest_slot, 0
     else:
         fullest = max(found.trace.moments, key=lambda moment: moment.total - moment.gradients + gradients_of(moment))

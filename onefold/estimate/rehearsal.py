@@ -83,7 +83,8 @@ def rehearse(
 
 
 def _on_device(config: Config) -> Config:
-    zero = config.zero_optimization
+    """With everything on the device, and without records and monitors: nobody is to hear of what is not run."""
+    zero, nobody = config.zero_optimization, Config()
     return replace(
         config,
         zero_optimization=replace(
@@ -91,6 +92,11 @@ def _on_device(config: Config) -> Config:
             offload_optimizer=replace(zero.offload_optimizer, device="none"),
             offload_param=replace(zero.offload_param, device="none"),
         ),
+        onefold=replace(config.onefold, report=None, trace=nobody.onefold.trace),
+        tensorboard=nobody.tensorboard,
+        csv_monitor=nobody.csv_monitor,
+        wandb=nobody.wandb,
+        comet=nobody.comet,
     )
 
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from onefold.estimate.caching_allocator import CachingAllocator
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """Bytes of one rank's device beside what rests there, when an op has run: as they were asked for."""
 
     live: int
@@ -66,7 +66,7 @@ class FlatStorage(Protocol):
 class PassTrace:
     """The moments of a pass that are larger than all before them, and its work."""
 
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[MemoryMoment] = field(default_factory=list)
     work: Work = field(default_factory=Work)
     reserved: int = 0
     """What the allocator has taken from the device by then, for all that comes and goes."""
@@ -139,7 +139,7 @@ class AllocationMode(TorchDispatchMode):
 
     def _sample(self) -> None:
         unsplit = self._allocator.allocated - self._allocator.asked
-        moment = Moment(self._bytes, self._gradients(), self._logits, self._gathered, unsplit)
+        moment = MemoryMoment(self._bytes, self._gradients(), self._logits, self._gathered, unsplit)
         # The fullest so far, with gradients or, as they may rest elsewhere, without.
         measures, most = (moment.total, moment.total - moment.gradients), self._most
         if measures[0] > most[0] or measures[1] > most[1]:

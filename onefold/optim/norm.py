@@ -27,28 +27,59 @@ _LATE, _ALARM, _WAITS, _CALL = 1, 2, 4, 8
 _DONE, _GROUPS = 2, 3
 
 
+class HostCopy:
+    """A number that the device may still compute, on its way to the host. Whoever reads it waits for this copy, and for
+    nothing that is queued later.
+    """
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._copy, self._event = number, None
+        if number.is_cuda:
+            self._copy = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._copy.item())
+
+
 class StepScalars:
     """What ranks tell each other before a step: the sum of squares, on the device where that has it, and flags."""
 
     def __init__(self, square: torch.Tensor, *, late: bool, alarm: bool, waits: bool) -> None:
         self.square, self.late, self.alarm, self.waits = square, late, alarm, waits
-        self._copy, self._arrived = square, None
-        if square.is_cuda:  # whoever asks for it waits for this copy, and for nothing that is queued later
-            self._copy = torch.empty_like(square, device="cpu", pin_memory=True).copy_(square, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self.copy = HostCopy(square)
 
     @cached_property
     def norm(self) -> float:
         """Waits for the device where that computes it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        square: float = self._copy.item()
+        square = self.copy.read()
         return math.sqrt(square) if math.isfinite(square) else math.inf
 
     @property
     def overflow(self) -> bool:
         return self.norm == math.inf
+
+
+@dataclass(frozen=True)
+class StepNorm:
+    """The norm of one step's averaged gradient before clipping, which the device may still compute."""
+
+    scalars: StepScalars
+    unscaled: float
+
+    @property
+    def arrived(self) -> bool:
+        return self.scalars.copy.arrived
+
+    def read(self) -> float:
+        return self.scalars.norm * self.unscaled
 
 
 def exchange_scalars(

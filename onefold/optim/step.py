@@ -21,7 +21,14 @@ from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.norm import Spelled, StepScalars, compare_written_groups, exchange_scalars, meet_for_call
+from onefold.optim.norm import (
+    Spelled,
+    StepNorm,
+    StepScalars,
+    compare_written_groups,
+    exchange_scalars,
+    meet_for_call,
+)
 from onefold.optim.steppers import Step, TiledStepper, WholeStepper, WriteCheck, whole_window
 from onefold.plan import Plan, Tier
 from onefold.recorder import Track, recorded
@@ -324,7 +331,12 @@ class StepDecision:
     @property
     def norm(self) -> float | None:
         """Of the last averaged gradient before clipping. Where no step depends on it the device is waited for here."""
-        return self._scalars.norm * self._unscaled if self._scalars is not None else None
+        norm = self.norm_to_read()
+        return norm.read() if norm is not None else None
+
+    def norm_to_read(self) -> StepNorm | None:
+        """The same for whoever does not want to wait now."""
+        return StepNorm(self._scalars, self._unscaled) if self._scalars is not None else None
 
     def forget_norm(self) -> None:
         self._scalars = None

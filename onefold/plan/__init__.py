@@ -21,6 +21,8 @@ from onefold.plan.memory import (
 from onefold.plan.program import Moment, Program, coalesce, compile_program
 from onefold.plan.table import (
     Feedback,
+    Loop,
+    Monitoring,
     Part,
     Placement,
     Plan,

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from onefold.config import Config, ConfigError, num_replicas
-from onefold.config.schema import Aio, CheckpointSection, Fp16, TraceSection
+from onefold.config.schema import Aio, CheckpointSection, Comet, FileMonitor, Fp16, TraceSection, Wandb
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.program import Limits
 
@@ -128,8 +128,22 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Monitoring:
+    """Where events of training go: the config's sections."""
+
+    tensorboard: FileMonitor = field(default_factory=FileMonitor)
+    csv_monitor: FileMonitor = field(default_factory=FileMonitor)
+    wandb: Wandb = field(default_factory=Wandb)
+    comet: Comet = field(default_factory=Comet)
+
+    @property
+    def enabled(self) -> bool:
+        return any(section.enabled for section in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
+
+
+@dataclass(frozen=True)
 class Loop:
-    """What the training loop prints, counts and saves."""
+    """What the training loop prints, counts, reports and saves."""
 
     manages_accumulation: bool = True
     steps_per_print: int | None = None
@@ -139,6 +153,14 @@ class Loop:
     gathers_weights_on_save: bool = False
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     trace: TraceSection = field(default_factory=TraceSection)
+    record_folder: str | None = None
+    """Where the record of the run is written."""
+    monitoring: Monitoring = field(default_factory=Monitoring)
+
+    @property
+    def reports_steps(self) -> bool:
+        """Whether anybody is told of every step."""
+        return self.record_folder is not None or self.monitoring.enabled
 
 
 @dataclass(frozen=True)
@@ -311,6 +333,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
             gathers_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
             checkpoint=config.checkpoint,
             trace=own.trace,
+            record_folder=own.report,
+            monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
         ),
         collective=own.collective,
         num_shards=world_size // replicas,

@@ -1,4 +1,6 @@
-"""Where the time of a step goes: phases for `wall_clock_breakdown`, and for `Profiling` the timeline of every unit."""
+"""Where the time of a step goes: phases for `wall_clock_breakdown` and the record of a run, and for `Profiling` the
+timeline of every unit.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,34 @@ class PhaseSpan:
 
 
 class Timeline:
-    """Phases of one engine. It costs nothing unless someone reads it; only a breakdown waits for the device."""
+    """Phases of one engine. It costs nothing unless someone reads it; only a breakdown waits for the device. `records`:
+    each step's phases are kept as the host sees them.
+    """
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, schedule: Schedule, hooks: Hooks, *, breakdown: bool
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        schedule: Schedule,
+        hooks: Hooks,
+        *,
+        breakdown: bool,
+        records: bool = False,
     ) -> None:
         self.device = device
         self.ledger = ledger
         self.schedule = schedule
         self.hooks = hooks
         self._breakdown = breakdown
+        self._records = records
         self._totals: dict[str, float] = {}
+        self._recorded: dict[str, float] = {}
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
         listener = Profiling.active
-        if not self._breakdown and listener is None:
+        waits = self._breakdown or listener is not None
+        if not waits and not self._records:
             yield
             return
         recorded = listener.begin(self, phase) if listener is not None else None
@@ -57,7 +71,11 @@ class Timeline:
             yield
         finally:
             self._synchronise()
-            self._totals[phase] = self._totals.get(phase, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if waits:
+                self._totals[phase] = self._totals.get(phase, 0.0) + seconds
+            if self._records:
+                self._recorded[phase] = self._recorded.get(phase, 0.0) + seconds
             if listener is not None and recorded is not None:
                 listener.end(self, recorded)
 
@@ -65,6 +83,11 @@ class Timeline:
         """Seconds by phase since the last call."""
         totals, self._totals = self._totals, {}
         return totals
+
+    def take_recorded(self) -> dict[str, float]:
+        """The same for the record of a run."""
+        recorded, self._recorded = self._recorded, {}
+        return recorded
 
     def _synchronise(self) -> None:
         if self._breakdown and self.device.type == "cuda":

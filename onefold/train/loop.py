@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from onefold.engine import Engine
 from onefold.log import logger
 from onefold.plan import make_plan
 from onefold.report.memory_usage import peak_bytes, used_bytes
+from onefold.report.page import write_page
 from onefold.runtime import unsharded_shape
 from onefold.train.options import PreparedConfig, TrainOptions, prepare_config
 from onefold.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
@@ -37,24 +39,37 @@ class ResumeError(ValueError):
 
 def train(options: TrainOptions) -> bool:
     """Run the job on this rank. True if it reached its last step, False if Ctrl-C ended it before."""
+    options = replace(options, out=str(options.folder))
     task = choose_task(options)
-    prepared = prepare_config(options, on_gpus=torch.cuda.is_available())
+    prepared = record_in(options.folder, prepare_config(options, on_gpus=torch.cuda.is_available()))
     with stop_on_interrupt() as stop_asked:
         torch.manual_seed(options.seed)
         engine = start_engine(task, prepared)
         try:
             progress = make_progress(options.steps, shows=dist.get_rank() == 0)
             introduce(progress, engine, task, prepared)
+            engine.note_run(steps=options.steps, name=task.name, data=task.data)
             done = resume(engine, options, progress)
             with progress:
                 steps = train_steps(engine, task, options, progress, stop_asked, done)
             finish(engine, task, options, steps)
         finally:
             engine.destroy()
+        if dist.get_rank() == 0:
+            print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
     # The launcher ends everybody when the first rank leaves with an error code.
     dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
     return len(steps) >= options.steps
+
+
+def record_in(folder: Path, prepared: PreparedConfig) -> PreparedConfig:
+    """The run is recorded in its folder, unless its config names another."""
+    if load_config(prepared.document).onefold.report is not None:
+        return prepared
+    own = prepared.document.get("onefold")
+    section = {**(own if isinstance(own, Mapping) else {}), "report": str(folder)}
+    return replace(prepared, document={**prepared.document, "onefold": section})
 
 
 def start_engine(task: Task, prepared: PreparedConfig) -> Engine:

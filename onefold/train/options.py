@@ -86,7 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "%(const)s)")  # fmt: skip
     add("--sequence-length", type=_at_least_one, metavar="N",
         help="with --model: tokens a sequence (default: 512, or all positions that the model knows)")  # fmt: skip
-    add("--out", metavar="FOLDER", help="where plot, metrics and summary go (default: a new folder under runs/)")
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="where record, page, plot, metrics and summary go (default: a new folder under runs/)",
+    )
     add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")
     add("--data", nargs="+", default=[], metavar="PATH",
         help="text files or folders (default: the Python standard library's own source); with --model also lines of "

@@ -11,6 +11,7 @@ from onefold.compat.deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIE
 from onefold.compat.deepspeed.runtime.zero.config import get_zero_config
 from onefold.config import ConfigError as DeepSpeedConfigError
 from onefold.config import load_config, solve_batch
+from onefold.plan import Monitoring
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -71,6 +72,7 @@ class DeepSpeedConfig:
             settings.aio,
             settings.comms_logger,
         )
+        self.monitor_config = Monitoring(settings.tensorboard, settings.csv_monitor, settings.wandb, settings.comet)
         self.grad_accum_dtype = settings.data_types.grad_accum_dtype
         self.param_dtype, self.buffer_dtype = settings.data_types.param_dtype, settings.data_types.buffer_dtype
         self.torch_autocast_enabled = settings.torch_autocast.enabled

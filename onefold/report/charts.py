@@ -1,0 +1,204 @@
+"""What is drawn of a run: the same charts for the page and for PNGs. Long runs are thinned, and keep their extremes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from onefold.report.plan_report import KINDS, TIERS
+from onefold.report.run_file import PHASES, StepRow
+
+MAX_POINTS = 1000
+# Steps from which a smoothed line says more than the steps themselves.
+MANY = 20
+# Layers of what is no part of the engine's own, in grey.
+RESTS = ("activations and buffers", "rest of the process", "outside")
+Unit = Literal["number", "bytes", "seconds"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, or one layer of a stack. None: there is no value."""
+
+    name: str
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series over steps. Layers of a stack add up to the whole; a line in a stack is drawn over it."""
+
+    name: str
+    """A word for files and addresses."""
+    title: str
+    unit: Unit
+    steps: list[int]
+    series: list[Series]
+    stacked: bool = False
+    over: Series | None = None
+    note: str = ""
+    """What one should know to read it, in a sentence."""
+
+
+def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> list[Chart]:
+    """Every chart that the run has something to show for."""
+    on_device = any(row.memory.device_allocated is not None for row in rows)
+    rest = RESTS[0] if on_device else RESTS[1]
+    operations = list(dict.fromkeys(sent.operation for row in rows for sent in row.traffic))
+    num_groups = max((len(row.learning_rates) for row in rows), default=0)
+    peak = ("peak so far", lambda row: row.memory.peak)
+    clock = "The device is waited for." if waits_for_device else "As the host sees them: a device works on meanwhile."
+    found = [
+        _lines(
+            "loss",
+            "Loss",
+            rows,
+            {"loss": lambda row: row.loss},
+            smoothed=True,
+            note="Mean of the first rank's micro-steps.",
+        ),
+        _lines(
+            "learning-rate",
+            "Learning rate",
+            rows,
+            {f"group {i}" if num_groups > 1 else "learning rate": _rate_of(i) for i in range(num_groups)},
+        ),
+        _lines("gradient-norm", "Gradient norm", rows, {"norm": lambda row: row.grad_norm}, note="Before clipping."),
+        _lines("speed", "Samples a second", rows, {"of all ranks": lambda row: row.samples_per_second}),
+        _lines("loss-scale", "Loss scale", rows, {"scale": lambda row: row.loss_scale}),
+        _stack(
+            "memory-by-kind",
+            "Memory by kind",
+            rows,
+            {**{kind: _kind_of(kind) for kind in KINDS}, **({rest: _rest_of} if on_device else {})},
+            over=peak if on_device else None,
+            note="All tiers, when a backward has ended." + ("" if on_device else " Model state alone."),
+        ),
+        _stack(
+            "memory-by-tier",
+            "Memory by tier",
+            rows,
+            {**{f"held in {tier}": _tier_of(tier) for tier in TIERS}, rest: _rest_of},
+            over=peak,
+            note="" if on_device else "On a CPU the device is host memory.",
+        ),
+        _stack(
+            "time",
+            "Time of a step",
+            rows,
+            {phase: _phase_of(phase) for phase in PHASES},
+            unit="seconds",
+            note=clock,
+        ),
+        _stack(
+            "traffic",
+            "Traffic of a step",
+            rows,
+            {operation: _sent_by(operation) for operation in operations},
+            note="What the first rank sends to others, or moves between tiers.",
+        ),
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+_Value = Callable[[StepRow], float | None]
+
+
+def _rate_of(group: int) -> _Value:
+    return lambda row: row.learning_rates[group] if group < len(row.learning_rates) else None
+
+
+def _kind_of(kind: str) -> _Value:
+    return lambda row: row.memory.by_kind()[kind]
+
+
+def _tier_of(tier: str) -> _Value:
+    return lambda row: row.memory.by_tier()[tier]
+
+
+def _rest_of(row: StepRow) -> float:
+    return row.memory.rest
+
+
+def _phase_of(phase: str) -> _Value:
+    return lambda row: row.phases.get(phase, 0.0)
+
+
+def _sent_by(operation: str) -> _Value:
+    return lambda row: row.bytes_of(operation)
+
+
+def _lines(
+    name: str, title: str, rows: Sequence[StepRow], values: dict[str, _Value], *, smoothed: bool = False, note: str = ""
+) -> Chart | None:
+    columns = {key: [value(row) for row in rows] for key, value in values.items()}
+    columns = {key: column for key, column in columns.items() if any(value is not None for value in column)}
+    if not columns:
+        return None
+    kept = thin(list(columns.values()))
+    if smoothed and len(rows) >= MANY:
+        columns |= {"smoothed": smooth(next(iter(columns.values())))}
+    series = [Series(key, [column[place] for place in kept]) for key, column in columns.items()]
+    return Chart(name, title, "number", [rows[place].step for place in kept], series, note=note)
+
+
+def _stack(
+    name: str,
+    title: str,
+    rows: Sequence[StepRow],
+    values: dict[str, _Value],
+    *,
+    unit: Unit = "bytes",
+    over: tuple[str, _Value] | None = None,
+    note: str = "",
+) -> Chart | None:
+    columns = {key: [value(row) for row in rows] for key, value in values.items()}
+    columns = {key: column for key, column in columns.items() if any(column)}
+    if not columns:
+        return None
+    kept = thin([[sum(value or 0.0 for value in layer) for layer in zip(*columns.values(), strict=True)]])
+    series = [Series(key, [column[place] for place in kept]) for key, column in columns.items()]
+    line = Series(over[0], [over[1](rows[place]) for place in kept]) if over is not None else None
+    return Chart(name, title, unit, [rows[place].step for place in kept], series, stacked=True, over=line, note=note)
+
+
+def thin(columns: Sequence[Sequence[float | None]], limit: int = MAX_POINTS) -> list[int]:
+    """The places to keep, at most about `limit`: the first, the last, and of every stretch between them the least and
+    the greatest of each column. NaN is greater than all.
+    """
+    length = len(columns[0])
+    if length <= limit:
+        return list(range(length))
+    num_stretches = max(1, limit // (2 * len(columns)))
+    kept = {0, length - 1}
+    for stretch in range(num_stretches):
+        start, stop = stretch * length // num_stretches, (stretch + 1) * length // num_stretches
+        for column in columns:
+            there = [
+                (_rank(value), place) for place, value in enumerate(column[start:stop], start) if value is not None
+            ]
+            if there:
+                kept |= {min(there)[1], max(there)[1]}
+    return sorted(kept)
+
+
+def smooth(values: Sequence[float | None]) -> list[float | None]:
+    """The mean of each value and of its neighbours on both sides: no lag behind what it smooths."""
+    reach = max(5, len(values) // 100)
+    sums, counts = [0.0], [0]
+    for value in values:
+        known = value is not None and math.isfinite(value)
+        sums.append(sums[-1] + (value or 0.0 if known else 0.0))
+        counts.append(counts[-1] + known)
+    found: list[float | None] = []
+    for place in range(len(values)):
+        low, high = max(0, place - reach), min(len(values), place + reach + 1)
+        number = counts[high] - counts[low]
+        found.append((sums[high] - sums[low]) / number if number else None)
+    return found
+
+
+def _rank(value: float) -> float:
+    return math.inf if math.isnan(value) else value

@@ -1,0 +1,92 @@
+"""Writes the record of a run: `run.jsonl`, a line at a time, each flushed. What its lines say is in `run_file.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import BinaryIO
+
+from onefold.config import ConfigError
+from onefold.log import logger
+from onefold.report.run_file import FILE_NAME
+
+# Those that engines of this process are writing.
+_open: weakref.WeakValueDictionary[Path, RunRecord] = weakref.WeakValueDictionary()
+
+
+class RunRecord:
+    """An open record. A disk that fails ends the record, with a warning, and not the training."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = check_folder(folder)
+        if self.path in _open:
+            raise ConfigError(
+                f"onefold.report = {folder!r}: another engine of this process is writing {self.path}. Give each engine "
+                "a folder of its own, or close the other with engine.close()"
+            )
+        self._file: BinaryIO | None = self.path.open("ab")
+        _open[self.path] = self
+
+    def write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            logger.warning("onefold.report: %s: %s. The record ends here; the training goes on", self.path, error)
+            self.close()
+
+    def close(self) -> None:
+        _open.pop(self.path, None)
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                logger.warning("onefold.report: %s: %s", self.path, error)
+
+
+def check_folder(folder: str) -> Path:
+    """The file of a record, ready to be appended to; a ConfigError where it cannot be written. A line that a killed
+    process has cut off is removed.
+    """
+    path = Path(folder).absolute() / FILE_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0)
+            first = file.readline()
+            if first.endswith(b"\n") and not _begins_a_run(first):
+                raise ConfigError(
+                    f"onefold.report = {folder!r}: {path} is there and is no record of a run; move it away, or name "
+                    "another folder"
+                )
+            _cut_off_part_of_line(file)
+    except OSError as error:
+        raise ConfigError(f"onefold.report = {folder!r}: {path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _begins_a_run(line: bytes) -> bool:
+    try:
+        read = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(read, dict) and read.get("kind") == "run"
+
+
+def _cut_off_part_of_line(file: BinaryIO) -> None:
+    end = position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            position = start + found + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)

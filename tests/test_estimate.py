@@ -1,0 +1,352 @@
+"""What is said before a run is what the run does: traffic to the byte, states to the byte, memory as tensors live."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Net, batches, config, more, net, start
+from torch import nn
+
+from onefold.cli.main import main
+from onefold.comm.nodes import Nodes
+from onefold.config import load_config
+from onefold.estimate.advice import advise
+from onefold.estimate.caching_allocator import CachingAllocator
+from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast, settings_for
+from onefold.estimate.machines import GB, adjust, find_machine
+from onefold.estimate.models import PlanError, find_model, from_number, from_shapes
+from onefold.estimate.rehearsal import META, rehearse
+from onefold.estimate.textbook import (
+    MOMENTS,
+    MOMENTS_AND_MASTER,
+    count_as_textbook,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+)
+from onefold.plan import Tier, count_bytes
+
+# -- the rehearsal beside the run --------------------------------------------------------------------------------------
+
+
+def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, int]], dict[str, int]]:
+    """What a rank of a real job sends in its third step, and holds."""
+    engine = start(net(), document)
+    accumulation = engine.gradient_accumulation_steps()
+    data = batches(3 * accumulation)
+    before = engine.ledger.copy()
+    for place, (x, y) in enumerate(data):
+        if place == 2 * accumulation:
+            engine.module  # noqa: B018 - reading it waits for what is in flight
+            before = engine.ledger.copy()
+        engine.backward(engine(x, y))
+        engine.step()
+    engine.module  # noqa: B018
+    rows = [(r.operation, r.group, r.calls, r.bytes) for r in engine.ledger.since(before).rows() if r.calls]
+    held = engine.planned_bytes()
+    return rows, {name: getattr(held, name) for name in ("parameters", "masters", "states")}
+
+
+def rehearsed(document: dict[str, Any], nodes: Nodes) -> Any:
+    with META:
+        model, x = Net(), torch.zeros(4, 7, dtype=torch.long)
+    return rehearse(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
+
+
+@pytest.mark.parametrize("world", [1, 2, more(3), 4])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"bf16": {"enabled": True}},
+        more({"zero_optimization": {"overlap_comm": True}}),
+    ],
+    ids=["fp32", "accumulation", "bf16", "overlap"],
+)
+def test_a_rehearsal_sends_and_holds_what_the_run_does(on_ranks, world, extra):
+    for stage in range(4):
+        zero = {"stage3_param_persistence_threshold": 0, **extra.get("zero_optimization", {}), "stage": stage}
+        document = {**config(stage), **extra, "zero_optimization": zero}
+        rows, held = on_ranks(world, run_for_real, document)[0]
+        found = rehearsed(document, Nodes.of_size(world, world))
+        assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
+        rest = count_bytes([spec for unit in found.units for spec in unit], found.plan, Tier.DEVICE)
+        assert {name: getattr(rest, name) for name in held} == held
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 1},
+        {"stage": 3},
+        more({"stage": 3, "zero_hpz_partition_size": 2}),
+        {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2},
+        more({"stage": 3, "mics_shard_size": 2}),
+    ],
+    ids=lambda zero: "+".join(zero),
+)
+def test_over_two_nodes_too(on_ranks, zero):
+    document = {**config(zero["stage"]), "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
+    document["onefold"] = {"node_size": 2}
+    rows, _ = on_ranks(4, run_for_real, document)[0]
+    found = rehearsed(document, Nodes.of_size(2, 4))
+    assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
+
+
+class Chain(nn.Module):
+    """Layers whose activations are known by hand."""
+
+    def __init__(self, num: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+@pytest.mark.parametrize("rows", [1 << 10, 1 << 12])
+def test_activations_are_those_that_autograd_keeps(rows):
+    num, width = 6, 512
+    with META:
+        model, x = Chain(num, width), torch.empty(rows, width)
+    found = rehearse(model, load_config(config(0)), Nodes((1,)), lambda call: call(x))
+    kept = num * rows * width * 4  # each layer's output, which the next one's backward reads
+    peak = max(moment.live - moment.gradients for moment in found.trace.moments)
+    # Above what is kept: an output before its relu in forward; in backward a gradient and what comes of it.
+    assert kept < peak <= kept + 3 * rows * width * 4
+    assert found.trace.work.flops == pytest.approx(2 * rows * width * width * (3 * num - 1))
+
+
+def test_recomputing_takes_activations_away_and_attention_keeps_no_scores():
+    question = Question(find_model("120m"), find_machine("H100"), DEFAULT_CONFIG, 4, 256)
+    again = Question(find_model("120m", recompute=True), find_machine("H100"), DEFAULT_CONFIG, 4, 256)
+    stage = [Setting("stage 2", {"stage": 2})]
+    (kept,), (recomputed,) = (forecast(each, stage, finds_batch=False) for each in (question, again))
+    assert recomputed.device.activations < kept.device.activations / 2
+    assert recomputed.device.states == kept.device.states
+    scores = 14 * 4 * 13 * 256 * 256 * 2  # of all layers, in 16 bits
+    assert kept.device.activations < 14 * 4 * 256 * 832 * 2 * 20 + scores  # twenty rows a token and layer, no scores
+
+
+def test_offload_and_stages_move_bytes_and_never_make_any():
+    question = Question(find_model("25m"), find_machine("4xA100"), DEFAULT_CONFIG, 1, 128)
+    found = {each.setting.name: each for each in forecast(question, settings_for(question.machine))}
+    numel = sum(parameter.numel() for parameter in question.model.build().parameters())
+    for each in found.values():
+        ranks = 1 if each.setting.name == "stage 0" else 4
+        whole = (each.device.masters + each.device.states + each.host.masters + each.host.states) * ranks + each.nvme
+        assert whole >= 12 * numel  # a master and two moments, somewhere, once
+        assert whole < 12.5 * numel or each.nvme
+    assert found["stage 2 + optimizer cpu"].device.states == 0
+    assert found["stage 3"].traffic.calls > found["stage 2"].traffic.calls
+    assert found["stage 3"].device.parameters < found["stage 2"].device.parameters
+    assert found["stage 3 + optimizer, param nvme"].nvme > 0
+    assert all(each.largest_batch > 1 for each in found.values())
+
+
+# -- the allocator -----------------------------------------------------------------------------------------------------
+
+
+def test_the_allocator_splits_reuses_and_joins_blocks():
+    mib = 1 << 20
+    allocator = CachingAllocator()
+    allocator.allocate("a", 5 * mib)
+    assert (allocator.allocated, allocator.reserved) == (5 * mib, 20 * mib)
+    allocator.allocate("b", 14 * mib + mib // 2)  # out of the rest, of which half a MiB is not worth splitting off
+    assert (allocator.allocated, allocator.asked) == (20 * mib, 19 * mib + mib // 2)
+    assert allocator.reserved == 20 * mib
+    allocator.free("a")
+    allocator.allocate("c", 19 * mib + mib // 2)  # larger than what is free: a segment of its own
+    assert (allocator.allocated, allocator.reserved) == (35 * mib, 40 * mib)
+    allocator.free("b")
+    allocator.free("c")
+    assert (allocator.allocated, allocator.asked, allocator.reserved) == (0, 0, 40 * mib)
+    allocator.allocate("whole", 20 * mib)  # neighbours have joined
+    assert (allocator.allocated, allocator.reserved) == (20 * mib, 40 * mib)
+    allocator.free("whole")
+    allocator.allocate("small", 100)
+    assert (allocator.allocated, allocator.reserved) == (512, 42 * mib)
+
+
+def test_the_allocator_never_loses_a_byte():
+    random = torch.Generator().manual_seed(1)
+    allocator, live = CachingAllocator(), dict[int, int]()
+    for number in range(2000):
+        size = int(2 ** (torch.rand((), generator=random) * 25))
+        if live and torch.rand((), generator=random) < 0.5:
+            key = list(live)[int(torch.randint(len(live), (), generator=random))]
+            allocator.free(key)
+            del live[key]
+        else:
+            allocator.allocate(number, size)
+            live[number] = size
+        assert allocator.asked == sum(live.values()) <= allocator.allocated <= allocator.reserved
+    for key in live:
+        allocator.free(key)
+    assert allocator.allocated == 0
+    assert sum(size for free in allocator._free.values() for size, _ in free) == allocator.reserved
+
+
+# -- tables and decisions of the tutorials -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stage", "parts", "total"),
+    [
+        (4, 0, (350, 350, 1400), 2100),
+        (4, 1, (350, 350, 350), 1050),
+        (4, 2, (350, 88, 350), 788),
+        (4, 3, (88, 88, 350), 526),
+        (8, 3, (44, 44, 175), 263),
+    ],
+)
+def test_the_table_of_175_billion_parameters(gpus, stage, parts, total):
+    found = count_as_textbook(175e9, gpus, stage, MOMENTS)
+    assert [found.parameters / GB, found.gradients / GB, found.states / GB] == pytest.approx(parts, abs=0.5)
+    assert found.total / GB == pytest.approx(total, abs=1.1)
+
+
+@pytest.mark.parametrize(("stage", "total"), [(0, 112), (1, 38.5), (2, 26.25), (3, 14)])
+def test_the_table_of_7_billion_parameters_on_8_gpus(stage, total):
+    assert count_as_textbook(7e9, 8, stage, MOMENTS_AND_MASTER).total / GB == total
+
+
+def advice_for(num_parameters: float, machine: str, **given: Any) -> str | None:
+    question = Question(from_number(round(num_parameters)), adjust(find_machine(machine), **given), DEFAULT_CONFIG)
+    return advise(question, forecast(question, settings_for(question.machine))).setting
+
+
+def test_the_decisions_of_the_tutorials():
+    assert advice_for(1e9, "H100") == "stage 0"  # it fits one GPU, and there is nobody to share with
+    assert advice_for(7e9, "8xA100") in ("stage 1", "stage 2")
+    assert advice_for(30e9, "8xA100") == "stage 3"
+    assert "cpu" in str(advice_for(70e9, "8xA100"))
+    assert "cpu" in str(advice_for(7e9, "4090", host_memory=256 * GB))
+    assert "nvme" in str(advice_for(175e9, "8xA100", host_memory=1024 * GB))
+    assert advice_for(1e12, "4090") is None
+
+
+def test_what_does_not_fit_is_said_with_what_would_help():
+    question = Question(find_model("1.3b"), find_machine("3090"), DEFAULT_CONFIG, 512, 1024)
+    found = forecast(question, settings_for(question.machine)[:1])
+    said = advise(question, found).reason
+    assert "nothing fits" in said
+    assert "GB too little GPU memory" in said
+    assert "Recomputing" in said or "micro-batch" in said
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_fits_and_writes_a_config_that_loads(tmp_path, capsys):
+    written = tmp_path / "ds_config.json"
+    assert main(["plan", "--model", "25m", "--machine", "2xA100", "--batch", "2", "--write", str(written)]) == 0
+    said = capsys.readouterr().out
+    assert "stage 3 + optimizer cpu" in said
+    assert "take stage" in said
+    assert "estimates from data sheets" in said
+    assert "flash attention" in said
+    chosen = load_config(str(written))
+    assert chosen.train_micro_batch_size_per_gpu == 2
+    assert f"stage {chosen.zero_optimization.stage}" in said.splitlines()[-3]
+
+
+def test_the_command_as_json_and_from_a_number(capsys):
+    assert main(["plan", "--params", "7e9", "--machine", "8xA100", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = {row["setting"]["name"]: row for row in facts["settings"]}
+    assert rows["stage 1"]["fits"]
+    assert not rows["stage 0"]["fits"]
+    assert rows["stage 3"]["device"]["masters"] == pytest.approx(7e9 * 4 / 8, rel=1e-3)
+    assert rows["stage 3"]["step"] is None
+    assert any("activations" in said for said in facts["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--params", "7e9", "--machine", "8xZ100"], "known are"),
+        (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
+        (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
+        (["--model", "nowhere", "--machine", "H100"], "no such file or folder"),
+        (["--model", "test_estimate:nothing", "--machine", "H100"], "test_estimate"),
+        (["--model", "25m", "--machine", "H100", "--seq", "4096"], "knows 256 positions"),
+        (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora goes with models of transformers"),
+    ],
+)
+def test_mistakes_are_told(arguments, says, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_and_one_with_adapters(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
+    )
+    shape.save_pretrained(tmp_path)
+    stage = [Setting("stage 3", {"stage": 3})]
+    sizes = {}
+    for lora in (0, 4):
+        question = Question(find_model(str(tmp_path), lora=lora), find_machine("2xH100"), DEFAULT_CONFIG, 2, 64)
+        (sizes[lora],) = forecast(question, stage, finds_batch=False)
+    assert sizes[4].device.states < sizes[0].device.states / 5
+    assert sizes[0].device.activations > 0
+    assert sizes[0].traffic.inside > 0
+
+
+def test_a_forward_that_cannot_be_rehearsed_is_told():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.zeros(1, int(x.float().sum().item() / 0), device=x.device))
+
+    from onefold.estimate.models import ModelSource
+
+    source = ModelSource("odd", Odd, lambda batch, length: lambda call: call(torch.zeros(batch, length, device=META)))
+    with pytest.raises(PlanError, match="odd: its step does not run on tensors without values"):
+        forecast(Question(source, find_machine("H100"), DEFAULT_CONFIG, 1, 8), [Setting("stage 2", {"stage": 2})])
+
+
+def test_deepspeeds_names_tell_the_plans_bytes(capsys):
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=4)
+    said = capsys.readouterr().out
+    held = 2 * 8 * 1024 * 1024 + (4 + 4 + 8) * 8 * 1024 * 1024 / 4  # parameters; gradients, masters, moments over four
+    assert f"{held / 1e6:.1f} MB | offload_optimizer=none" in said
+    estimate_zero3_model_states_mem_needs_all_cold(7_000_000_000, 50_000_000, 8, 2)
+    said = capsys.readouterr().out
+    assert f"{7e9 * 16 / 16 / 1e9:.2f} GB | offload_param=none, offload_optimizer=none" in said
+    assert "HW: setup with 2 nodes, 8 GPUs per node" in said
+
+
+def test_shapes_alone_are_cut_into_blocks():
+    source = from_shapes("a", {f"model.layers.{place}.weight": (8, 8) for place in range(4)})
+    found = rehearse(source.build(), load_config({**DEFAULT_CONFIG, "train_micro_batch_size_per_gpu": 1}), Nodes((2,)))
+    assert len(found.units) == 4
+
+
+def test_a_checkpoint_is_a_model_too(on_ranks, tmp_path):
+    on_ranks(2, _save, str(tmp_path))
+    model = find_model(str(tmp_path)).build()
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        name: tuple(tensor.shape) for name, tensor in Net().state_dict().items()
+    }
+
+
+def _save(folder: str) -> None:
+    engine = start(net(), config(3))
+    x, y = batches(1)[0]
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.save_checkpoint(folder)
+    assert Path(folder).exists()
