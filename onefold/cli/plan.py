@@ -138,6 +138,7 @@ def show(question: Question, found: list[Forecast], advice: Advice, options: arg
     if options.params is not None:
         print()
         _show_textbook(options.params, machine)
+    print()
     for said in assumptions(question):
         print(f"* {said}")
     head = f"take {advice.setting}: " if advice.setting else ""
@@ -173,7 +174,7 @@ def _show_memory(found: list[Forecast], machine: Machine) -> None:
         "nvme",
     )
     title = f"GB of one GPU of {machine.gpu.memory / GB:.0f} at its fullest moment; of a node's host and NVMe"
-    print_table(("", *(f">{head}" for head in heads), ">largest batch", ""), rows, title)
+    _print_filled(("", *(f">{head}" for head in heads), ">largest batch", ""), rows, title)
 
 
 def _show_costs(found: list[Forecast]) -> None:
@@ -200,7 +201,13 @@ def _show_costs(found: list[Forecast]) -> None:
         *(f">{name}" for name in names),
         ">a step",
     )
-    print_table(heads, rows, "GB and seconds of a step: estimates; what is busiest bounds it")
+    _print_filled(heads, rows, "GB and seconds of a step: estimates; what is busiest bounds it")
+
+
+def _print_filled(heads: Sequence[str], rows: Sequence[Sequence[str | Text]], title: str) -> None:
+    """Without the columns in which no row has anything."""
+    filled = [place for place in range(len(heads)) if any(str(row[place]) != "-" for row in rows)]
+    print_table([heads[place] for place in filled], [[row[place] for place in filled] for row in rows], title)
 
 
 def _show_textbook(num_parameters: float, machine: Machine) -> None:

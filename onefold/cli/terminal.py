@@ -60,7 +60,7 @@ def progress_bar(title: str, *, in_bytes: bool = True) -> Iterator[Tell]:
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str | None = None) -> None:
     """A head that begins with > is over numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for head in heads:
         justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
         no_wrap = justify == "right" or head == "saved"
@@ -70,4 +70,6 @@ def print_table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], titl
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000  # whoever reads a pipe wants whole lines
+    if title is not None:  # not the table's own, which would be as narrow as the table
+        console.print(Text(title, "bold"))
     console.print(table)

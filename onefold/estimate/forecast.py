@@ -126,6 +126,7 @@ def settings_for(machine: Machine) -> list[Setting]:
     whole: dict[str, Any] = {"stage": 3}
     found["stage 3 + optimizer, param cpu"] = {**whole, "offload_optimizer": cpu, "offload_param": cpu}
     if machine.nvme:
+        found["stage 3 + optimizer nvme"] = {**whole, "offload_optimizer": nvme}
         found["stage 3 + optimizer nvme, param cpu"] = {**whole, "offload_optimizer": nvme, "offload_param": cpu}
         found["stage 3 + optimizer, param nvme"] = {**whole, "offload_optimizer": nvme, "offload_param": nvme}
     if machine.nodes > 1 and machine.gpus > 1:

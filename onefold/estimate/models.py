@@ -44,8 +44,8 @@ def from_number(num_parameters: int) -> ModelSource:
     """So many parameters, of which nothing else is known: model states alone, in equal blocks."""
     sizes = [num_parameters // _NUM_BLOCKS + (place < num_parameters % _NUM_BLOCKS) for place in range(_NUM_BLOCKS)]
     note = (
-        f"model states alone, in {_NUM_BLOCKS} equal blocks: activations, logits, traffic and time need a shape "
-        "(--model instead of --params)"
+        f"model states alone, in {_NUM_BLOCKS} equal blocks: activations, logits, what stage 3 gathers, traffic and "
+        "time need a shape (--model instead of --params)"
     )
     name = f"{num_parameters / 1e9:g} billion parameters"
     return from_shapes(name, {f"blocks.{place}.weight": (size,) for place, size in enumerate(sizes)}, note)
