@@ -112,10 +112,8 @@ def recommend(found: Sequence[Trial]) -> str:
     if others:
         smallest = min(others, key=lambda trial: trial.peak)
         if smallest.peak < best.peak * 0.97:
-            text += (
-                f". Where memory is short, {smallest.setting.name} takes "
-                f"{format_bytes(best.peak - smallest.peak)} less and {smallest.step_seconds / best.step_seconds:.2f} times as long"
-            )
+            less, longer = format_bytes(best.peak - smallest.peak), smallest.step_seconds / best.step_seconds
+            text += f". Where memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
     lost = [trial.setting.name for trial in found if trial.outcome == "out of memory"]
     if lost:
         text += f". Out of memory: {', '.join(lost)}"

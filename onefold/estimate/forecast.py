@@ -203,7 +203,7 @@ def forecast(
     rehearsed: dict[str, Rehearsal] = {}
 
     def rehearsal_of(setting: Setting, micro_batch: int) -> Rehearsal:
-        offloads = "offload_optimizer" in setting.zero
+        offloads = [name in setting.zero for name in ("offload_optimizer", "offload_param")]
         zero = {key: value for key, value in setting.zero.items() if not key.startswith("offload")}
         key = f"{zero} {offloads} {micro_batch}"
         if key not in rehearsed:
@@ -280,7 +280,9 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
     on_device = plan.gradients.tier is Tier.DEVICE
     # Reduced gradients that leave for the host are on the device only while they are on their way.
     largest = max((spec.layout.total * spec.dtype.itemsize for spec in specs if spec.trainable), default=0)
-    reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable), default=0)
+    # On one rank a micro-step's gradient is the sum.
+    apart = plan.num_shards > 1 or plan.accumulates
+    reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable and apart), default=0)
     in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
 
     def gradients_of(moment: MemoryMoment) -> int:
