@@ -10,6 +10,8 @@ from onefold.cli.commands import UsageError
 from onefold.cli.compare import recommend
 from onefold.cli.main import main
 from onefold.cli.trials import Trial, TrialJob, parse_setting, split_settings
+from onefold.cli.tune import Knob, knobs_of
+from onefold.config import load_config
 from onefold.report.run_file import MemoryRow, StepRow
 
 BOTH = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -64,6 +66,32 @@ def test_the_recommendation_is_the_fastest_and_of_equals_the_smallest():
     assert "same loss" in said
     assert "differ" in recommend([trial("0", 1.0, 400), trial("2", 1.0, 300, loss=2.0)])
     assert recommend([trial("0", 0, 0, "failed")]) == "None of these runs: 0 ended with failed (it said so)"
+
+
+def test_knobs_are_those_that_a_setting_reads():
+    assert {knob.key for knob in knobs_of(parse_setting("2"))} == {"reduce_bucket_size"}
+    keys = {knob.key for knob in knobs_of(parse_setting("3+cpu"))}
+    assert keys == {
+        "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "ratio"
+    }  # fmt: skip
+    turned = Knob("ratio", (0.4,)).applied_to(parse_setting("2+cpu"), 0.4)
+    assert turned.zero == {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = ["tune", "--stages", "1", "--preset", "tiny", "--steps", "4", "--out", str(tmp_path / "tune"), "--json"]
+    assert main(arguments) == 0
+    first = json.loads(capsys.readouterr().out)
+    records = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("run.jsonl")}
+    assert len(records) == 3  # the setting, and two values of its bucket
+    assert main(arguments) == 0  # nothing is run again
+    assert json.loads(capsys.readouterr().out) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("run.jsonl")} == records
+    chosen = load_config(first["written"])
+    assert chosen.zero_optimization.stage == 1
+    assert (tmp_path / "cache" / "onefold" / "tiers.json").exists()
 
 
 @pytest.mark.slow

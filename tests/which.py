@@ -177,6 +177,7 @@ TESTS = {
     "cli/plan.py": "estimate commands",
     "cli/compare.py": "compare",
     "cli/trials.py": "compare",
+    "cli/tune.py": "compare",
 }
 
 # Of no module: of the house, of the papers, of `benchmarks/`, and of the tests themselves.

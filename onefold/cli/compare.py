@@ -31,7 +31,7 @@ def compare(options: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if options.largest_batch and not torch.cuda.is_available():
         raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
-    job, micro_batch = _job(options)
+    job, micro_batch = job_of(options)
     found: list[Trial] = []
     with progress_bar("compare", in_bytes=False) as tell:
         for place, setting in enumerate(settings):
@@ -54,7 +54,8 @@ def compare(options: argparse.Namespace) -> int:
     return 0 if any(each.outcome == "done" for each in found) else 1
 
 
-def _job(options: argparse.Namespace) -> tuple[TrialJob, int]:
+def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
+    """What all runs share, and the micro-batch that was asked for."""
     flags: list[str] = []
     for name in ("preset", "model", "lora", "sequence_length"):
         value = getattr(options, name)
@@ -64,7 +65,7 @@ def _job(options: argparse.Namespace) -> tuple[TrialJob, int]:
     prepared = prepare_config(given, on_gpus=torch.cuda.is_available())
     settings = load_config(prepared.document)
     micro_batch = options.batch or settings.train_micro_batch_size_per_gpu or 1
-    folder = Path(options.out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-compare"))
+    folder = Path(options.out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-trials"))
     return TrialJob(prepared.document, tuple(flags), options.ranks, options.steps, folder), micro_batch
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onefold.cli.commands import UsageError
+from onefold.plan import Placement
+from onefold.plan.table import TABLE
 from onefold.report.run_file import RunFile, RunFileError, StepRow
 
 # Steps that are not timed: the first compiles, allocates and agrees on an order.
@@ -26,6 +28,10 @@ class TrialSetting:
 
     name: str
     zero: dict[str, Any]
+
+    @property
+    def shards_parameters(self) -> bool:
+        return TABLE[self.zero["stage"]][0] is Placement.SHARDED
 
 
 def parse_setting(text: str, nvme_path: str | None = None) -> TrialSetting:
@@ -96,14 +102,29 @@ class TrialJob:
     steps: int
     folder: Path
     timeout: float = 1800.0
+    resumes: bool = False
+    """A run that the folder has the end of is not run again."""
 
     def run(self, setting: TrialSetting, micro_batch: int) -> Trial:
         """One run of `onefold train`, in a folder of its own, which stays."""
-        folder = self.folder / f"{setting.name.replace('+', '-')}-batch{micro_batch}"
+        folder = self.folder / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', setting.name)}-batch{micro_batch}"
+        kept, config = folder / "trial.json", folder / "ds_config.json"
+        document = json.dumps(self.config(setting, micro_batch), indent=2) + "\n"
+        facts = {"config": json.loads(document), "flags": list(self.flags), "ranks": self.ranks, "steps": self.steps}
+        if self.resumes and kept.exists():
+            before = json.loads(kept.read_text())
+            if before["job"] == facts:
+                steps = tuple(RunFile.read(folder).steps) if before["outcome"] == "done" else ()
+                return Trial(setting, micro_batch, before["outcome"], before["said"], steps)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.jsonl").unlink(missing_ok=True)
-        config = folder / "ds_config.json"
-        config.write_text(json.dumps(self.config(setting, micro_batch), indent=2) + "\n")
+        for old in (kept, folder / "run.jsonl"):
+            old.unlink(missing_ok=True)
+        config.write_text(document)
+        found = self._run(setting, micro_batch, folder, config)
+        kept.write_text(json.dumps({"job": facts, "outcome": found.outcome, "said": found.said}) + "\n")
+        return found
+
+    def _run(self, setting: TrialSetting, micro_batch: int, folder: Path, config: Path) -> Trial:
         command = [sys.executable, "-m", "onefold.cli.main", "train", "--config", str(config), "--out", str(folder)]
         command += ["--steps", str(self.steps), "--sample-length", "0", *self.flags]
         command += ["--ranks", str(self.ranks)] if self.ranks is not None else []

@@ -331,7 +331,7 @@ def _times(
         return {}, None
     machine, gpu, work = question.machine, question.machine.gpu, found.trace.work
     passes = work.flops / (gpu.flops * machine.efficiency) + work.moved_bytes / (0.8 * gpu.bandwidth)
-    passes = max(passes, work.num_ops * _LAUNCH) * micro_steps
+    passes = max(passes, work.num_ops * machine.launch) * micro_steps
     stepped = {True: 0, False: 0}
     for spec in specs:
         if spec.trainable:
@@ -356,8 +356,7 @@ def _times(
     return seconds, max(beside) + after
 
 
-# Seconds that the host takes to launch an op, and bytes that an element's update reads and writes on a device.
-_LAUNCH = 6e-6
+# Bytes that an element's update reads and writes on a device.
 _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 
 
