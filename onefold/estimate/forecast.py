@@ -30,8 +30,8 @@ MIB = 1 << 20
 # Of cuBLAS, which torch's allocator hands out on the first product.
 WORKSPACE = 8 * MIB + 128 * 1024
 # What lies outside torch's allocator: the CUDA context with the kernels that are loaded, and NCCL's channels.
-CONTEXT, NCCL = 600 * MIB, 400 * MIB
-# Blocks that the allocator keeps and cannot use for what is asked, of the peak.
+CONTEXT, NCCL = 840 * MIB, 400 * MIB
+# Blocks that the allocator keeps and cannot use for what is asked, of the peak, where no step is rehearsed.
 FRAGMENTATION = 0.05
 # A process before there is a model, on its host.
 PROCESS = 600 * MIB
@@ -183,8 +183,7 @@ def assumptions(question: Question) -> list[str]:
         said.append(ATTENTION)
     said.append(
         f"outside torch's allocator: {CONTEXT // MIB} MiB of CUDA"
-        f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''}; the allocator keeps "
-        f"{FRAGMENTATION:.0%} more than is in use"
+        f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''} (as on an H200)"
     )
     return said
 
@@ -305,7 +304,7 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
         "logits": fullest.logits,
         "workspace": WORKSPACE if found.trace is not None else 0,
     }
-    reserve = int(sum(kinds.values()) * FRAGMENTATION)
+    reserve = found.trace.reserve if found.trace is not None else int(sum(kinds.values()) * FRAGMENTATION)
     return DeviceBytes(**kinds, reserve=reserve, context=CONTEXT + (NCCL if question.machine.world > 1 else 0))
 
 
@@ -370,7 +369,7 @@ def _largest_batch(question: Question, device: DeviceBytes, rehearsal_of: Callab
     one, two = (rehearsal_of(_TYPICAL, num * micro_batch).trace for num in (1, 2))
     assert one is not None
     assert two is not None
-    slope = (two.peak() - one.peak()) * (1 + FRAGMENTATION) / micro_batch
+    slope = (two.peak() + two.reserve - one.peak() - one.reserve) / micro_batch
     if slope <= 0:
         return micro_batch
     room = question.machine.gpu.memory - device.total

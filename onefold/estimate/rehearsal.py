@@ -127,7 +127,7 @@ def _micro_step(
             _step(engine, offloads=offloads)
             mode.found.work = work
     engine.state.window.micro_steps += 1
-    return mode.found
+    return mode.finish()
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:
