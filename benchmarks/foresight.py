@@ -76,7 +76,13 @@ def predict(case: Case, *, on_gpu: bool) -> dict[str, Any]:
     question = Question(source, machine, case.config(), case.batch, case.length)
     (found,) = forecast(question, [Setting(case.setting, SETTINGS[case.setting])], uses_nccl=on_gpu, finds_batch=False)
     assert found.traffic is not None
-    return {"bytes": found.device.allocated, "sent": found.traffic.inside + found.traffic.across, "step": found.step}
+    reserved = found.device.total - found.device.context
+    return {
+        "bytes": found.device.allocated,
+        "reserved": reserved,
+        "sent": found.traffic.inside + found.traffic.across,
+        "step": found.step,
+    }
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -318,6 +318,12 @@ def test_a_forward_that_cannot_be_rehearsed_is_told():
 
 
 def test_deepspeeds_names_tell_the_plans_bytes(capsys):
+    from onefold.compat.deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    name = "estimate_zero3_model_states_mem_needs_all_cold"
+    assert getattr(stage3, name) is estimate_zero3_model_states_mem_needs_all_cold
+    live = stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live
+    assert live is estimate_zero2_model_states_mem_needs_all_live
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=4)
     said = capsys.readouterr().out

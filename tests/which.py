@@ -175,6 +175,9 @@ TESTS = {
     "estimate/textbook.py": "estimate",
     "estimate/trace.py": "estimate",
     "cli/plan.py": "estimate commands",
+    "cli/compare.py": "compare",
+    "cli/trials.py": "compare",
+    "cli/tune.py": "compare",
 }
 
 # Of no module: of the house, of the papers, of `benchmarks/`, and of the tests themselves.

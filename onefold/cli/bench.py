@@ -69,6 +69,9 @@ def _lines(measured: Measured, *, is_fresh: bool) -> Iterator[tuple[str, str]]:
     yield "host", f"{measured.host}, {measured.host_free_bytes / 1e9:.1f} GB of memory available"
     yield "host copy", f"{measured.host_copy:.1f} GB/s"
     yield "host Adam", f"{measured.adam / 1e9:.3f} billion parameters/s on {measured.num_threads} thread(s)"
+    if measured.products is not None and measured.launch is not None:
+        yield "products", f"{measured.products / 1e12:.2f} TFLOP/s"
+        yield "launch", f"{measured.launch * 1e6:.1f} us of the host for an op"
     bus, disk = measured.bus, measured.disk
     if bus is None:
         yield "bus", "torch sees no GPU here, so neither bus nor page-locking is measured"

@@ -151,6 +151,48 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+@command("compare", "run a job in several settings and say which to take", "onefold.cli.compare:compare")
+def _compare(parser: argparse.ArgumentParser) -> None:
+    """
+    Run the same short job in several stages and offload settings, each in processes of its own, and compare what was
+    measured: seconds a step, samples a second, peak memory, bytes sent, the loss. A setting that runs out of memory is
+    a row like any other. Ends with a recommendation in words; the logs, records, a plot and compare.json stay.
+
+    A setting is a stage and what is offloaded: 0, 1, 2, 3, 2+cpu (optimizer), 3+cpu+param (and parameters), 3+nvme.
+
+    examples:
+      onefold compare                                              the small GPT, stages 0 to 3 and 3+cpu
+      onefold compare --stages 2,3,3+cpu --preset 25m --steps 20
+      onefold compare --model llama/config.json --stages 2,3 --batch 2 --largest-batch
+      onefold compare --stages 3+nvme+param --nvme-path /mnt/nvme0 --json
+    """
+    add = parser.add_argument
+    add("--stages", default="0,1,2,3,3+cpu", metavar="LIST", help="settings, with commas (default: %(default)s)")
+    _add_trials(parser)
+    add("--largest-batch", action="store_true", help="also double the micro-batch until one fails (on GPUs)")
+
+
+@command("tune", "find the fastest setting by short real runs", "onefold.cli.tune:tune")
+def _tune(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure this machine, then find the fastest setting of a job by short real runs, each in processes of its own: the
+    stage and what is offloaded, on GPUs the micro-batch, then buckets, prefetch and the share of states on the host.
+    Out of memory is an answer. A search that was stopped goes on where it was: give the same --out again. Writes the
+    config of the best and a table of all; the rates of the machine are kept for `onefold plan`.
+
+    examples:
+      onefold tune --out runs/tune                                 the small GPT, in stages 2, 3 and 3+cpu
+      onefold tune --out runs/tune                                 goes on, if it was stopped
+      onefold tune --model llama/ --config ds_config.json --write tuned.json
+      onefold tune --stages 2,3 --no-knobs --steps 20
+    """
+    add = parser.add_argument
+    add("--stages", default="2,3,3+cpu", metavar="LIST", help="settings, with commas (default: %(default)s)")
+    _add_trials(parser)
+    add("--no-knobs", action="store_true", help="leave buckets, prefetch and ratio as they are")
+    add("--write", metavar="FILE", help="where the config of the best goes (default: ds_config.json in the folder)")
+
+
 @command("watch", "show a running job from its record", "onefold.cli.watch_run:watch_run")
 def _watch(parser: argparse.ArgumentParser) -> None:
     """
@@ -390,6 +432,23 @@ def _env(parser: argparse.ArgumentParser) -> None:
       onefold env            a table: versions, devices, interconnect, memory, disk
       onefold env --json     the same for programs, and for bug reports
     """
+    _add_json(parser)
+
+
+def _add_trials(parser: argparse.ArgumentParser) -> None:
+    """What `compare` and `tune` share."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="a DeepSpeed config: each setting takes the place of its own")
+    add("--preset", metavar="NAME", help="size of the built-in GPT, as for `onefold train`")
+    add("--model", metavar="PATH", help="a model of transformers instead, as for `onefold train`")
+    add("--lora", type=int, metavar="RANK", help="with --model: train a LoRA adapter")
+    add("--sequence-length", type=int, metavar="N", help="with --model: tokens a sequence")
+    add("--batch", type=int, metavar="N", help="sequences of a micro-batch (default: the config's)")
+    add("--max-batch", type=int, default=1024, metavar="N", help="where that ends at the latest (default: %(default)s)")
+    add("--ranks", type=int, metavar="N", help="processes (default: as for `onefold train`)")
+    add("--steps", type=int, default=12, metavar="N", help="steps of each run (default: %(default)s)")
+    add("--nvme-path", metavar="DIR", help="a folder on the drive, for settings with nvme")
+    add("--out", metavar="FOLDER", help="where everything goes (default: a new folder under runs/)")
     _add_json(parser)
 
 

@@ -30,8 +30,8 @@ MIB = 1 << 20
 # Of cuBLAS, which torch's allocator hands out on the first product.
 WORKSPACE = 8 * MIB + 128 * 1024
 # What lies outside torch's allocator: the CUDA context with the kernels that are loaded, and NCCL's channels.
-CONTEXT, NCCL = 600 * MIB, 400 * MIB
-# Blocks that the allocator keeps and cannot use for what is asked, of the peak.
+CONTEXT, NCCL = 840 * MIB, 400 * MIB
+# Blocks that the allocator keeps and cannot use for what is asked, of the peak, where no step is rehearsed.
 FRAGMENTATION = 0.05
 # A process before there is a model, on its host.
 PROCESS = 600 * MIB
@@ -184,8 +184,7 @@ def assumptions(question: Question) -> list[str]:
         said.append(ATTENTION)
     said.append(
         f"outside torch's allocator: {CONTEXT // MIB} MiB of CUDA"
-        f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''}; the allocator keeps "
-        f"{FRAGMENTATION:.0%} more than is in use"
+        f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''} (as on an H200)"
     )
     return said
 
@@ -204,7 +203,7 @@ def forecast(
     rehearsed: dict[str, Rehearsal] = {}
 
     def rehearsal_of(setting: Setting, micro_batch: int) -> Rehearsal:
-        offloads = "offload_optimizer" in setting.zero
+        offloads = [name in setting.zero for name in ("offload_optimizer", "offload_param")]
         zero = {key: value for key, value in setting.zero.items() if not key.startswith("offload")}
         key = f"{zero} {offloads} {micro_batch}"
         if key not in rehearsed:
@@ -281,7 +280,9 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
     on_device = plan.gradients.tier is Tier.DEVICE
     # Reduced gradients that leave for the host are on the device only while they are on their way.
     largest = max((spec.layout.total * spec.dtype.itemsize for spec in specs if spec.trainable), default=0)
-    reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable), default=0)
+    # On one rank a micro-step's gradient is the sum.
+    apart = plan.num_shards > 1 or plan.accumulates
+    reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable and apart), default=0)
     in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
 
     def gradients_of(moment: MemoryMoment) -> int:
@@ -304,7 +305,7 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
         "logits": fullest.logits,
         "workspace": WORKSPACE if found.trace is not None else 0,
     }
-    reserve = int(sum(kinds.values()) * FRAGMENTATION)
+    reserve = found.trace.reserve if found.trace is not None else int(sum(kinds.values()) * FRAGMENTATION)
     return DeviceBytes(**kinds, reserve=reserve, context=CONTEXT + (NCCL if question.machine.world > 1 else 0))
 
 
@@ -330,7 +331,7 @@ def _times(
         return {}, None
     machine, gpu, work = question.machine, question.machine.gpu, found.trace.work
     passes = work.flops / (gpu.flops * machine.efficiency) + work.moved_bytes / (0.8 * gpu.bandwidth)
-    passes = max(passes, work.num_ops * _LAUNCH) * micro_steps
+    passes = max(passes, work.num_ops * machine.launch) * micro_steps
     stepped = {True: 0, False: 0}
     for spec in specs:
         if spec.trainable:
@@ -355,8 +356,7 @@ def _times(
     return seconds, max(beside) + after
 
 
-# Seconds that the host takes to launch an op, and bytes that an element's update reads and writes on a device.
-_LAUNCH = 6e-6
+# Bytes that an element's update reads and writes on a device.
 _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 
 
@@ -370,7 +370,7 @@ def _largest_batch(question: Question, device: DeviceBytes, rehearsal_of: Callab
     one, two = (rehearsal_of(_TYPICAL, num * micro_batch).trace for num in (1, 2))
     assert one is not None
     assert two is not None
-    slope = (two.peak() - one.peak()) * (1 + FRAGMENTATION) / micro_batch
+    slope = (two.peak() + two.reserve - one.peak() - one.reserve) / micro_batch
     if slope <= 0:
         return micro_batch
     room = question.machine.gpu.memory - device.total

@@ -63,6 +63,8 @@ class Machine:
     adam: float = 2e9
     """Parameters a second that the host of a node steps."""
     efficiency: float = 0.5
+    launch: float = 10e-6
+    """Seconds that the host takes to have one op run."""
     measured: bool = False
     """Rates are of this machine, and no data sheet's."""
 
@@ -127,7 +129,11 @@ def this_machine() -> Machine:
     machine = replace(machine, host_memory=available_bytes(), nvme=0)
     measured = load_measured()
     if measured is not None:
-        machine = replace(machine, adam=measured.adam)
+        machine = replace(machine, adam=measured.adam, measured=True)
+        if measured.products is not None and torch.cuda.is_available():
+            machine = replace(machine, gpu=replace(machine.gpu, flops=measured.products), efficiency=0.9)
+        if measured.launch is not None:
+            machine = replace(machine, launch=measured.launch)
         if measured.bus is not None:
             machine = replace(machine, gpu=replace(machine.gpu, bus=1e9 * measured.bus.both / 2))
         if measured.disk is not None:

@@ -59,9 +59,11 @@ def rehearse(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = choose(None, settings.optimizer, trained) if trained and settings.optimizer is not None else None
     group = ImaginedGroup(nodes, plan.num_replicas, uses_nccl=uses_nccl)
-    sharded_early = make_plan(config, world).gradients
-    if config.zero_optimization.offload_optimizer.device != "none":
-        plan = replace(plan, gradients=replace(plan.gradients, placement=sharded_early.placement))
+    offloads = config.zero_optimization.offload_optimizer.device != "none"
+    if offloads:
+        plan = replace(plan, gradients=replace(plan.gradients, placement=make_plan(config, world).gradients.placement))
+    if config.zero_optimization.offload_param.device != "none":
+        plan = replace(plan, shards_on_one_rank=True)  # what rests on the host is gathered from there, whoever is alone
     batch = solve_batch(settings, world)
     engine = Engine(model, plan, batch, chosen, group, META, config=settings.raw)
     try:
@@ -69,7 +71,6 @@ def rehearse(
         if loss_of is None:
             return Rehearsal(engine.plan, units, None, None)
         trace, traffic, allocator = None, Ledger(), CachingAllocator()
-        offloads = config.zero_optimization.offload_optimizer.device != "none"
         for place, tensor in enumerate(_at_rest(engine, with_states=not offloads)):
             allocator.allocate(("rest", place), tensor.nbytes)
         for _ in range(2):  # the first pass is negotiated; the second is as all later ones
@@ -126,7 +127,7 @@ def _micro_step(
             _step(engine, offloads=offloads)
             mode.found.work = work
     engine.state.window.micro_steps += 1
-    return mode.found
+    return mode.finish()
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:

@@ -68,8 +68,8 @@ class PassTrace:
 
     moments: list[MemoryMoment] = field(default_factory=list)
     work: Work = field(default_factory=Work)
-    reserved: int = 0
-    """What the allocator has taken from the device by then, for all that comes and goes."""
+    reserve: int = 0
+    """What the allocator holds of the device at the end, beyond what was allocated at the fullest moment."""
 
     def peak(self) -> int:
         return max((moment.total for moment in self.moments), default=0)
@@ -96,6 +96,7 @@ class AllocationMode(TorchDispatchMode):
         self._bytes = self._logits = self._gathered = 0
         self._sizes = [0] * len(sharded)
         self._most = (0, 0)
+        self._allocated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -128,6 +129,10 @@ class AllocationMode(TorchDispatchMode):
         self._logits -= size * is_logits
         self._allocator.free((id(self), key))
 
+    def finish(self) -> PassTrace:
+        self.found.reserve = self._allocator.reserved - self._allocated
+        return self.found
+
     def _look_at_parameters(self) -> None:
         for place, param in enumerate(self._sharded):
             size = param.full.untyped_storage().nbytes()
@@ -144,7 +149,7 @@ class AllocationMode(TorchDispatchMode):
         measures, most = (moment.total, moment.total - moment.gradients), self._most
         if measures[0] > most[0] or measures[1] > most[1]:
             self.found.moments.append(moment)
-            self.found.reserved = self._allocator.reserved
+            self._allocated = max(self._allocated, self._allocator.allocated)
             self._most = max(most[0], measures[0]), max(most[1], measures[1])
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], out: Any) -> None:

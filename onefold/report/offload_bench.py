@@ -88,6 +88,10 @@ class Measured:
     """GB/s of memory that is made, touched and locked."""
     bus: BusRates | None = None
     disk: DiskRates | None = None
+    products: float | None = None
+    """FLOP/s of products in bf16, on the device where there is one; in fp32 on a CPU."""
+    launch: float | None = None
+    """Seconds that the host takes to have one small op run, forward and backward."""
 
     @staticmethod
     def of(facts: dict[str, Any]) -> Measured:
@@ -115,6 +119,7 @@ def measure(num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, 
     """All of it, each part on about so many bytes. `paths`: folders on the drives to measure."""
     parts: dict[str, Callable[[], object]]
     parts = {"host_copy": lambda: measure_copy(num_bytes), "adam": lambda: measure_adam(num_bytes)}
+    parts |= {"products": measure_products, "launch": measure_launch}
     found: dict[str, Any] = {}
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -159,6 +164,38 @@ class _OneGroup:
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         return [Segment(0, first, last)]
+
+
+def measure_products() -> float:
+    """FLOP/s of a product as large as those of a layer."""
+    on_gpu = torch.cuda.is_available()
+    size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
+    left = torch.zeros(size, size, dtype=dtype, device="cuda" if on_gpu else "cpu")
+    right = torch.zeros_like(left)
+
+    def multiply() -> None:
+        for _ in range(4):
+            left @ right
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    return _best(multiply, 4 * 2 * size**3)
+
+
+def measure_launch() -> float:
+    """Seconds of the host for each op of a chain of small ones under autograd, its backward among them."""
+    num, device = 500, "cuda" if torch.cuda.is_available() else "cpu"
+    start = torch.zeros(16, device=device, requires_grad=True)
+
+    def chain() -> None:
+        found = start
+        for _ in range(num):
+            found = found * 0.5
+        found.sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return 1 / _best(chain, 2 * num)
 
 
 def measure_page_lock(num_bytes: int) -> float:

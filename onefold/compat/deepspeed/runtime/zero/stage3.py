@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
+from onefold.compat.lazy import names, same
 from onefold.zero import GatheredParameters
 
 
@@ -25,3 +26,13 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     module = getattr(model, "module", model)
     with GatheredParameters(module.parameters()):
         yield module
+
+
+__getattr__, __dir__ = names(
+    __name__,
+    same(
+        "onefold.estimate.textbook",
+        "estimate_zero3_model_states_mem_needs_all_live",
+        "estimate_zero3_model_states_mem_needs_all_cold",
+    ),
+)

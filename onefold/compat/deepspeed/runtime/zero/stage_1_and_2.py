@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
+from onefold.compat.lazy import names, same
 
 
 class _OfStages1And2(type):
@@ -25,3 +26,13 @@ def split_half_float_double(tensors: list[torch.Tensor]) -> list[list[torch.Tens
     dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
     found = [[tensor for tensor in dense if tensor.dtype is dtype] for dtype in dtypes]
     return [bucket for bucket in found if bucket]
+
+
+__getattr__, __dir__ = names(
+    __name__,
+    same(
+        "onefold.estimate.textbook",
+        "estimate_zero2_model_states_mem_needs_all_live",
+        "estimate_zero2_model_states_mem_needs_all_cold",
+    ),
+)

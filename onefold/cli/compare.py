@@ -1,0 +1,151 @@
+"""What `onefold compare` does: run the same job in several settings, and say which to take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.cli.commands import UsageError
+from onefold.cli.terminal import fails_on, print_table, progress_bar
+from onefold.cli.trials import Trial, TrialJob, split_settings
+from onefold.config import load_config
+from onefold.log import format_bytes
+from onefold.train.options import TrainOptions, prepare_config
+
+# Steps that differ by less than this take the same time.
+_ABOUT = 1.03
+
+
+@fails_on(OSError)
+def compare(options: argparse.Namespace) -> int:
+    settings = split_settings(options.stages, options.nvme_path)
+    for name in ("steps", "batch", "max_batch", "ranks"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if options.largest_batch and not torch.cuda.is_available():
+        raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
+    job, micro_batch = job_of(options)
+    found: list[Trial] = []
+    with progress_bar("compare", in_bytes=False) as tell:
+        for place, setting in enumerate(settings):
+            tell(setting.name, place, len(settings))
+            if options.largest_batch:
+                found.append(job.run_with_largest_batch(setting, micro_batch, options.max_batch))
+            else:
+                found.append(job.run(setting, micro_batch))
+    facts = {"micro_batch": micro_batch, "steps": job.steps, "settings": [_facts(each) for each in found]}
+    facts["recommendation"] = recommend(found)
+    (job.folder / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        show(found)
+        print(f"\n{facts['recommendation']}\n")
+        plot = draw(found, job.folder)
+        print(f"plot: {plot}" if plot else "no plot: it needs matplotlib (pip install 'onefold[plots]')")
+        print(f"logs, records and compare.json in {job.folder}")
+    return 0 if any(each.outcome == "done" for each in found) else 1
+
+
+def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
+    """What all runs share, and the micro-batch that was asked for."""
+    flags: list[str] = []
+    for name in ("preset", "model", "lora", "sequence_length"):
+        value = getattr(options, name)
+        if value:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    given = TrainOptions(config=options.config, preset=options.preset or TrainOptions.preset, model=options.model)
+    prepared = prepare_config(given, on_gpus=torch.cuda.is_available())
+    settings = load_config(prepared.document)
+    micro_batch = options.batch or settings.train_micro_batch_size_per_gpu or 1
+    folder = Path(options.out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-trials"))
+    return TrialJob(prepared.document, tuple(flags), options.ranks, options.steps, folder), micro_batch
+
+
+def _facts(trial: Trial) -> dict[str, Any]:
+    found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "said": trial.said}
+    if trial.outcome == "done":
+        found |= {
+            "step_seconds": trial.step_seconds,
+            "samples_per_second": trial.samples_per_second,
+            "peak_bytes": trial.peak,
+            "sent_bytes": trial.sent,
+            "largest_batch": trial.largest_batch,
+            "losses": [row.loss for row in trial.steps],
+            "memory": [row.memory.device_allocated or row.memory.host_resident for row in trial.steps],
+        }
+    return found
+
+
+def show(found: Sequence[Trial]) -> None:
+    rows = []
+    for trial in found:
+        if trial.outcome != "done":
+            rows.append((trial.setting.name, "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.said}"))
+            continue
+        rows.append((
+            trial.setting.name, f"{trial.step_seconds:.3f}", f"{trial.samples_per_second:.1f}",
+            format_bytes(trial.peak), format_bytes(trial.sent) if trial.sent else "-",
+            f"{trial.steps[-1].loss:.5f}" if trial.steps[-1].loss is not None else "-",
+            f"largest micro-batch {trial.largest_batch}" if trial.largest_batch else "",
+        ))  # fmt: skip
+    heads = ("stage", ">s a step", ">samples/s", ">peak", ">sent a step", ">last loss", "")
+    print_table(heads, rows, "the first rank; medians without the first steps")
+
+
+def recommend(found: Sequence[Trial]) -> str:
+    """In words: the fastest that ran; of those that are about as fast, the smallest."""
+    done = [trial for trial in found if trial.outcome == "done"]
+    if not done:
+        return f"None of these runs: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
+    fastest = min(trial.step_seconds for trial in done)
+    close = [trial for trial in done if trial.step_seconds <= fastest * _ABOUT]
+    best = min(close, key=lambda trial: trial.peak)
+    text = f"Take {best.setting.name}: {best.step_seconds:.3f} s a step and {format_bytes(best.peak)} at the peak"
+    others = [trial for trial in done if trial is not best]
+    if others:
+        smallest = min(others, key=lambda trial: trial.peak)
+        if smallest.peak < best.peak * 0.97:
+            less, longer = format_bytes(best.peak - smallest.peak), smallest.step_seconds / best.step_seconds
+            text += f". Where memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
+    lost = [trial.setting.name for trial in found if trial.outcome == "out of memory"]
+    if lost:
+        text += f". Out of memory: {', '.join(lost)}"
+    losses = {trial.steps[-1].loss for trial in done}
+    if len(done) > 1:
+        same = len(losses) == 1
+        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not explain"
+    return f"{text}."
+
+
+def draw(found: Sequence[Trial], folder: Path) -> Path | None:
+    """Memory over time, and samples a second, of all that ran. None where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    done = [trial for trial in found if trial.outcome == "done"]
+    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    memory, speed = figure.subplots(1, 2)
+    for trial in done:
+        held = [(row.memory.device_allocated or row.memory.host_resident) / 1e6 for row in trial.steps]
+        memory.plot([row.step for row in trial.steps], held, label=trial.setting.name, linewidth=1.4)
+    memory.set(title="memory at the step (MB)", xlabel="step", ylim=(0, None))
+    memory.legend(frameon=False, fontsize="small")
+    speed.bar([trial.setting.name for trial in done], [trial.samples_per_second for trial in done], color="#2f6fc1")
+    speed.set(title="samples a second")
+    for axes in (memory, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    path = folder / "compare.png"
+    figure.savefig(path)
+    return path

@@ -1,0 +1,139 @@
+"""What `onefold tune` does: measure this machine, try settings by short real runs, write the config of the best.
+
+[Note: what is tried]
+First every setting with the micro-batch that was asked for; on GPUs then larger ones, doubled until one fails. Of the
+setting with the most samples a second the keys that move launches are tried one after the other, each with what was
+best so far: buckets, prefetch, and for states on the host how many of them stay on the device. Each run is kept in the
+folder, so that a search that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.cli.commands import UsageError
+from onefold.cli.compare import job_of
+from onefold.cli.terminal import fails_on, print_table, progress_bar
+from onefold.cli.trials import Trial, TrialJob, TrialSetting, split_settings
+from onefold.log import format_bytes
+from onefold.report import offload_bench
+
+# A change must gain so much to be taken: less is noise.
+_GAIN = 1.02
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A key of `zero_optimization` and values to try."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    def applied_to(self, setting: TrialSetting, value: Any) -> TrialSetting:
+        zero = dict(setting.zero)
+        if self.key == "ratio":
+            zero["offload_optimizer"] = {**zero["offload_optimizer"], "ratio": value}
+        else:
+            zero[self.key] = value
+        return TrialSetting(f"{setting.name} {self.key}={value:g}", zero)
+
+
+def knobs_of(setting: TrialSetting) -> Iterator[Knob]:
+    """What is worth trying: the keys that this setting reads."""
+    yield Knob("reduce_bucket_size", (5e7, 2e8))
+    if setting.shards_parameters:
+        yield Knob("stage3_prefetch_bucket_size", (0, 2e8))
+        yield Knob("stage3_max_live_parameters", (1e8, 3e9))
+    if "offload_optimizer" in setting.zero:
+        yield Knob("ratio", (0.7, 0.4))
+
+
+@fails_on(OSError)
+def tune(options: argparse.Namespace) -> int:
+    settings = split_settings(options.stages, options.nvme_path)
+    if options.steps < 4:
+        raise UsageError(f"--steps {options.steps}: give at least 4, of which the first two are not timed")
+    job, micro_batch = job_of(options)
+    job = replace(job, resumes=True)
+    with progress_bar("tune", in_bytes=False) as tell:
+        measured = offload_bench.measure(round(0.25e9), [options.nvme_path] if options.nvme_path else [], tell)
+        offload_bench.save_measured(measured)
+        found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
+        done = [trial for trial in found if trial.outcome == "done"]
+        best = max(done, key=lambda trial: trial.samples_per_second, default=None)
+        if best is not None and not options.no_knobs:
+            best = _turn_knobs(job, best, found, tell)
+    if best is None:
+        show(found)
+        print(f"\nnone of these runs: {found[0].said}; logs are in {job.folder}")
+        return 1
+    written = Path(options.write or job.folder / "ds_config.json")
+    written.write_text(json.dumps(job.config(best.setting, best.micro_batch), indent=2) + "\n")
+    rows = [_facts(trial) for trial in found]
+    (job.folder / "tune.json").write_text(json.dumps({"best": _facts(best), "trials": rows}, indent=2) + "\n")
+    if options.json:
+        print(json.dumps({"best": _facts(best), "trials": rows, "written": str(written)}, indent=2))
+        return 0
+    show(found)
+    print(
+        f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}: {best.samples_per_second:.1f} samples/s, "
+        f"{format_bytes(best.peak)} at the peak\nwritten: {written}\ntrials in {job.folder}; the machine's rates are "
+        f"kept in {offload_bench.cache_file()}, where `onefold plan` and `ratio: auto` read them"
+    )
+    return 0
+
+
+def _try_settings(job: TrialJob, settings: list[TrialSetting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
+    found: list[Trial] = []
+    for place, setting in enumerate(settings):
+        tell(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
+        trial = job.run(setting, micro_batch)
+        found.append(trial)
+        while torch.cuda.is_available() and trial.outcome == "done" and trial.micro_batch * 2 <= most:
+            tell(f"{setting.name}, micro-batch {trial.micro_batch * 2}", place, len(settings))
+            trial = job.run(setting, trial.micro_batch * 2)
+            found.append(trial)
+    return found
+
+
+def _turn_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Trial:
+    """One after the other, each from what was best so far."""
+    knobs = list(knobs_of(best.setting))
+    for place, knob in enumerate(knobs):
+        for value in knob.values:
+            tell(f"{knob.key} {value:g}", place, len(knobs))
+            trial = job.run(knob.applied_to(best.setting, value), best.micro_batch)
+            found.append(trial)
+            if trial.outcome == "done" and trial.samples_per_second > best.samples_per_second * _GAIN:
+                best = trial
+    return best
+
+
+def _facts(trial: Trial) -> dict[str, Any]:
+    facts: dict[str, Any] = {"setting": trial.setting.name, "zero_optimization": trial.setting.zero}
+    facts |= {"micro_batch": trial.micro_batch, "outcome": trial.outcome, "said": trial.said}
+    if trial.outcome == "done":
+        facts |= {
+            "samples_per_second": trial.samples_per_second,
+            "step_seconds": trial.step_seconds,
+            "peak": trial.peak,
+        }
+    return facts
+
+
+def show(found: list[Trial]) -> None:
+    rows = []
+    for trial in found:
+        if trial.outcome == "done":
+            numbers = f"{trial.step_seconds:.3f}", f"{trial.samples_per_second:.1f}", format_bytes(trial.peak), ""
+        else:
+            numbers = "-", "-", "-", f"{trial.outcome}: {trial.said}"
+        rows.append((trial.setting.name, str(trial.micro_batch), *numbers))
+    print_table(("setting", ">micro-batch", ">s a step", ">samples/s", ">peak", ""), rows, "tried here")
