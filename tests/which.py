@@ -174,14 +174,14 @@ TESTS = {
     "estimate/rehearsal.py": "estimate",
     "estimate/textbook.py": "estimate",
     "estimate/trace.py": "estimate",
-    "cli/plan.py": "estimate commands",
+    "cli/plan.py": "estimate guide commands",
     "cli/compare.py": "compare",
     "cli/trials.py": "compare",
     "cli/tune.py": "compare",
 }
 
 # Of no module: of the house, of the papers, of `benchmarks/`, and of the tests themselves.
-OTHERS = "floors readme network benchmarks models mutants which"
+OTHERS = "floors readme guide network benchmarks models mutants which"
 
 
 def tests_of(module: str) -> list[str]:
