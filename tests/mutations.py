@@ -795,4 +795,18 @@ MUTATIONS = [
         "kept |= {min(there)[1], there[-1][1]}",
         "test_report_page.py -k thinning",
     ),
+    Mutation(
+        "plan-titles",
+        "onefold/cli/terminal.py",
+        'console.print(Text(title, "bold"))',
+        "table.title = title",
+        "test_estimate.py -k one_line_of_title",
+    ),
+    Mutation(
+        "plan-states-on-disk-alone",
+        "onefold/estimate/forecast.py",
+        'found["stage 3 + optimizer nvme"] = {**whole, "offload_optimizer": nvme}',
+        "pass",
+        "test_estimate.py -k decisions_of_the_tutorials",
+    ),
 ]

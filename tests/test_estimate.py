@@ -229,6 +229,7 @@ def test_the_decisions_of_the_tutorials():
     assert "cpu" in str(advice_for(70e9, "8xA100"))
     assert "cpu" in str(advice_for(7e9, "4090", host_memory=256 * GB))
     assert "nvme" in str(advice_for(175e9, "8xA100", host_memory=1024 * GB))
+    assert advice_for(7e9, "4090") == "stage 3 + optimizer nvme"  # parameters stay where they are computed with
     assert advice_for(1e12, "4090") is None
 
 
@@ -266,6 +267,14 @@ def test_the_command_as_json_and_from_a_number(capsys):
     assert rows["stage 3"]["device"]["masters"] == pytest.approx(7e9 * 4 / 8, rel=1e-3)
     assert rows["stage 3"]["step"] is None
     assert any("activations" in said for said in facts["assumptions"])
+
+
+def test_tables_have_one_line_of_title_and_no_empty_column(capsys):
+    assert main(["plan", "--params", "7e9", "--machine", "8xA100"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("as tutorials count") and line.endswith("and of states") for line in lines)
+    heads = next(line for line in lines if "params" in line and "GPU" in line).split()
+    assert heads == ["params", "grads", "masters", "moments", "beside", "GPU", "host", "nvme"]
 
 
 @pytest.mark.parametrize(
