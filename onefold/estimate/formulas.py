@@ -1,0 +1,423 @@
+"""What a run holds, as formulas of a few numbers: the arithmetic of the page `docs/what-fits.html`.
+
+[Note: one formula, two languages]
+These functions are written once, here, and `to_javascript` turns them into the page's script. So they are plain: numbers
+and flags of a `Case`, local names, sums and products, comparisons, choices, and calls of each other. The tests hold them
+against the plan (`count_bytes`) and against rehearsals of a step; `onefold plan` is exact where this is a formula.
+
+[Note: three moments]
+A GPU is fullest at one of three moments. When the loss has been computed, all activations are there, and the logits. When
+the last block's backward runs, its temporaries and the first gradients are there too, and the logits are gone. When
+backward ends, all gradients are there and hardly an activation. In between these grow and shrink in proportion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onefold.config import Config
+from onefold.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, NCCL, PROCESS, WORKSPACE
+from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+
+_DEFAULTS = Config().zero_optimization
+PREFETCH = _DEFAULTS.stage3_prefetch_bucket_size
+MAX_LIVE = _DEFAULTS.stage3_max_live_parameters
+MAX_REUSE = _DEFAULTS.stage3_max_reuse_distance
+REDUCE_BUCKET = _DEFAULTS.reduce_bucket_size
+MAX_IN_CPU = _DEFAULTS.offload_param.max_in_cpu
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decoder out of equal blocks, the nodes that train it with Adam, and how."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+    gated: bool
+    """Three matrices in an MLP, as Llama has, or two, as GPT has."""
+    gpus: int
+    """On each node."""
+    nodes: int
+    gpu_memory: float
+    """Bytes, as the others:"""
+    host_memory: float
+    nvme: float
+    """both of a node."""
+    shards_parameters: bool
+    shards_gradients: bool
+    shards_states: bool
+    offload_optimizer: str
+    """none, cpu or nvme, as in a config; so is"""
+    offload_param: str
+    micro_batch: int
+    sequence_length: int
+    recompute: bool
+    itemsize: int
+    """Of parameters and activations: 2 for bf16, 4 for fp32."""
+    accumulates: bool
+    """A step takes several micro-steps."""
+
+
+# -- shape -------------------------------------------------------------------------------------------------------------
+
+
+def world(case: Case) -> float:
+    return case.gpus * case.nodes
+
+
+def block_weights(case: Case) -> float:
+    """Elements of a block's matrices."""
+    key_value = 2 * case.hidden * case.kv_heads * (case.hidden / case.heads)
+    return 2 * case.hidden * case.hidden + key_value + (3 if case.gated else 2) * case.hidden * case.ffn
+
+
+def norm_weights(case: Case) -> float:
+    """Elements of all norms, which stay unsharded."""
+    return (2 * case.layers + 1) * case.hidden
+
+
+def table_weights(case: Case) -> float:
+    """Elements of the embedding, and of the head again where they are not tied."""
+    return case.vocabulary * case.hidden
+
+
+def head_weights(case: Case) -> float:
+    """Elements of a head of its own."""
+    return 0 if case.tied else table_weights(case)
+
+
+def num_parameters(case: Case) -> float:
+    return case.layers * block_weights(case) + norm_weights(case) + table_weights(case) + head_weights(case)
+
+
+# -- model states of one rank, at rest --------------------------------------------------------------------------------
+
+
+def offloads(case: Case) -> bool:
+    """Whether masters and moments leave the device, and the host steps them."""
+    return case.shards_states and case.offload_optimizer != "none"
+
+
+def offloads_parameters(case: Case) -> bool:
+    """Parameters are cast from masters, so they leave the device only where masters do."""
+    return case.shards_parameters and offloads(case) and case.offload_param != "none"
+
+
+def shard(case: Case) -> float:
+    return num_parameters(case) / world(case)
+
+
+def stepped(case: Case) -> float:
+    """Elements that one rank steps."""
+    return shard(case) if case.shards_states else num_parameters(case)
+
+
+def rests_unsharded(case: Case) -> bool:
+    """A single rank in fp32 has nothing to gather and nothing to cast."""
+    return not case.shards_parameters or (world(case) == 1 and case.itemsize == 4 and not offloads(case))
+
+
+def resting_parameters(case: Case) -> float:
+    """Bytes of the device; where masters are there too, sharded parameters are cast from them."""
+    norms = case.itemsize * norm_weights(case)
+    sharded = case.itemsize * shard(case) if offloads(case) and not offloads_parameters(case) else norms
+    return case.itemsize * num_parameters(case) if rests_unsharded(case) else sharded
+
+
+def master_bytes(case: Case) -> float:
+    """Wherever they rest. In fp32 the parameter that stays is its own master."""
+    is_parameter = case.itemsize == 4 and rests_unsharded(case) and not offloads(case)
+    return 0 if is_parameter else 4 * stepped(case)
+
+
+def moment_bytes(case: Case) -> float:
+    return 8 * stepped(case)
+
+
+def reduced_itemsize(case: Case) -> float:
+    """Sums over ranks or micro-steps are kept in fp32."""
+    return case.itemsize if world(case) == 1 and not case.accumulates else 4
+
+
+def keeps_whole_gradient(case: Case) -> bool:
+    """A gradient waits unsharded until the step, and is reduced in its place."""
+    waits = not offloads(case) and (not case.shards_gradients or world(case) == 1)
+    return waits and (world(case) == 1 or case.accumulates or case.itemsize == 4)
+
+
+def gradient_bytes(case: Case) -> float:
+    """When backward ends, wherever they rest."""
+    return reduced_itemsize(case) * (num_parameters(case) if keeps_whole_gradient(case) else shard(case))
+
+
+# -- below the device ---------------------------------------------------------------------------------------------------
+
+
+def parameter_elements_on_nvme(case: Case) -> float:
+    """Beyond `max_in_cpu`; where the host steps fp32 masters, these are what is gathered."""
+    is_master = case.itemsize == 4 and case.offload_optimizer == "cpu"
+    wanted = offloads_parameters(case) and case.offload_param == "nvme" and not is_master
+    return max(0, shard(case) - MAX_IN_CPU) if wanted else 0
+
+
+def parameters_on_host(case: Case) -> float:
+    is_master = case.itemsize == 4 and case.offload_optimizer == "cpu"
+    elements = shard(case) - parameter_elements_on_nvme(case)
+    return case.itemsize * elements if offloads_parameters(case) and not is_master else 0
+
+
+def parameters_on_nvme(case: Case) -> float:
+    """In fp32 a master on the same drive is the parameter."""
+    return case.itemsize * parameter_elements_on_nvme(case) if case.itemsize == 2 else 0
+
+
+def states_on_host(case: Case) -> float:
+    """Masters and moments of one rank."""
+    return master_bytes(case) + moment_bytes(case) if offloads(case) and case.offload_optimizer == "cpu" else 0
+
+
+def states_on_nvme(case: Case) -> float:
+    return master_bytes(case) + moment_bytes(case) if offloads(case) and case.offload_optimizer == "nvme" else 0
+
+
+def gradients_on_host(case: Case) -> float:
+    return gradient_bytes(case) if offloads(case) else 0
+
+
+def host_bytes(case: Case) -> float:
+    """Of a node, with its processes."""
+    return case.gpus * (parameters_on_host(case) + states_on_host(case) + gradients_on_host(case) + PROCESS)
+
+
+def nvme_bytes(case: Case) -> float:
+    """Of a node."""
+    return case.gpus * (parameters_on_nvme(case) + states_on_nvme(case))
+
+
+def host_room(case: Case) -> float:
+    """The host keeps some memory for itself."""
+    return case.host_memory * HOST_SHARE
+
+
+# -- gathered parameters -----------------------------------------------------------------------------------------------
+
+
+def blocks_kept(case: Case) -> float:
+    """Blocks that stay unsharded from their forward to their backward: the way there and back is short enough, and
+    there is room.
+    """
+    near = max(0, -(-(MAX_REUSE / 2 - head_weights(case)) // block_weights(case)))
+    room = max(0, (MAX_LIVE - table_weights(case)) // block_weights(case))
+    return min(case.layers, near, room)
+
+
+def blocks_ahead(case: Case) -> float:
+    """Blocks that are gathered before they are needed, beside those that are kept."""
+    wanted = -(-PREFETCH // block_weights(case))
+    live = table_weights(case) + blocks_kept(case) * block_weights(case)
+    room = max(0, (MAX_LIVE - live) // block_weights(case))
+    return min(case.layers - blocks_kept(case), wanted, room)
+
+
+def gathered_at_loss(case: Case) -> float:
+    elements = table_weights(case) + (blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
+    return 0 if rests_unsharded(case) else case.itemsize * elements
+
+
+def gathered_in_backward(case: Case) -> float:
+    """The head has been resharded, unless it is the embedding, which the whole model encloses."""
+    blocks = max(1, blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
+    return 0 if rests_unsharded(case) else case.itemsize * (blocks + (table_weights(case) if case.tied else 0))
+
+
+def gathered_at_end(case: Case) -> float:
+    elements = block_weights(case) + (table_weights(case) if case.tied else 0)
+    return 0 if rests_unsharded(case) else case.itemsize * elements
+
+
+# -- gradients on the device -------------------------------------------------------------------------------------------
+
+
+def held_from_before(case: Case) -> float:
+    """Of earlier micro-steps, when a forward runs."""
+    return gradient_bytes(case) if case.accumulates and not offloads(case) else 0
+
+
+def in_flight(case: Case, first: float, second: float) -> float:
+    """Elements of two reductions in flight, or of the larger one where a bucket holds no more."""
+    return first + second if first + second <= REDUCE_BUCKET else max(first, second)
+
+
+def in_flight_in_backward(case: Case) -> float:
+    return in_flight(case, block_weights(case) if case.tied else table_weights(case), block_weights(case))
+
+
+def in_flight_at_end(case: Case) -> float:
+    return in_flight(case, table_weights(case) + block_weights(case), block_weights(case))
+
+
+def received(case: Case, elements: float) -> float:
+    """Bytes that come from other ranks while so many elements are reduced."""
+    return case.itemsize * elements * (world(case) - 1) / world(case)
+
+
+def on_device(case: Case, gradients: float) -> float:
+    """What is offloaded is on the device only while it is on its way."""
+    largest = max(table_weights(case), block_weights(case))
+    sent = (COPIES_IN_FLIGHT + 1) * case.itemsize * largest + COPIES_IN_FLIGHT * 4 * largest / world(case)
+    return min(gradients, sent) if offloads(case) else gradients
+
+
+def gradients_in_backward(case: Case) -> float:
+    """Whole ones: of what is in flight and of the block whose backward runs."""
+    whole = case.itemsize * (in_flight_in_backward(case) + block_weights(case))
+    reduced = reduced_itemsize(case) * (head_weights(case) + block_weights(case)) / world(case)
+    first = case.itemsize * (head_weights(case) + block_weights(case)) if world(case) == 1 else whole + reduced
+    held = held_from_before(case) + (0 if keeps_whole_gradient(case) else whole)
+    return on_device(case, held if case.accumulates else first)
+
+
+def gradients_at_end(case: Case) -> float:
+    whole = case.itemsize * (in_flight_at_end(case) + (0 if world(case) == 1 else 0))
+    return on_device(case, gradient_bytes(case) + (0 if keeps_whole_gradient(case) else whole))
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+def tokens(case: Case) -> float:
+    return case.micro_batch * case.sequence_length
+
+
+def norm_activations(case: Case) -> float:
+    """Bytes a token that autograd keeps of a norm: its input in fp32, what is scaled, and what comes of it."""
+    return (4 + 2 * case.itemsize) * case.hidden + 4
+
+
+def block_activations(case: Case) -> float:
+    """Bytes a token that autograd keeps of a block: two norms; queries, keys and values as wide as queries, what comes of
+    them and a sum a head; and of the MLP what its matrices and its nonlinearity read.
+    """
+    attention = 4 * case.itemsize * case.hidden + 4 * case.heads
+    mlp = (4 if case.gated else 2) * case.itemsize * case.ffn
+    return 2 * norm_activations(case) + attention + mlp
+
+
+def rotary_bytes(case: Case) -> float:
+    """Of a block: sines and cosines, of queries and of keys, the same for all of a batch."""
+    return 2 * case.itemsize * case.sequence_length * (case.hidden / case.heads)
+
+
+def one_block(case: Case) -> float:
+    return tokens(case) * block_activations(case) + rotary_bytes(case)
+
+
+def kept_of_blocks(case: Case) -> float:
+    """From forward to backward: all, or inputs alone."""
+    return case.layers * (tokens(case) * case.itemsize * case.hidden if case.recompute else one_block(case))
+
+
+def backward_temporaries(case: Case) -> float:
+    """Bytes while a block's backward runs: gradients of the residual stream and inside the MLP."""
+    return tokens(case) * case.itemsize * (2 * case.hidden + (3 if case.gated else 2) * case.ffn)
+
+
+def activations_at_loss(case: Case) -> float:
+    return kept_of_blocks(case) + tokens(case) * norm_activations(case)
+
+
+def activations_in_backward(case: Case) -> float:
+    """With what is received of the first gradients."""
+    recomputed = one_block(case) if case.recompute else 0
+    inbox = received(case, in_flight_in_backward(case))
+    return kept_of_blocks(case) + recomputed + backward_temporaries(case) + inbox
+
+
+def activations_at_end(case: Case) -> float:
+    """With what is received of the last gradients."""
+    return tokens(case) * case.itemsize * 2 * case.hidden + received(case, in_flight_at_end(case))
+
+
+def logits_at_loss(case: Case) -> float:
+    """In fp32: their logarithms, and in backward two gradients of these."""
+    return 12 * case.vocabulary * tokens(case)
+
+
+# -- one GPU at its fullest --------------------------------------------------------------------------------------------
+
+
+def peak_at_loss(case: Case) -> float:
+    return gathered_at_loss(case) + held_from_before(case) + activations_at_loss(case) + logits_at_loss(case)
+
+
+def peak_in_backward(case: Case) -> float:
+    return gathered_in_backward(case) + gradients_in_backward(case) + activations_in_backward(case)
+
+
+def peak_at_end(case: Case) -> float:
+    return gathered_at_end(case) + gradients_at_end(case) + activations_at_end(case)
+
+
+def is_at_loss(case: Case) -> bool:
+    return peak_at_loss(case) >= max(peak_in_backward(case), peak_at_end(case))
+
+
+def is_at_end(case: Case) -> bool:
+    return not is_at_loss(case) and peak_at_end(case) > peak_in_backward(case)
+
+
+def gathered(case: Case) -> float:
+    later = gathered_at_end(case) if is_at_end(case) else gathered_in_backward(case)
+    return gathered_at_loss(case) if is_at_loss(case) else later
+
+
+def gradients(case: Case) -> float:
+    later = gradients_at_end(case) if is_at_end(case) else gradients_in_backward(case)
+    return held_from_before(case) if is_at_loss(case) else later
+
+
+def activations(case: Case) -> float:
+    later = activations_at_end(case) if is_at_end(case) else activations_in_backward(case)
+    return activations_at_loss(case) if is_at_loss(case) else later
+
+
+def logits(case: Case) -> float:
+    return logits_at_loss(case) if is_at_loss(case) else 0
+
+
+def masters(case: Case) -> float:
+    return 0 if offloads(case) else master_bytes(case)
+
+
+def moments(case: Case) -> float:
+    return 0 if offloads(case) else moment_bytes(case)
+
+
+def allocated(case: Case) -> float:
+    """What `torch.cuda.max_memory_allocated` will say."""
+    states = resting_parameters(case) + masters(case) + moments(case)
+    return states + gathered(case) + gradients(case) + activations(case) + logits(case) + WORKSPACE
+
+
+def reserve(case: Case) -> float:
+    """What the allocator holds beyond what is in use."""
+    return FRAGMENTATION * allocated(case)
+
+
+def context(case: Case) -> float:
+    """Outside the allocator: CUDA's own, and NCCL's buffers."""
+    return CONTEXT + (NCCL if world(case) > 1 else 0)
+
+
+def gpu_bytes(case: Case) -> float:
+    return allocated(case) + reserve(case) + context(case)
+
+
+def fits(case: Case) -> bool:
+    on_gpu = gpu_bytes(case) <= case.gpu_memory
+    return on_gpu and host_bytes(case) <= host_room(case) and nvme_bytes(case) <= case.nvme
