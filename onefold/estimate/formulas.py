@@ -5,10 +5,10 @@ These functions are written once, here, and `to_javascript` turns them into the 
 and flags of a `Case`, local names, sums and products, comparisons, choices, and calls of each other. The tests hold them
 against the plan (`count_bytes`) and against rehearsals of a step; `onefold plan` is exact where this is a formula.
 
-[Note: three moments]
-A GPU is fullest at one of three moments. When the loss has been computed, all activations are there, and the logits. When
-the last block's backward runs, its temporaries and the first gradients are there too, and the logits are gone. When
-backward ends, all gradients are there and hardly an activation. In between these grow and shrink in proportion.
+[Note: the fullest moment]
+When the loss has been computed, all activations are there, and the logits. When the last block's backward runs, its
+temporaries and the first gradients are there too, and the logits are gone. When backward ends, all gradients are there
+and hardly an activation; in between these grow and shrink in proportion. Stage 0 then gathers gradients for its step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from onefold.config import Config
 from onefold.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, NCCL, PROCESS, WORKSPACE
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+from onefold.optim.steppers import TILE
 
 _DEFAULTS = Config().zero_optimization
 PREFETCH = _DEFAULTS.stage3_prefetch_bucket_size
 MAX_LIVE = _DEFAULTS.stage3_max_live_parameters
 MAX_REUSE = _DEFAULTS.stage3_max_reuse_distance
 REDUCE_BUCKET = _DEFAULTS.reduce_bucket_size
+TILE_ELEMENTS = TILE["cuda"]
 MAX_IN_CPU = _DEFAULTS.offload_param.max_in_cpu
 
 
@@ -118,8 +120,9 @@ def stepped(case: Case) -> float:
 
 
 def rests_unsharded(case: Case) -> bool:
-    """A single rank in fp32 has nothing to gather and nothing to cast."""
-    return not case.shards_parameters or (world(case) == 1 and case.itemsize == 4 and not offloads(case))
+    """A single rank has nothing to gather, unless parameters are cast from masters or come from the host."""
+    casts = case.itemsize == 2 and not offloads(case)
+    return not case.shards_parameters or (world(case) == 1 and not casts and not offloads_parameters(case))
 
 
 def resting_parameters(case: Case) -> float:
@@ -248,43 +251,43 @@ def held_from_before(case: Case) -> float:
     return gradient_bytes(case) if case.accumulates and not offloads(case) else 0
 
 
-def in_flight(case: Case, first: float, second: float) -> float:
-    """Elements of two reductions in flight, or of the larger one where a bucket holds no more."""
-    return first + second if first + second <= REDUCE_BUCKET else max(first, second)
+def whole_at_end(case: Case) -> float:
+    """Elements of whole gradients when backward ends: of the embedding, the first block and, where a bucket holds it, of
+    the block whose reduction is in flight.
+    """
+    last = table_weights(case) + block_weights(case)
+    return last + (block_weights(case) if last + block_weights(case) <= REDUCE_BUCKET else 0)
 
 
-def in_flight_in_backward(case: Case) -> float:
-    return in_flight(case, block_weights(case) if case.tied else table_weights(case), block_weights(case))
-
-
-def in_flight_at_end(case: Case) -> float:
-    return in_flight(case, table_weights(case) + block_weights(case), block_weights(case))
-
-
-def received(case: Case, elements: float) -> float:
-    """Bytes that come from other ranks while so many elements are reduced."""
-    return case.itemsize * elements * (world(case) - 1) / world(case)
-
-
-def on_device(case: Case, gradients: float) -> float:
-    """What is offloaded is on the device only while it is on its way."""
+def on_device(case: Case, found: float) -> float:
+    """Bytes of gradients: what is offloaded is on the device only while it is on its way."""
     largest = max(table_weights(case), block_weights(case))
     sent = (COPIES_IN_FLIGHT + 1) * case.itemsize * largest + COPIES_IN_FLIGHT * 4 * largest / world(case)
-    return min(gradients, sent) if offloads(case) else gradients
+    return min(found, sent) if offloads(case) else found
 
 
 def gradients_in_backward(case: Case) -> float:
-    """Whole ones: of what is in flight and of the block whose backward runs."""
-    whole = case.itemsize * (in_flight_in_backward(case) + block_weights(case))
-    reduced = reduced_itemsize(case) * (head_weights(case) + block_weights(case)) / world(case)
-    first = case.itemsize * (head_weights(case) + block_weights(case)) if world(case) == 1 else whole + reduced
-    held = held_from_before(case) + (0 if keeps_whole_gradient(case) else whole)
-    return on_device(case, held if case.accumulates else first)
+    """Whole ones of the head and of the block whose backward runs, the first reduced."""
+    whole = case.itemsize * (table_weights(case) + block_weights(case))
+    reduced = 0 if world(case) == 1 else reduced_itemsize(case) * head_weights(case) / world(case)
+    first = whole + (held_from_before(case) if case.accumulates else reduced)
+    return on_device(case, gradient_bytes(case) if case.accumulates and keeps_whole_gradient(case) else first)
 
 
 def gradients_at_end(case: Case) -> float:
-    whole = case.itemsize * (in_flight_at_end(case) + (0 if world(case) == 1 else 0))
-    return on_device(case, gradient_bytes(case) + (0 if keeps_whole_gradient(case) else whole))
+    whole = 0 if keeps_whole_gradient(case) or world(case) == 1 else case.itemsize * whole_at_end(case)
+    return on_device(case, gradient_bytes(case) + whole)
+
+
+def gathers_gradients(case: Case) -> bool:
+    """Where every rank steps everything, it needs the sums of all ranks."""
+    return not case.shards_states and world(case) > 1
+
+
+def gradients_at_step(case: Case) -> float:
+    """With those that are gathered for it, a unit ahead."""
+    ahead = 4 * (table_weights(case) + 2 * block_weights(case))
+    return gradient_bytes(case) + (ahead if gathers_gradients(case) else 0)
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -332,15 +335,26 @@ def activations_at_loss(case: Case) -> float:
 
 
 def activations_in_backward(case: Case) -> float:
-    """With what is received of the first gradients."""
+    """With the head's gradient where it waits for the embedding's, to be added to it."""
     recomputed = one_block(case) if case.recompute else 0
-    inbox = received(case, in_flight_in_backward(case))
-    return kept_of_blocks(case) + recomputed + backward_temporaries(case) + inbox
+    waits = case.itemsize * table_weights(case) if case.tied else 0
+    return kept_of_blocks(case) + recomputed + backward_temporaries(case) + waits
 
 
 def activations_at_end(case: Case) -> float:
-    """With what is received of the last gradients."""
-    return tokens(case) * case.itemsize * 2 * case.hidden + received(case, in_flight_at_end(case))
+    """The first block's; or the embedding's gradient as autograd makes it, and what other ranks send of the last ones.
+    Tied, the head's is added to it.
+    """
+    table = case.itemsize * table_weights(case)
+    block = one_block(case) + backward_temporaries(case) + (table if case.tied else 0)
+    received = (table + case.itemsize * block_weights(case)) * (world(case) - 1) / world(case)
+    made = table + max(received, 2 * table if case.tied else 0)
+    return tokens(case) * case.itemsize * case.hidden + max(block, made)
+
+
+def activations_at_step(case: Case) -> float:
+    """None: what arrives of a unit while it is gathered, and a tile of a step in fp32."""
+    return 4 * (block_weights(case) + min(block_weights(case), TILE_ELEMENTS))
 
 
 def logits_at_loss(case: Case) -> float:
@@ -363,31 +377,46 @@ def peak_at_end(case: Case) -> float:
     return gathered_at_end(case) + gradients_at_end(case) + activations_at_end(case)
 
 
-def is_at_loss(case: Case) -> bool:
-    return peak_at_loss(case) >= max(peak_in_backward(case), peak_at_end(case))
+def peak_at_step(case: Case) -> float:
+    return gradients_at_step(case) + activations_at_step(case) if gathers_gradients(case) else 0
 
 
-def is_at_end(case: Case) -> bool:
-    return not is_at_loss(case) and peak_at_end(case) > peak_in_backward(case)
+def at_fullest(case: Case, at_loss: float, in_backward: float, at_end: float, at_step: float) -> float:
+    """The one of the moment that is fullest."""
+    before_end = at_loss if peak_at_loss(case) >= peak_in_backward(case) else in_backward
+    later = at_end if peak_at_end(case) >= peak_at_step(case) else at_step
+    is_before = max(peak_at_loss(case), peak_in_backward(case)) >= max(peak_at_end(case), peak_at_step(case))
+    return before_end if is_before else later
+
+
+def fullest_moment(case: Case) -> float:
+    """0: the loss, 1: the last block's backward, 2: the end of backward, 3: the step."""
+    return at_fullest(case, 0, 1, 2, 3)
 
 
 def gathered(case: Case) -> float:
-    later = gathered_at_end(case) if is_at_end(case) else gathered_in_backward(case)
-    return gathered_at_loss(case) if is_at_loss(case) else later
+    return at_fullest(case, gathered_at_loss(case), gathered_in_backward(case), gathered_at_end(case), 0)
 
 
 def gradients(case: Case) -> float:
-    later = gradients_at_end(case) if is_at_end(case) else gradients_in_backward(case)
-    return held_from_before(case) if is_at_loss(case) else later
+    return at_fullest(
+        case, held_from_before(case), gradients_in_backward(case), gradients_at_end(case), gradients_at_step(case)
+    )
 
 
 def activations(case: Case) -> float:
-    later = activations_at_end(case) if is_at_end(case) else activations_in_backward(case)
-    return activations_at_loss(case) if is_at_loss(case) else later
+    """With temporaries."""
+    return at_fullest(
+        case,
+        activations_at_loss(case),
+        activations_in_backward(case),
+        activations_at_end(case),
+        activations_at_step(case),
+    )
 
 
 def logits(case: Case) -> float:
-    return logits_at_loss(case) if is_at_loss(case) else 0
+    return at_fullest(case, logits_at_loss(case), 0, 0, 0)
 
 
 def masters(case: Case) -> float:
