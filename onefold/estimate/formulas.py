@@ -1,9 +1,10 @@
 """What a run holds, as formulas of a few numbers: the arithmetic of the page `docs/what-fits.html`.
 
 [Note: one formula, two languages]
-These functions are written once, here, and `to_javascript` turns them into the page's script. So they are plain: numbers
-and flags of a `Case`, local names, sums and products, comparisons, choices, and calls of each other. The tests hold them
-against the plan (`count_bytes`) and against rehearsals of a step; `onefold plan` is exact where this is a formula.
+These functions are written once, here, and `to_javascript` turns them into the page's script. So they are plain:
+numbers and flags of a `Case`, local names, sums and products, comparisons, choices, and calls of each other. The tests
+hold them against the plan (`count_bytes`) and against rehearsals of a step; `onefold plan` is exact where this is a
+formula.
 
 [Note: the fullest moment]
 When the loss has been computed, all activations are there, and the logits. When the last block's backward runs, its
@@ -158,7 +159,7 @@ def gradient_bytes(case: Case) -> float:
     return reduced_itemsize(case) * (num_parameters(case) if keeps_whole_gradient(case) else shard(case))
 
 
-# -- below the device ---------------------------------------------------------------------------------------------------
+# -- below the device --------------------------------------------------------------------------------------------------
 
 
 def parameter_elements_on_nvme(case: Case) -> float:
@@ -192,14 +193,37 @@ def gradients_on_host(case: Case) -> float:
     return gradient_bytes(case) if offloads(case) else 0
 
 
+def host_parameters(case: Case) -> float:
+    """Of a node, as the following."""
+    return case.gpus * parameters_on_host(case)
+
+
+def host_gradients(case: Case) -> float:
+    return case.gpus * gradients_on_host(case)
+
+
+def host_states(case: Case) -> float:
+    return case.gpus * states_on_host(case)
+
+
+def host_processes(case: Case) -> float:
+    return case.gpus * PROCESS
+
+
 def host_bytes(case: Case) -> float:
-    """Of a node, with its processes."""
-    return case.gpus * (parameters_on_host(case) + states_on_host(case) + gradients_on_host(case) + PROCESS)
+    return host_parameters(case) + host_gradients(case) + host_states(case) + host_processes(case)
+
+
+def nvme_parameters(case: Case) -> float:
+    return case.gpus * parameters_on_nvme(case)
+
+
+def nvme_states(case: Case) -> float:
+    return case.gpus * states_on_nvme(case)
 
 
 def nvme_bytes(case: Case) -> float:
-    """Of a node."""
-    return case.gpus * (parameters_on_nvme(case) + states_on_nvme(case))
+    return nvme_parameters(case) + nvme_states(case)
 
 
 def host_room(case: Case) -> float:
@@ -252,8 +276,8 @@ def held_from_before(case: Case) -> float:
 
 
 def whole_at_end(case: Case) -> float:
-    """Elements of whole gradients when backward ends: of the embedding, the first block and, where a bucket holds it, of
-    the block whose reduction is in flight.
+    """Elements of whole gradients when backward ends: of the embedding, the first block and, where a bucket holds it,
+    of the block whose reduction is in flight.
     """
     last = table_weights(case) + block_weights(case)
     return last + (block_weights(case) if last + block_weights(case) <= REDUCE_BUCKET else 0)
@@ -303,8 +327,8 @@ def norm_activations(case: Case) -> float:
 
 
 def block_activations(case: Case) -> float:
-    """Bytes a token that autograd keeps of a block: two norms; queries, keys and values as wide as queries, what comes of
-    them and a sum a head; and of the MLP what its matrices and its nonlinearity read.
+    """Bytes a token that autograd keeps of a block: two norms; queries, keys and values as wide as queries, what comes
+    of them and a sum a head; and of the MLP what its matrices and its nonlinearity read.
     """
     attention = 4 * case.itemsize * case.hidden + 4 * case.heads
     mlp = (4 if case.gated else 2) * case.itemsize * case.ffn
@@ -441,6 +465,11 @@ def reserve(case: Case) -> float:
 def context(case: Case) -> float:
     """Outside the allocator: CUDA's own, and NCCL's buffers."""
     return CONTEXT + (NCCL if world(case) > 1 else 0)
+
+
+def reserve_and_context(case: Case) -> float:
+    """All that is not the model's: cuBLAS's workspace with them."""
+    return WORKSPACE + reserve(case) + context(case)
 
 
 def gpu_bytes(case: Case) -> float:

@@ -25,33 +25,32 @@ _COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==
 _JOINED = {ast.And: "&&", ast.Or: "||"}
 _CALLED = {"min": "Math.min", "max": "Math.max"}
 # Words that mean something else in JavaScript, where Python takes them for names.
-_RESERVED = frozenset(
-    "arguments case catch class const default delete do else enum eval export extends false finally function if import "
-    "in instanceof interface let new null package private protected public return static super switch this throw true "
-    "try typeof undefined var void while with yield Math".split()
+_RESERVED = (
+    *("arguments", "case", "catch", "class", "const", "default", "delete", "do", "else", "enum", "eval", "export"),
+    *("extends", "false", "finally", "function", "if", "import", "in", "instanceof", "interface", "let", "new", "null"),
+    *("package", "private", "protected", "public", "return", "static", "super", "switch", "this", "throw", "true"),
+    *("try", "typeof", "undefined", "var", "void", "while", "with", "yield", "Math"),
 )
 
 
 def translate_module(module: ModuleType) -> str:
-    """All functions of a module, and its constants in capitals with the values that they have now."""
-    return translate(inspect.getsource(module), _constants(module), module.__name__)
-
-
-def _constants(module: ModuleType) -> dict[str, Any]:
-    return {
+    """All functions of a module, with its constants in capitals as they are now."""
+    constants = {
         name: value
         for name, value in vars(module).items()
         if name.isupper() and not name.startswith("_") and isinstance(value, int | float | str)
     }
+    return translate(inspect.getsource(module), constants, module.__name__)
 
 
 def translate(source: str, constants: dict[str, Any], origin: str = "source") -> str:
-    """The functions of a source, in its order. Classes and imports are Python's own business; constants are values."""
+    """An expression: an object of the functions of a source, in its order. Classes and imports are left to Python."""
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    names = {function.name for function in functions}
+    names = [function.name for function in functions]
     lines = [f"const {_name(name)} = {json.dumps(value, allow_nan=False)};" for name, value in constants.items()]
     lines += [_Function(function, names, constants, origin).text() for function in functions]
-    return "\n".join(lines) + "\n"
+    given = ", ".join(name if name == _name(name) else f"{name}: {_name(name)}" for name in names)
+    return "(() => {\n" + "\n".join(lines) + f"\nreturn {{ {given} }};\n}})()"
 
 
 def _name(name: str) -> str:
