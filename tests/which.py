@@ -169,11 +169,14 @@ TESTS = {
     "estimate/advice.py": "estimate",
     "estimate/caching_allocator.py": "estimate",
     "estimate/forecast.py": "estimate",
+    "estimate/formulas.py": "what_fits",
     "estimate/machines.py": "estimate",
     "estimate/models.py": "estimate",
     "estimate/rehearsal.py": "estimate",
     "estimate/textbook.py": "estimate",
+    "estimate/to_javascript.py": "what_fits",
     "estimate/trace.py": "estimate",
+    "estimate/what_fits.py": "what_fits",
     "cli/plan.py": "estimate commands",
 }
 

@@ -162,11 +162,20 @@ def gradient_bytes(case: Case) -> float:
 # -- below the device --------------------------------------------------------------------------------------------------
 
 
+def fills_cpu(case: Case) -> float:
+    """Elements of whole units that `max_in_cpu` holds: all, or the embedding and the first blocks."""
+    table = table_weights(case) / world(case)
+    block = block_weights(case) / world(case)
+    blocks = min(case.layers, (MAX_IN_CPU - table) // block)
+    some = table + blocks * block if table <= MAX_IN_CPU else 0
+    return shard(case) if shard(case) <= MAX_IN_CPU else some
+
+
 def parameter_elements_on_nvme(case: Case) -> float:
     """Beyond `max_in_cpu`; where the host steps fp32 masters, these are what is gathered."""
     is_master = case.itemsize == 4 and case.offload_optimizer == "cpu"
     wanted = offloads_parameters(case) and case.offload_param == "nvme" and not is_master
-    return max(0, shard(case) - MAX_IN_CPU) if wanted else 0
+    return shard(case) - fills_cpu(case) if wanted else 0
 
 
 def parameters_on_host(case: Case) -> float:
@@ -263,7 +272,9 @@ def gathered_in_backward(case: Case) -> float:
 
 
 def gathered_at_end(case: Case) -> float:
-    elements = block_weights(case) + (table_weights(case) if case.tied else 0)
+    """Of the first two blocks, where there is room for both."""
+    blocks = min(2, case.layers) if 2 * block_weights(case) <= MAX_LIVE else 1
+    elements = blocks * block_weights(case) + (table_weights(case) if case.tied else 0)
     return 0 if rests_unsharded(case) else case.itemsize * elements
 
 

@@ -115,7 +115,7 @@ def page() -> str:
         "stops": STOPS,
         "choices": CHOICES,
         "stages": stages,
-        "gpus": {name: gpu.memory // GB for name, gpu in GPUS.items()},
+        "gpus": [(name, gpu.memory // GB) for name, gpu in GPUS.items()],
         "config": DEFAULT_CONFIG,
         "kinds": {"gpu": GPU_KINDS, "host": HOST_KINDS, "nvme": NVME_KINDS},
     }
