@@ -795,4 +795,26 @@ MUTATIONS = [
         "kept |= {min(there)[1], there[-1][1]}",
         "test_report_page.py -k thinning",
     ),
+    # -- what fits -----------------------------------------------------------------------------------------------
+    Mutation(
+        "what-fits-masters",
+        "onefold/estimate/formulas.py",
+        "return 0 if is_parameter else 4 * stepped(case)",
+        "return 4 * stepped(case)",
+        "test_what_fits.py -k model_states",
+    ),
+    Mutation(
+        "what-fits-kept",
+        "onefold/estimate/formulas.py",
+        "MAX_REUSE / 2 - head_weights(case)",
+        "MAX_REUSE - head_weights(case)",
+        "test_what_fits.py -k large_blocks",
+    ),
+    Mutation(
+        "what-fits-floor",
+        "onefold/estimate/to_javascript.py",
+        'return f"Math.floor({self._expression(left)} / {self._expression(right)})"',
+        'return f"Math.trunc({self._expression(left)} / {self._expression(right)})"',
+        "test_what_fits.py -k every_construct",
+    ),
 ]
