@@ -41,8 +41,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses
+docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fits.html from the formulas
 	$(BIN)/python -m onefold.config.document > docs/config.md
+	$(BIN)/python -m onefold.estimate.what_fits > docs/what-fits.html
 
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
 	$(BIN)/python -m benchmarks.compare $(ARGS)

@@ -809,4 +809,26 @@ MUTATIONS = [
         "pass",
         "test_estimate.py -k decisions_of_the_tutorials",
     ),
+    # -- what fits -----------------------------------------------------------------------------------------------
+    Mutation(
+        "what-fits-masters",
+        "onefold/estimate/formulas.py",
+        "return 0 if is_parameter else 4 * stepped(case)",
+        "return 4 * stepped(case)",
+        "test_what_fits.py -k model_states",
+    ),
+    Mutation(
+        "what-fits-kept",
+        "onefold/estimate/formulas.py",
+        "MAX_REUSE / 2 - head_weights(case)",
+        "MAX_REUSE - head_weights(case)",
+        "test_what_fits.py -k large_blocks",
+    ),
+    Mutation(
+        "what-fits-floor",
+        "onefold/estimate/to_javascript.py",
+        'return f"Math.floor({self._expression(left)} / {self._expression(right)})"',
+        'return f"Math.trunc({self._expression(left)} / {self._expression(right)})"',
+        "test_what_fits.py -k every_construct",
+    ),
 ]

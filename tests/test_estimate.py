@@ -97,6 +97,19 @@ def test_over_two_nodes_too(on_ranks, zero):
     assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
 
 
+def test_gradients_of_earlier_micro_steps_are_counted():
+    """Of stage 1, which keeps them whole: they lie beside the activations of the last micro-step."""
+    peaks = []
+    for accumulation in (1, 3):
+        document = {**config(1), "gradient_accumulation_steps": accumulation, "bf16": {"enabled": True}}
+        with META:
+            model, x = Chain(4, 1024), torch.empty(8, 1024, dtype=torch.bfloat16)
+        found = rehearse(model, load_config(document), Nodes((2,)), lambda call, x=x: call(x))
+        peaks.append(max(moment.total for moment in found.trace.moments))
+        assert all(moment.gradients <= moment.live for moment in found.trace.moments)
+    assert peaks[1] - peaks[0] > 0.9 * 2 * 4 * 1024 * 1024  # whole in fp32, where one micro-step has them in bf16
+
+
 class Chain(nn.Module):
     """Layers whose activations are known by hand."""
 

@@ -169,15 +169,18 @@ TESTS = {
     "estimate/advice.py": "estimate",
     "estimate/caching_allocator.py": "estimate",
     "estimate/forecast.py": "estimate",
+    "estimate/formulas.py": "what_fits",
     "estimate/machines.py": "estimate",
     "estimate/models.py": "estimate",
     "estimate/rehearsal.py": "estimate",
     "estimate/textbook.py": "estimate",
+    "estimate/to_javascript.py": "what_fits",
     "estimate/trace.py": "estimate",
     "cli/plan.py": "estimate guide commands",
     "cli/compare.py": "compare",
     "cli/trials.py": "compare",
     "cli/tune.py": "compare",
+    "estimate/what_fits.py": "what_fits",
 }
 
 # Of no module: of the house, of the papers, of `benchmarks/`, and of the tests themselves.

@@ -21,7 +21,7 @@ from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.trace import AllocationMode, PassTrace, as_on_cuda
 from onefold.optim.choose import choose
 from onefold.optim.steppers import TILE
-from onefold.plan import FlatParamSpec, Plan, make_plan
+from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 
 LossOf = Callable[[Callable[..., Any]], torch.Tensor]
 """Calls a model, or an engine in its place, with a batch of the size in question: the loss."""
@@ -64,6 +64,9 @@ def rehearse(
         plan = replace(plan, gradients=replace(plan.gradients, placement=make_plan(config, world).gradients.placement))
     if config.zero_optimization.offload_param.device != "none":
         plan = replace(plan, shards_on_one_rank=True)  # what rests on the host is gathered from there, whoever is alone
+    elif offloads and plan.num_shards == 1:
+        # There is no master on the device to cast from, so the only rank holds its parameters as they are.
+        plan = replace(plan, parameters=replace(plan.parameters, placement=Placement.REPLICATED))
     batch = solve_batch(settings, world)
     engine = Engine(model, plan, batch, chosen, group, META, config=settings.raw)
     try:
@@ -75,8 +78,7 @@ def rehearse(
             allocator.allocate(("rest", place), tensor.nbytes)
         for _ in range(2):  # the first pass is negotiated; the second is as all later ones
             before = engine.ledger.copy()
-            for _ in range(batch.accumulation):
-                trace = _micro_step(engine, loss_of, allocator, vocabulary, offloads=offloads)
+            trace = _step_with_passes(engine, loss_of, allocator, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
         return Rehearsal(engine.plan, units, trace, traffic)
     finally:
@@ -112,22 +114,26 @@ def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
             yield from (state for state in param.store.states.values() if isinstance(state, torch.Tensor))
 
 
-def _micro_step(
+def _step_with_passes(
     engine: Engine, loss_of: LossOf, allocator: CachingAllocator, vocabulary: int | None, *, offloads: bool
 ) -> PassTrace:
-    schedule = engine.state.schedule
+    """All micro-steps of a step, and the step. The work is that of one micro-step."""
+    schedule, window = engine.state.schedule, engine.state.window
     params = [param for unit in schedule.units for param in unit.params]
     sharded = [param for unit in schedule.sharded for param in unit.sharded]
     mode = AllocationMode(allocator, params, sharded, lambda: schedule.in_flight.pool.num_bytes, vocabulary)
     with mode:
-        with as_on_cuda(mode.found.work):
-            engine.backward(loss_of(engine))
-        if engine.state.window.at_boundary:
-            work = replace(mode.found.work)  # a step's is known without its ops
-            _step(engine, offloads=offloads)
-            mode.found.work = work
-    engine.state.window.micro_steps += 1
-    return mode.finish()
+        for at in range(engine.batch.accumulation):
+            with as_on_cuda(mode.found.work):
+                engine.backward(loss_of(engine))
+            if at == 0:
+                work = replace(mode.found.work)
+            if window.at_boundary:
+                _step(engine, offloads=offloads)
+            window.micro_steps += 1
+    found = mode.finish()
+    found.work = work
+    return found
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:

@@ -1,0 +1,128 @@
+"""Writes docs/what-fits.html, a page on which people try shapes, machines and settings:
+`python -m onefold.estimate.what_fits > docs/what-fits.html`.
+
+The template `what_fits.html` has the page and its script, `formulas` the arithmetic; here is what both are about: the
+controls, their values, and which formula each line of a table shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.resources import files
+from typing import Any
+
+from onefold.estimate import formulas
+from onefold.estimate.forecast import DEFAULT_CONFIG
+from onefold.estimate.formulas import Case
+from onefold.estimate.machines import GB, GPUS
+from onefold.estimate.to_javascript import translate_module
+from onefold.plan import Placement
+from onefold.plan.table import TABLE
+
+
+def _shape(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, *, tied: bool, gated: bool
+) -> dict[str, Any]:
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    return {**shape, "vocabulary": vocabulary, "tied": tied, "gated": gated}
+
+
+SHAPES = {
+    "GPT 125M": _shape(12, 768, 12, 12, 3072, 50257, tied=True, gated=False),
+    "GPT 1.3B": _shape(24, 2048, 16, 16, 8192, 50257, tied=True, gated=False),
+    "Llama 1B": _shape(16, 2048, 32, 8, 8192, 128256, tied=True, gated=True),
+    "Llama 7B": _shape(32, 4096, 32, 32, 11008, 32000, tied=False, gated=True),
+    "Llama 8B": _shape(32, 4096, 32, 8, 14336, 128256, tied=False, gated=True),
+    "Llama 13B": _shape(40, 5120, 40, 40, 13824, 32000, tied=False, gated=True),
+    "Llama 70B": _shape(80, 8192, 64, 8, 28672, 32000, tied=False, gated=True),
+}
+
+DEFAULTS: dict[str, Any] = {
+    **SHAPES["Llama 7B"],
+    **{"gpus": 8, "nodes": 1, "gpu_memory": 80, "host_memory": 2048, "nvme": 8000},
+    **{"stage": 2, "offload_optimizer": "none", "offload_param": "none", "precision": "bf16"},
+    **{"micro_batch": 1, "sequence_length": 4096, "accumulation": 1, "recompute": True},
+}
+"""Values of the controls: a `Case` with a stage and a precision by name, and memory in GB."""
+
+STOPS: dict[str, list[int]] = {
+    "layers": [1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 128, 160],
+    "hidden": [256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384],
+    "heads": [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 128],
+    "kv_heads": [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 128],
+    "ffn": [512, 1024, 2048, 3072, 4096, 5632, 8192, 11008, 13824, 14336, 16384, 20480, 28672, 40960, 53248, 65536],
+    "vocabulary": [256, 8192, 16000, 32000, 50257, 64000, 100352, 128256, 152064, 200064, 262144],
+    "gpus": [1, 2, 4, 8, 16],
+    "nodes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512],
+    "gpu_memory": sorted({gpu.memory // GB for gpu in GPUS.values()}),
+    "host_memory": [32, 64, 128, 256, 512, 1024, 2048, 4096],
+    "nvme": [0, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000],
+    "micro_batch": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256],
+    "sequence_length": [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072],
+    "accumulation": [1, 2, 4, 8, 16, 32, 64, 128, 256],
+}
+"""Where a slider stops; a number beside it may be any between the first and the last."""
+
+CHOICES: dict[str, list[Any]] = {
+    "stage": list(TABLE),
+    "offload_optimizer": ["none", "cpu", "nvme"],
+    "offload_param": ["none", "cpu", "nvme"],
+    "precision": ["bf16", "fp32"],
+}
+
+GPU_KINDS = {
+    "parameters": "resting_parameters",
+    "gathered": "gathered",
+    "gradients": "gradients",
+    "masters": "masters",
+    "moments": "moments",
+    "activations": "activations",
+    "logits": "logits",
+    "reserve and context": "reserve_and_context",
+}
+HOST_KINDS = {
+    "parameters": "host_parameters",
+    "gradients": "host_gradients",
+    "masters and moments": "host_states",
+    "processes": "host_processes",
+}
+NVME_KINDS = {"parameters": "nvme_parameters", "masters and moments": "nvme_states"}
+
+
+def case_of(values: Mapping[str, Any]) -> Case:
+    """What the page's script does with the values of its controls."""
+    parameters, gradients, states = (placement is Placement.SHARDED for placement in TABLE[values["stage"]])
+    direct = {field.name: values[field.name] for field in fields(Case) if field.name in values}
+    memory = {name: values[name] * GB for name in ("gpu_memory", "host_memory", "nvme")}
+    return Case(
+        **{**direct, **memory},
+        shards_parameters=parameters,
+        shards_gradients=gradients,
+        shards_states=states,
+        itemsize=2 if values["precision"] == "bf16" else 4,
+        accumulates=values["accumulation"] > 1,
+    )
+
+
+def page() -> str:
+    """The whole of docs/what-fits.html."""
+    stages = {stage: [placement is Placement.SHARDED for placement in row] for stage, row in TABLE.items()}
+    facts = {
+        "shapes": SHAPES,
+        "defaults": DEFAULTS,
+        "stops": STOPS,
+        "choices": CHOICES,
+        "stages": stages,
+        "gpus": [(name, gpu.memory // GB) for name, gpu in GPUS.items()],
+        "config": DEFAULT_CONFIG,
+        "kinds": {"gpu": GPU_KINDS, "host": HOST_KINDS, "nvme": NVME_KINDS},
+    }
+    template = files("onefold.estimate").joinpath("what_fits.html").read_text(encoding="utf-8")
+    text = template.replace("@@facts@@", json.dumps(facts, separators=(",", ":")))
+    return text.replace("@@formulas@@", translate_module(formulas))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
