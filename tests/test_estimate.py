@@ -56,7 +56,7 @@ def rehearsed(document: dict[str, Any], nodes: Nodes) -> Any:
     return rehearse(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3), 4])
+@pytest.mark.parametrize("world", [1, 2, more(3), more(4)])
 @pytest.mark.parametrize(
     "extra",
     [

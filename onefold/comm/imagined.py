@@ -7,6 +7,7 @@ are held to do, and to say, what this one does. It is how a run is known before 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,18 +21,29 @@ from onefold.comm.native import AllToAll, Native
 from onefold.comm.nodes import Nodes
 
 
+@dataclass(frozen=True)
 class ImaginedGroup(Group):
     """The first rank of a group, without the others."""
 
+    as_nccl: bool = True
+    """Whether the others would be reached by NCCL."""
+
     is_imagined: ClassVar[bool] = True
+    rank = 0
+    device = torch.device("cpu")
 
-    rank, size, uses_nccl, device = 0, 1, True, torch.device("cpu")
-
-    def __init__(self, nodes: Nodes, replicas: int = 1, *, uses_nccl: bool = True) -> None:
+    @staticmethod
+    def of(nodes: Nodes, replicas: int = 1, *, as_nccl: bool = True) -> ImaginedGroup:
         nobody: Any = None
-        super().__init__(DATA_AXIS, nobody, nobody, nodes, replicas)
-        for name, value in (("size", nodes.num_ranks), ("uses_nccl", uses_nccl)):
-            object.__setattr__(self, name, value)
+        return ImaginedGroup(DATA_AXIS, nobody, nobody, nodes, replicas, as_nccl)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.nodes.num_ranks
+
+    @property
+    def uses_nccl(self) -> bool:  # type: ignore[override]
+        return self.as_nccl
 
     def global_rank(self, rank: int) -> int:
         return rank

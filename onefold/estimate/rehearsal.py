@@ -58,7 +58,7 @@ def rehearse(
     plan = make_plan(settings, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = choose(None, settings.optimizer, trained) if trained and settings.optimizer is not None else None
-    group = ImaginedGroup(nodes, plan.num_replicas, uses_nccl=uses_nccl)
+    group = ImaginedGroup.of(nodes, plan.num_replicas, as_nccl=uses_nccl)
     offloads = config.zero_optimization.offload_optimizer.device != "none"
     if offloads:
         plan = replace(plan, gradients=replace(plan.gradients, placement=make_plan(config, world).gradients.placement))
