@@ -46,9 +46,13 @@ def test_a_setting_that_cannot_be_is_refused(text, says):
 
 def test_a_setting_takes_the_place_of_the_configs_own(tmp_path):
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 7}
-    job = TrialJob({"train_batch_size": 64, "zero_optimization": zero}, (), 2, 4, tmp_path)
-    found = job.config(parse_setting("3"), 8)
-    assert found == {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
+    document = {"train_batch_size": 64, "gradient_accumulation_steps": 16, "zero_optimization": zero}
+    found = TrialJob(document, (), 2, 4, tmp_path).config(parse_setting("3"), 8)
+    assert found == {
+        "train_batch_size": 64,  # as it was: the accumulation follows from it
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 7},
+    }
 
 
 def trial(name: str, seconds: float, peak: int, outcome: str = "done", loss: float = 1.0) -> Trial:

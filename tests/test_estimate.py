@@ -271,6 +271,18 @@ def test_the_command_says_what_fits_and_writes_a_config_that_loads(tmp_path, cap
     assert f"stage {chosen.zero_optimization.stage}" in said.splitlines()[-3]
 
 
+def test_the_whole_batch_of_a_config_is_kept(tmp_path, capsys):
+    given, written = tmp_path / "given.json", tmp_path / "written.json"
+    given.write_text(json.dumps({"train_batch_size": 48, "gradient_accumulation_steps": 3}))
+    flags = ["plan", "--params", "1e9", "--machine", "4xA100", "--config", str(given), "--write", str(written)]
+    assert main(flags) == 0
+    chosen = load_config(str(written))
+    assert 4 * chosen.train_micro_batch_size_per_gpu * chosen.gradient_accumulation_steps == 48
+    given.write_text(json.dumps({"train_batch_size": 50, "train_micro_batch_size_per_gpu": 25}))
+    assert main(["plan", "--params", "1e9", "--machine", "4xA100", "--config", str(given)]) == 2
+    assert "train_batch_size 50 is no multiple" in capsys.readouterr().err
+
+
 def test_the_command_as_json_and_from_a_number(capsys):
     assert main(["plan", "--params", "7e9", "--machine", "8xA100", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

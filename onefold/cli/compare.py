@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from onefold.cli.commands import UsageError
+from onefold.cli.commands import CPU_RANKS, UsageError
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.cli.trials import Trial, TrialJob, split_settings
-from onefold.config import load_config
+from onefold.config import load_config, solve_batch
 from onefold.log import format_bytes
 from onefold.train.options import TrainOptions, prepare_config
 
@@ -64,7 +64,8 @@ def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
     given = TrainOptions(config=options.config, preset=options.preset or TrainOptions.preset, model=options.model)
     prepared = prepare_config(given, on_gpus=torch.cuda.is_available())
     settings = load_config(prepared.document)
-    micro_batch = options.batch or settings.train_micro_batch_size_per_gpu or 1
+    ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
+    micro_batch = options.batch or solve_batch(settings, ranks).micro
     folder = Path(options.out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-trials"))
     return TrialJob(prepared.document, tuple(flags), options.ranks, options.steps, folder), micro_batch
 

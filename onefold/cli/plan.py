@@ -15,7 +15,7 @@ from rich.text import Text
 
 from onefold.cli.commands import UsageError
 from onefold.cli.terminal import fails_on, print_table, progress_bar
-from onefold.config import load_config
+from onefold.config import load_config, solve_batch
 from onefold.estimate.advice import Advice, advise
 from onefold.estimate.forecast import (
     DEFAULT_CONFIG,
@@ -66,16 +66,29 @@ def ask(options: argparse.Namespace) -> Question:
         document = {**load_config(options.config).raw}
         document.setdefault("optimizer", DEFAULT_CONFIG["optimizer"])
     settings = load_config(document)
-    source = _source(options)
+    source, machine = _source(options), _machine(options)
     micro_batch = length = None
     if source.loss_of is not None:
-        micro_batch = options.batch or settings.train_micro_batch_size_per_gpu or 1
+        micro_batch = options.batch or (solve_batch(settings, machine.world).micro if _has_batch(settings) else 1)
         length = options.seq or min(source.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
         if source.sequence_length is not None and length > source.sequence_length:
             raise UsageError(f"--seq {length}: {source.name} knows {source.sequence_length} positions")
     elif options.batch or options.seq:
         raise UsageError("--batch and --seq are about activations, which need a shape: give --model with a forward")
-    return Question(source, _machine(options), document, micro_batch, length)
+    if settings.train_batch_size is not None:
+        # The whole batch stays as the config has it, and the accumulation follows from it.
+        together = (micro_batch or 1) * machine.world
+        if settings.train_batch_size % together:
+            raise UsageError(
+                f"--config {options.config}: train_batch_size {settings.train_batch_size} is no multiple of a "
+                f"micro-batch of {micro_batch or 1} on {machine.world} GPUs ({together}); give another --batch"
+            )
+        document["gradient_accumulation_steps"] = settings.train_batch_size // together
+    return Question(source, machine, document, micro_batch, length)
+
+
+def _has_batch(settings: Any) -> bool:
+    return settings.train_batch_size is not None or settings.train_micro_batch_size_per_gpu is not None
 
 
 def _source(options: argparse.Namespace) -> ModelSource:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onefold.cli.commands import UsageError
-from onefold.plan import Placement
-from onefold.plan.table import TABLE
+from onefold.estimate.forecast import Setting
 from onefold.report.run_file import RunFile, RunFileError, StepRow
 
 # Steps that are not timed: the first compiles, allocates and agrees on an order.
@@ -22,19 +21,8 @@ WARMUP = 2
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|HostShortage|MemoryError|SIGKILL", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class TrialSetting:
+def parse_setting(text: str, nvme_path: str | None = None) -> Setting:
     """A stage with what is offloaded, as it is typed: 0, 2, 3+cpu, 3+cpu+param, 3+nvme."""
-
-    name: str
-    zero: dict[str, Any]
-
-    @property
-    def shards_parameters(self) -> bool:
-        return TABLE[self.zero["stage"]][0] is Placement.SHARDED
-
-
-def parse_setting(text: str, nvme_path: str | None = None) -> TrialSetting:
     stage, *extras = text.strip().split("+")
     if stage not in ("0", "1", "2", "3"):
         raise UsageError(
@@ -57,14 +45,14 @@ def parse_setting(text: str, nvme_path: str | None = None) -> TrialSetting:
         if device is None or stage != "3":
             raise UsageError(f"--stages {text}: param goes with stage 3 and with cpu or nvme, as in 3+cpu+param")
         zero["offload_param"] = device
-    return TrialSetting(text.strip(), zero)
+    return Setting(text.strip(), zero)
 
 
 @dataclass(frozen=True)
 class Trial:
     """What came of one short run."""
 
-    setting: TrialSetting
+    setting: Setting
     micro_batch: int
     outcome: Literal["done", "out of memory", "failed"]
     said: str = ""
@@ -105,7 +93,7 @@ class TrialJob:
     resumes: bool = False
     """A run that the folder has the end of is not run again."""
 
-    def run(self, setting: TrialSetting, micro_batch: int) -> Trial:
+    def run(self, setting: Setting, micro_batch: int) -> Trial:
         """One run of `onefold train`, in a folder of its own, which stays."""
         folder = self.folder / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', setting.name)}-batch{micro_batch}"
         kept, config = folder / "trial.json", folder / "ds_config.json"
@@ -124,7 +112,7 @@ class TrialJob:
         kept.write_text(json.dumps({"job": facts, "outcome": found.outcome, "said": found.said}) + "\n")
         return found
 
-    def _run(self, setting: TrialSetting, micro_batch: int, folder: Path, config: Path) -> Trial:
+    def _run(self, setting: Setting, micro_batch: int, folder: Path, config: Path) -> Trial:
         command = [sys.executable, "-m", "onefold.cli.main", "train", "--config", str(config), "--out", str(folder)]
         command += ["--steps", str(self.steps), "--sample-length", "0", *self.flags]
         command += ["--ranks", str(self.ranks)] if self.ranks is not None else []
@@ -145,9 +133,11 @@ class TrialJob:
         kind: Literal["out of memory", "failed"] = "out of memory" if _OUT_OF_MEMORY.search(text) else "failed"
         return Trial(setting, micro_batch, kind, _last_words(text) or f"exit code {code}; see {log}")
 
-    def config(self, setting: TrialSetting, micro_batch: int) -> dict[str, Any]:
+    def config(self, setting: Setting, micro_batch: int) -> dict[str, Any]:
         """The base, with the setting in place of its own."""
-        kept = {key: value for key, value in self.document.items() if key != "train_batch_size"}
+        # Where the config names the whole batch, that stays, and the accumulation follows from it.
+        follows = "gradient_accumulation_steps" if self.document.get("train_batch_size") is not None else None
+        kept = {key: value for key, value in self.document.items() if key != follows}
         zero = {
             key: value
             for key, value in kept.get("zero_optimization", {}).items()
@@ -155,7 +145,7 @@ class TrialJob:
         }
         return {**kept, "train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {**zero, **setting.zero}}
 
-    def run_with_largest_batch(self, setting: TrialSetting, micro_batch: int, most: int) -> Trial:
+    def run_with_largest_batch(self, setting: Setting, micro_batch: int, most: int) -> Trial:
         """The run that was asked for, and how large a micro-batch may be: doubled until one fails."""
         asked = self.run(setting, micro_batch)
         if asked.outcome != "done":
@@ -174,7 +164,7 @@ def _last_words(text: str) -> str:
     return (errors or lines or [""])[-1][:300]
 
 
-def split_settings(text: str, nvme_path: str | None) -> Sequence[TrialSetting]:
+def split_settings(text: str, nvme_path: str | None) -> Sequence[Setting]:
     found = [parse_setting(each, nvme_path) for each in text.split(",") if each.strip()]
     if not found:
         raise UsageError("--stages: name at least one, as in 0,1,2,3,3+cpu")

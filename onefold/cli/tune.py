@@ -21,7 +21,8 @@ import torch
 from onefold.cli.commands import UsageError
 from onefold.cli.compare import job_of
 from onefold.cli.terminal import fails_on, print_table, progress_bar
-from onefold.cli.trials import Trial, TrialJob, TrialSetting, split_settings
+from onefold.cli.trials import Trial, TrialJob, split_settings
+from onefold.estimate.forecast import Setting
 from onefold.log import format_bytes
 from onefold.report import offload_bench
 
@@ -36,16 +37,16 @@ class Knob:
     key: str
     values: tuple[Any, ...]
 
-    def applied_to(self, setting: TrialSetting, value: Any) -> TrialSetting:
+    def applied_to(self, setting: Setting, value: Any) -> Setting:
         zero = dict(setting.zero)
         if self.key == "ratio":
             zero["offload_optimizer"] = {**zero["offload_optimizer"], "ratio": value}
         else:
             zero[self.key] = value
-        return TrialSetting(f"{setting.name} {self.key}={value:g}", zero)
+        return Setting(f"{setting.name} {self.key}={value:g}", zero)
 
 
-def knobs_of(setting: TrialSetting) -> Iterator[Knob]:
+def knobs_of(setting: Setting) -> Iterator[Knob]:
     """What is worth trying: the keys that this setting reads."""
     yield Knob("reduce_bucket_size", (5e7, 2e8))
     if setting.shards_parameters:
@@ -83,14 +84,15 @@ def tune(options: argparse.Namespace) -> int:
         return 0
     show(found)
     print(
-        f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}: {best.samples_per_second:.1f} samples/s, "
-        f"{format_bytes(best.peak)} at the peak\nwritten: {written}\ntrials in {job.folder}; the machine's rates are "
-        f"kept in {offload_bench.cache_file()}, where `onefold plan` and `ratio: auto` read them"
+        f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}, {best.steps[-1].batch_samples} samples a step: "
+        f"{best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\ntrials in "
+        f"{job.folder}; the machine's rates are kept in {offload_bench.cache_file()}, where `onefold plan` and "
+        "`ratio: auto` read them"
     )
     return 0
 
 
-def _try_settings(job: TrialJob, settings: list[TrialSetting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
+def _try_settings(job: TrialJob, settings: list[Setting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
     found: list[Trial] = []
     for place, setting in enumerate(settings):
         tell(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onefold.estimate.forecast import Forecast, Question
+from onefold.estimate.forecast import HOST_SHARE, Forecast, Question
 from onefold.estimate.machines import GB
 
 # Settings that take about as long are told apart by what they send and hold.
@@ -51,7 +51,7 @@ def _below(each: Forecast) -> int:
 
 def _sends(each: Forecast) -> tuple[int, int]:
     """Without a forward nothing is known of traffic but its order: parameters that are sharded travel most."""
-    return int(bool(each.setting.zero["stage"] > 2)), each.device.total
+    return int(each.setting.shards_parameters), each.device.total
 
 
 def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
@@ -63,9 +63,9 @@ def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
         ]
         text += f" and is {'the fastest that fits' if others else 'as fast as any that fits'}"
         text += f" (about {best.step:.2f} s a step, bound by {best.bound_by})"
-    lower = [each.setting.name for each in found if not each.fits and found.index(each) < found.index(best)]
-    if lower:
-        text += f"; {lower[-1]} does not fit: {found[[f.setting.name for f in found].index(lower[-1])].shortages[0]}"
+    simpler = [each for each in found[: found.index(best)] if not each.fits]
+    if simpler:
+        text += f"; {simpler[-1].setting.name} does not fit: {simpler[-1].shortages[0]}"
     return text
 
 
@@ -95,4 +95,5 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
 
 
 def _host_lack(question: Question, each: Forecast) -> int:
-    return max(0, each.host_node - int(question.machine.host_memory * 0.9)) + max(0, each.nvme - question.machine.nvme)
+    machine = question.machine
+    return max(0, each.host_node - int(machine.host_memory * HOST_SHARE)) + max(0, each.nvme - machine.nvme)

@@ -18,6 +18,7 @@ from onefold.plan import (
     Crossing,
     FlatParamSpec,
     ModelBytes,
+    Placement,
     Plan,
     Tier,
     assign_tiers,
@@ -25,6 +26,7 @@ from onefold.plan import (
     count_crossing,
     make_plan,
 )
+from onefold.plan.table import TABLE
 
 MIB = 1 << 20
 # Of cuBLAS, which torch's allocator hands out on the first product.
@@ -85,6 +87,10 @@ class Setting:
 
     name: str
     zero: dict[str, Any]
+
+    @property
+    def shards_parameters(self) -> bool:
+        return TABLE[self.zero["stage"]][0] is Placement.SHARDED
 
 
 @dataclass(frozen=True)

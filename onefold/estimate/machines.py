@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from onefold.estimate.models import PlanError
 
 GB = 1_000_000_000
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Machine:
 
     def describe(self) -> str:
         gpu = self.gpu
-        origin = "measured here" if self.measured else "estimates from data sheets"
+        origin = "measured here where it was, else from data sheets" if self.measured else "estimates from data sheets"
         disk = f"{self.nvme / GB:.0f} GB of NVMe at {self.disk / GB:g} GB/s" if self.nvme else "no NVMe"
         links = f", {gpu.link / GB:.0f} GB/s between GPUs" if self.gpus > 1 else ""
         links += f", {self.across / GB:g} GB/s between nodes" if self.nodes > 1 else ""
@@ -123,7 +122,11 @@ def this_machine() -> Machine:
     machine = find_machine("4090")
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().upper()
-        known = next((known for known in GPUS if known.split("-")[0] in name), "4090")
+        known = next((known for known in GPUS if known.split("-")[0] in name), None)
+        if known is None:
+            raise PlanError(
+                f"the rates of a {name} are not known: name a machine that is like it (--machine), of {', '.join(GPUS)}"
+            )
         machine = find_machine(f"{torch.cuda.device_count()}x{known}")
         machine = replace(machine, gpu=replace(machine.gpu, memory=torch.cuda.mem_get_info()[1]))
     machine = replace(machine, host_memory=available_bytes(), nvme=0)

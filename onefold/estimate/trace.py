@@ -52,10 +52,6 @@ class Work:
     num_ops: int = 0
 
 
-# What a model that looks at values is told: that all is as usual (nothing is padded, no mask is needed).
-_USUAL = {torch.bool: True}
-
-
 class FlatStorage(Protocol):
     """A flat parameter, of which this asks nothing but its memory."""
 
@@ -99,8 +95,8 @@ class AllocationMode(TorchDispatchMode):
         self._allocated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return _USUAL.get(args[0].dtype, 0)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return True  # as with input that is not padded; a number that is asked for has no such answer, and raises
         out = func(*args, **(kwargs or {}))
         made = list(_tensors(out))
         for tensor in made:
