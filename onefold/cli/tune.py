@@ -85,9 +85,8 @@ def tune(options: argparse.Namespace) -> int:
     show(found)
     print(
         f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}, {best.steps[-1].batch_samples} samples a step: "
-        f"{best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\ntrials in "
-        f"{job.folder}; the machine's rates are kept in {offload_bench.cache_file()}, where `onefold plan` and "
-        "`ratio: auto` read them"
+        f"{best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\n"
+        f"trials in {job.folder}; this machine's rates are kept in {offload_bench.cache_file()} for `onefold plan`"
     )
     return 0
 

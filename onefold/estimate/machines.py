@@ -124,9 +124,8 @@ def this_machine() -> Machine:
         name = torch.cuda.get_device_name().upper()
         known = next((known for known in GPUS if known.split("-")[0] in name), None)
         if known is None:
-            raise PlanError(
-                f"the rates of a {name} are not known: name a machine that is like it (--machine), of {', '.join(GPUS)}"
-            )
+            known_ones = ", ".join(GPUS)
+            raise PlanError(f"the rates of a {name} are not known: name a machine like it, --machine of {known_ones}")
         machine = find_machine(f"{torch.cuda.device_count()}x{known}")
         machine = replace(machine, gpu=replace(machine.gpu, memory=torch.cuda.mem_get_info()[1]))
     machine = replace(machine, host_memory=available_bytes(), nvme=0)
