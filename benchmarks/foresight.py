@@ -50,10 +50,11 @@ class Case:
     ranks: int
     batch: int
     dtype: str = "bf16"
+    tokens: int = LENGTH
 
     @property
     def length(self) -> int:
-        return LENGTHS.get(self.shape, LENGTH)
+        return LENGTHS.get(self.shape, self.tokens)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -66,15 +67,26 @@ class Case:
         }
 
 
-def predict(case: Case, *, on_gpu: bool) -> dict[str, Any]:
+def predict(case: Case, *, on_gpu: bool, here: bool = False) -> dict[str, Any]:
+    """`here`: for this machine, as it was tuned, with ops timed on it; else for an H200 by its data sheet."""
     from onefold.estimate.forecast import Question, Setting, forecast
-    from onefold.estimate.machines import adjust, find_machine
+    from onefold.estimate.machines import adjust, cpu_ranks, find_machine, this_machine
     from onefold.estimate.models import from_factory
+    from onefold.estimate.op_times import OpTimer
+    from onefold.report.offload_bench import load_measured
 
-    machine = adjust(find_machine("H200"), gpus=case.ranks)
+    machine, timer = adjust(find_machine("H200"), gpus=case.ranks), None
+    if here:
+        measured = load_measured()
+        assert measured is not None, "tune it first"
+        machine = adjust(this_machine(), gpus=case.ranks) if on_gpu else cpu_ranks(case.ranks, measured)
+        timer = _timers.setdefault(on_gpu, OpTimer(torch.device("cuda" if on_gpu else "cpu"), machine.gpu.bandwidth))
+        if not on_gpu:
+            torch.set_num_threads(_threads(case.ranks))
     source = from_factory(f"benchmarks.shapes:{case.shape}")
     question = Question(source, machine, case.config(), case.batch, case.length)
-    (found,) = forecast(question, [Setting(case.setting, SETTINGS[case.setting])], uses_nccl=on_gpu, finds_batch=False)
+    setting = Setting(case.setting, SETTINGS[case.setting])
+    (found,) = forecast(question, [setting], uses_nccl=on_gpu, finds_batch=False, timer=timer)
     assert found.traffic is not None
     reserved = found.device.total - found.device.context
     return {
@@ -82,13 +94,17 @@ def predict(case: Case, *, on_gpu: bool) -> dict[str, Any]:
         "reserved": reserved,
         "sent": found.traffic.inside + found.traffic.across,
         "step": found.step,
+        "seconds": found.seconds,
     }
+
+
+_timers: dict[bool, Any] = {}
 
 
 def measure(case: Case) -> dict[str, Any]:
     import onefold
     from onefold.comm import local_device
-    from onefold.report.memory_usage import resident_bytes
+    from onefold.report.memory_usage import peak_resident_bytes, resident_bytes
 
     device = local_device()
     torch.manual_seed(1)
@@ -99,11 +115,13 @@ def measure(case: Case) -> dict[str, Any]:
     model = SHAPES[case.shape]()
     inputs = [each.to(device) for each in model.example_inputs(case.batch, case.length)]  # type: ignore[operator]
     engine, *_ = onefold.initialize(model=model, config=case.config())
-    seconds, peak, sent = [], 0, 0
+    seconds, sent = [], 0
     for number in range(WARMUP + STEPS):
         if number == 1 and device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        if number == 1 and device.type == "cpu":
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before, began = engine.ledger.copy(), time.perf_counter()
         engine.backward(engine(*inputs))
         engine.step()
@@ -113,8 +131,7 @@ def measure(case: Case) -> dict[str, Any]:
         sent = sum(
             row.bytes for row in engine.ledger.since(before).rows() if row.operation in ("gather", "reduce-scatter")
         )
-        peak = max(peak, 0 if device.type == "cuda" else resident_bytes())
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident_bytes()
     found: dict[str, Any] = {"bytes": peak - base, "sent": sent, "step": statistics.median(seconds[WARMUP:])}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -124,6 +141,21 @@ def measure(case: Case) -> dict[str, Any]:
     return found
 
 
+def _threads(ranks: int) -> int:
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _load_libraries(case: Case) -> None:
+    """A step of a small model in the same setting: what it loads and starts stays with the process."""
+    import onefold
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    engine, *_ = onefold.initialize(model=model, config=case.config())
+    engine.backward(engine(torch.zeros(1, 64)).sum())
+    engine.step()
+    engine.destroy()
+
+
 def work(cases: list[Case], result: str) -> None:
     """One rank, all cases of one number of ranks."""
     from onefold.comm import init_distributed
@@ -131,6 +163,8 @@ def work(cases: list[Case], result: str) -> None:
     init_distributed()
     rows = []
     for case in cases:
+        if not torch.cuda.is_available():
+            _load_libraries(case)
         rows.append(measure(case))
         Path(result).write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -146,7 +180,7 @@ def run_ranks(cases: list[Case], environment: dict[str, str]) -> list[dict[str, 
         shared = {**os.environ, **environment, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         if device == "cpu":
-            shared |= {"OMP_NUM_THREADS": "1"}
+            shared |= {"OMP_NUM_THREADS": str(_threads(ranks))}
         given = json.dumps([asdict(case) for case in cases])
         started = []
         for rank, (result, log) in enumerate(zip(results, logs, strict=True)):
@@ -170,7 +204,9 @@ def main() -> None:
     parser.add_argument("--settings", default="0,2,3,2+cpu", help=f"of {', '.join(SETTINGS)} (default: %(default)s)")
     parser.add_argument("--ranks", default="1,2", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--here", action="store_true", help="predict for this machine as `onefold tune` measured it")
     parser.add_argument("--no-predictions", action="store_true", help="only measure; predict later from --out")
     parser.add_argument("--out", help="a JSON file for the figures")
     parser.add_argument("--report", help="a markdown file for the table")
@@ -183,19 +219,21 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     found: list[tuple[Case, dict[str, Any], dict[str, Any]]] = []
     for case, _, result in json.loads(Path(options.measured).read_text()) if options.measured else ():
-        found.append((Case(**case), predict(Case(**case), on_gpu="reserved" in result), result))
+        found.append((Case(**case), predict(Case(**case), on_gpu="reserved" in result, here=options.here), result))
         print(_line(*found[-1]), flush=True)
     for ranks in map(int, options.ranks.split(",") if not options.measured else ()):
         cases = [
-            Case(shape, setting, ranks, options.batch, options.dtype)
+            Case(shape, setting, ranks, options.batch, options.dtype, options.length)
             for shape in options.shapes.split(",")
             for setting in options.settings.split(",")
         ]
         sharing = shares_devices(ranks, Workload("", "bf16", 1, 1, 1, 1, "cuda" if on_gpu else "cpu"))
         with mps() if sharing else nullcontext({}) as environment:
-            measured = run_ranks(cases, environment)
+            # Memory that a process has given back is not always gone from it: on CPUs each case has its own.
+            groups = [cases] if on_gpu else [[case] for case in cases]
+            measured = [row for group in groups for row in run_ranks(group, environment)]
         for case, result in zip(cases, measured, strict=False):
-            guess = {} if options.no_predictions else predict(case, on_gpu=on_gpu)
+            guess = {} if options.no_predictions else predict(case, on_gpu=on_gpu, here=options.here)
             found.append((case, guess, result))
             print(_line(*found[-1]), flush=True)
     header = [
@@ -217,8 +255,8 @@ def main() -> None:
     if options.report:
         details = {
             "model": "ten shapes of benchmarks/shapes.py",
-            "job": f"{options.dtype}, {options.batch} sequences of {LENGTH} a rank (images of 224, features of 16 "
-            f"rows), {STEPS} timed steps after {WARMUP}",
+            "job": f"{options.dtype}, {options.batch} sequences of {options.length} a rank (images of 224, features "
+            f"of 16 rows), {STEPS} timed steps after {WARMUP}",
         }
         head = describe_run("Predicted and measured", "benchmarks.foresight", details)
         Path(options.report).write_text(f"{head}\n{table}\n")

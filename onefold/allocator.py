@@ -3,7 +3,8 @@
 [Note: the heap]
 The C library serves tensors below 32 MB from one heap, keeps what is freed for the next, and can give back to the
 system only what lies at its end. States and pools that lay between parameters and gradients that come and go would
-leave holes of odd sizes: a hundred MB and more that are resident and empty.
+leave holes of odd sizes: a hundred MB and more that are resident and empty. On 64-bit ARM torch has an allocator of its
+own for tensors, which gives free pages back by itself after a while.
 """
 
 from __future__ import annotations

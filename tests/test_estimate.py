@@ -17,9 +17,12 @@ from onefold.config import load_config
 from onefold.estimate.advice import advise
 from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast, settings_for
-from onefold.estimate.machines import GB, adjust, find_machine
+from onefold.estimate.machines import GB, adjust, cpu_ranks, find_machine
 from onefold.estimate.models import PlanError, find_model, from_number, from_shapes
+from onefold.estimate.on_cuda import attend_backward
+from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import META, rehearse
+from onefold.estimate.step_bench import measure_host
 from onefold.estimate.textbook import (
     MOMENTS,
     MOMENTS_AND_MASTER,
@@ -27,7 +30,10 @@ from onefold.estimate.textbook import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
 )
+from onefold.estimate.work import OpCall
 from onefold.plan import Tier, count_bytes
+from onefold.report.link_bench import LinkRates, measure_links
+from onefold.report.offload_bench import Measured
 
 # -- the rehearsal beside the run --------------------------------------------------------------------------------------
 
@@ -390,3 +396,63 @@ def _save(folder: str) -> None:
     engine.step()
     engine.save_checkpoint(folder)
     assert Path(folder).exists()
+
+
+# -- seconds -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_op_of_a_step_is_known_by_its_shapes_and_can_be_run_by_itself():
+    found = rehearsed(config(2), Nodes.of_size(1, 1))
+    work = found.trace.work
+    assert sum(work.calls.values()) == work.num_ops - 2 * sum(
+        number for call, number in work.calls.items() if call.func is attend_backward
+    ), "three kernels are launched for the backward of attention, which is one function here"
+    timer = OpTimer(torch.device("cpu"), bandwidth=1.0)
+    assert timer.seconds_of(work.calls) > 0
+    # At a byte a second, what could not be run would take long.
+    assert max(timer.known.values()) < 1
+    before = dict(timer.known)
+    timer.seconds_of(work.calls)
+    assert timer.known == before, "what is known is not run again"
+
+
+def test_indices_of_a_replayed_op_stay_inside_what_they_count():
+    call = OpCall.of(torch.ops.aten.embedding.default, (torch.empty(7, 3), torch.empty(5, 2, dtype=torch.long)), {})
+    assert call.bind(torch.device("cpu"))().shape == (5, 2, 3)
+    assert call.num_bytes == 7 * 3 * 4 + 10 * 8
+    assert call == OpCall.of(torch.ops.aten.embedding.default, (torch.ones(7, 3), torch.zeros(5, 2).long()), {})
+
+
+def test_a_timed_step_replaces_the_guess():
+    source = find_model("tiny")
+    question = Question(source, find_machine("H100"), DEFAULT_CONFIG, 1, 32)
+    (guess,) = forecast(question, [Setting("0", {"stage": 0})], finds_batch=False)
+    timer = OpTimer(torch.device("cpu"), bandwidth=1e9)
+    (timed,) = forecast(question, [Setting("0", {"stage": 0})], finds_batch=False, timer=timer)
+    assert timed.device == guess.device
+    assert timed.seconds["computation"] > guess.seconds["computation"], "this CPU is no H100"
+
+
+def test_what_the_host_takes_is_measured_by_a_real_step():
+    host = measure_host()
+    assert 0 < host.launch < 0.1
+    assert 0 < host.boundary < 1
+
+
+def test_links_are_measured_between_real_ranks():
+    links = measure_links(2, 1 << 20)
+    assert links.ranks == 2
+    assert links.sent > 1e5
+    assert 0 < links.call < 1
+
+
+def test_cpu_ranks_are_a_machine_of_what_was_measured():
+    measured = Measured("h", "now", 2, 8 * GB, 20.0, 1e9, products=1e11, links=LinkRates(2, 1e9, 1e-3))
+    machine = cpu_ranks(2, measured)
+    assert machine.world == 2
+    assert machine.gpu.memory == 4 * GB
+    assert machine.call == 1e-3
+    question = Question(find_model("tiny"), machine, {**DEFAULT_CONFIG, "bf16": {"enabled": False}}, 1, 32)
+    (found,) = forecast(question, [Setting("2", {"stage": 2})], uses_nccl=False, finds_batch=False)
+    assert found.step == pytest.approx(sum(found.seconds.values())), "cores do one thing at a time"
+    assert found.seconds["links inside"] > found.traffic.calls * 1e-3

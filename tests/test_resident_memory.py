@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ print(json.dumps([(each - start) >> 20 for each in (full, freed, resident_bytes(
     return json.loads(done.stdout)
 
 
+@pytest.mark.skipif(platform.machine() == "aarch64", reason="torch has an allocator of its own on this processor")
 def test_free_memory_of_the_heap_is_given_back():
     full, freed, given_back = heap_in_a_fresh_process()
     assert full > 240

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 
-from onefold.cli.commands import UsageError
+from onefold.cli.commands import CPU_RANKS, UsageError
 from onefold.cli.compare import job_of
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.cli.trials import Trial, TrialJob, split_settings
 from onefold.estimate.forecast import Setting
+from onefold.estimate.step_bench import measure_host
 from onefold.log import format_bytes
 from onefold.report import offload_bench
 
@@ -64,20 +66,27 @@ def tune(options: argparse.Namespace) -> int:
     job, micro_batch = job_of(options)
     job = replace(job, resumes=True)
     with progress_bar("tune", in_bytes=False) as tell:
-        measured = offload_bench.measure(round(0.25e9), [options.nvme_path] if options.nvme_path else [], tell)
+        paths = [options.nvme_path] if options.nvme_path else []
+        ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
+        host = measure_host()
+        measured = offload_bench.measure(round(0.25e9), paths, tell, ranks)
+        measured = replace(measured, launch=host.launch, boundary=host.boundary)
         offload_bench.save_measured(measured)
         found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
         done = [trial for trial in found if trial.outcome == "done"]
         best = max(done, key=lambda trial: trial.samples_per_second, default=None)
         if best is not None and not options.no_knobs:
             best = _turn_knobs(job, best, found, tell)
+    rows = [_facts(trial) for trial in found]
     if best is None:
-        show(found)
-        print(f"\nnone of these runs: {found[0].said}; logs are in {job.folder}")
+        if options.json:
+            print(json.dumps({"best": None, "trials": rows, "written": None}, indent=2))
+        else:
+            show(found)
+        print(f"\nnone of these runs: {found[0].said}; logs are in {job.folder}", file=sys.stderr)
         return 1
     written = Path(options.write or job.folder / "ds_config.json")
     written.write_text(json.dumps(job.config(best.setting, best.micro_batch), indent=2) + "\n")
-    rows = [_facts(trial) for trial in found]
     (job.folder / "tune.json").write_text(json.dumps({"best": _facts(best), "trials": rows}, indent=2) + "\n")
     if options.json:
         print(json.dumps({"best": _facts(best), "trials": rows, "written": str(written)}, indent=2))

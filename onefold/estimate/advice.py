@@ -31,7 +31,8 @@ def advise(question: Question, found: Sequence[Forecast]) -> Advice:
         return Advice(best.setting.name, _why(question, best, found))
     fastest = min(each.step or 0.0 for each in fitting)
     close = [each for each in fitting if (each.step or 0.0) <= fastest * _ABOUT]
-    best = min(close, key=lambda each: (_is_rounded(each), _sent(each), each.device.total))
+    # Of two that are alike in all of it the later one, which shards more.
+    best = min(close, key=lambda each: (_is_rounded(each), _sent(each), each.device.total, -found.index(each)))
     return Advice(best.setting.name, _why(question, best, found))
 
 

@@ -11,8 +11,10 @@ from onefold.comm.nodes import Nodes
 from onefold.config import ConfigError, load_config
 from onefold.estimate.machines import GB, Machine
 from onefold.estimate.models import ModelSource, PlanError
+from onefold.estimate.on_cuda import ATTENTION
+from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import Rehearsal, rehearse
-from onefold.estimate.trace import ATTENTION, MemoryMoment
+from onefold.estimate.trace import MemoryMoment
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
 from onefold.plan import (
     Crossing,
@@ -187,7 +189,7 @@ def assumptions(question: Question) -> list[str]:
     """What was taken for granted, for people."""
     said = [*question.model.notes]
     if question.model.loss_of is not None:
-        said.append(ATTENTION)
+        said += [ATTENTION, "where a forward asks whether values are so, as masks are checked, they are"]
     said.append(
         f"outside torch's allocator: {CONTEXT // MIB} MiB of CUDA"
         f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''} (as on an H200)"
@@ -202,9 +204,10 @@ def forecast(
     *,
     uses_nccl: bool = True,
     finds_batch: bool = True,
+    timer: OpTimer | None = None,
 ) -> list[Forecast]:
     """One for each setting; settings that differ in where states rest share a rehearsal. `finds_batch`: the largest
-    micro-batch too.
+    micro-batch too. `timer`: ops are timed by it, and are not guessed from a machine's rates.
     """
     rehearsed: dict[str, Rehearsal] = {}
 
@@ -219,7 +222,7 @@ def forecast(
     found = []
     for place, setting in enumerate(settings):
         tell(setting.name, place, len(settings))
-        each = _forecast(question, setting, rehearsal_of(setting, question.micro_batch or 1))
+        each = _forecast(question, setting, rehearsal_of(setting, question.micro_batch or 1), timer)
         if finds_batch and each.step is not None:
             each = replace(each, largest_batch=_largest_batch(question, each.device, rehearsal_of))
         found.append(each)
@@ -246,7 +249,7 @@ def _rehearse(question: Question, setting: Setting, micro_batch: int, *, uses_nc
         ) from error
 
 
-def _forecast(question: Question, setting: Setting, found: Rehearsal) -> Forecast:
+def _forecast(question: Question, setting: Setting, found: Rehearsal, timer: OpTimer | None = None) -> Forecast:
     machine, micro_batch = question.machine, question.micro_batch or 1
     config = load_config(question.document(setting, micro_batch))
     plan = replace(
@@ -265,7 +268,7 @@ def _forecast(question: Question, setting: Setting, found: Rehearsal) -> Forecas
     micro_steps = config.gradient_accumulation_steps or 1
     crossing = count_crossing(specs, plan, micro_steps, device_casts=True)
     traffic = _traffic(found, machine)
-    seconds, step = _times(question, found, plan, specs, crossing, traffic, micro_steps)
+    seconds, step = _times(question, found, plan, specs, crossing, traffic, micro_steps, timer)
     shortages = [
         f"{(needed - has) / GB:.1f} GB too little {what}"
         for what, needed, has in (
@@ -332,12 +335,16 @@ def _times(
     crossing: Crossing,
     traffic: Traffic | None,
     micro_steps: int,
+    timer: OpTimer | None,
 ) -> tuple[dict[str, float], float | None]:
     if found.trace is None or traffic is None:
         return {}, None
     machine, gpu, work = question.machine, question.machine.gpu, found.trace.work
     passes = work.flops / (gpu.flops * machine.efficiency) + work.moved_bytes / (0.8 * gpu.bandwidth)
+    if timer is not None:
+        passes = timer.seconds_of(work.calls)
     passes = max(passes, work.num_ops * machine.launch) * micro_steps
+    passes += sum(spec.trainable for spec in specs) * machine.boundary
     stepped = {True: 0, False: 0}
     for spec in specs:
         if spec.trainable:
@@ -345,10 +352,12 @@ def _times(
                 spec.layout.shard_size if plan.shards_states else spec.layout.total
             )
     device_step = stepped[False] * _STEP_BYTES / (0.8 * gpu.bandwidth)
+    if machine.is_cpu:
+        device_step = stepped[False] * machine.gpus / machine.adam
     host_step = stepped[True] * machine.gpus / machine.adam
     seconds = {
         "computation": passes + device_step,
-        "links inside": traffic.inside / (0.8 * gpu.link) if machine.gpus > 1 else 0.0,
+        "links inside": traffic.inside / (0.8 * gpu.link) + traffic.calls * machine.call if machine.gpus > 1 else 0.0,
         "links across": traffic.across / (0.8 * machine.across) if machine.nodes > 1 else 0.0,
         "bus": max(crossing.down, crossing.up) / gpu.bus,
         "host's step": host_step,
@@ -357,7 +366,7 @@ def _times(
     seconds = {name: value for name, value in seconds.items() if value}
     beside = [value for name, value in seconds.items() if name not in ("host's step", "disk")]
     after = max(seconds.get("host's step", 0.0), seconds.get("disk", 0.0))
-    if not plan.overlap and machine.world > 1:
+    if (not plan.overlap and machine.world > 1) or machine.is_cpu:  # cores do not exchange while they compute
         return seconds, sum(beside) + after
     return seconds, max(beside) + after
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from onefold.estimate.models import PlanError
+from onefold.report.offload_bench import Measured, load_measured
 
 GB = 1_000_000_000
 
@@ -63,9 +64,15 @@ class Machine:
     """Parameters a second that the host of a node steps."""
     efficiency: float = 0.5
     launch: float = 10e-6
-    """Seconds that the host takes to have one op run."""
+    """Seconds that the host takes to have one op run, in a forward or a backward,"""
+    boundary: float = 0.0
+    """and to have one flat parameter stepped."""
     measured: bool = False
     """Rates are of this machine, and no data sheet's."""
+    call: float = 0.0
+    """Seconds of a collective however small it is."""
+    is_cpu: bool = False
+    """Ranks compute on the host itself: its memory and its cores are what stands for GPUs here."""
 
     @property
     def world(self) -> int:
@@ -117,7 +124,6 @@ def this_machine() -> Machine:
     import torch
 
     from onefold.offload.host_memory import available_bytes
-    from onefold.report.offload_bench import load_measured
 
     machine = find_machine("4090")
     if torch.cuda.is_available():
@@ -135,12 +141,35 @@ def this_machine() -> Machine:
         if measured.products is not None and torch.cuda.is_available():
             machine = replace(machine, gpu=replace(machine.gpu, flops=measured.products), efficiency=0.9)
         if measured.launch is not None:
-            machine = replace(machine, launch=measured.launch)
+            machine = replace(machine, launch=measured.launch, boundary=measured.boundary or 0.0)
+        if measured.links is not None and measured.links.ranks == machine.gpus > 1:
+            machine = replace(machine, gpu=replace(machine.gpu, link=measured.links.sent / 0.8))
+            machine = replace(machine, call=measured.links.call)
         if measured.bus is not None:
             machine = replace(machine, gpu=replace(machine.gpu, bus=1e9 * measured.bus.both / 2))
         if measured.disk is not None:
             machine = replace(machine, nvme=measured.disk.free_bytes, disk=1e9 * measured.disk.both)
     return machine
+
+
+def cpu_ranks(ranks: int, measured: Measured) -> Machine:
+    """Ranks on the cores of this host, by what `onefold tune` has measured here."""
+    links, products = measured.links, measured.products or 1e11
+    share = measured.host_free_bytes // ranks
+    sent = links.sent if links is not None else 1e9
+    cores = Gpu(share, products / ranks, 2e9 * measured.host_copy / ranks, sent / 0.8, 1e9 * measured.host_copy)
+    return Machine(
+        "CPU",
+        cores,
+        ranks,
+        host_memory=measured.host_free_bytes,
+        adam=measured.adam,
+        launch=measured.launch or 10e-6,
+        boundary=measured.boundary or 0.0,
+        call=links.call if links is not None else 1e-3,
+        measured=True,
+        is_cpu=True,
+    )
 
 
 def adjust(machine: Machine, **given: float | int | None) -> Machine:

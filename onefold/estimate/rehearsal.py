@@ -18,7 +18,8 @@ from onefold.comm.nodes import Nodes
 from onefold.config import Config, solve_batch
 from onefold.engine import Engine
 from onefold.estimate.caching_allocator import CachingAllocator
-from onefold.estimate.trace import AllocationMode, PassTrace, as_on_cuda
+from onefold.estimate.on_cuda import as_on_cuda
+from onefold.estimate.trace import AllocationMode, PassTrace
 from onefold.optim.choose import choose
 from onefold.optim.steppers import TILE
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
@@ -117,7 +118,7 @@ def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
 def _step_with_passes(
     engine: Engine, loss_of: LossOf, allocator: CachingAllocator, vocabulary: int | None, *, offloads: bool
 ) -> PassTrace:
-    """All micro-steps of a step, and the step. The work is that of one micro-step."""
+    """All micro-steps of a step, and the step, looked at op by op."""
     schedule, window = engine.state.schedule, engine.state.window
     params = [param for unit in schedule.units for param in unit.params]
     sharded = [param for unit in schedule.sharded for param in unit.sharded]
@@ -127,7 +128,7 @@ def _step_with_passes(
             with as_on_cuda(mode.found.work):
                 engine.backward(loss_of(engine))
             if at == 0:
-                work = replace(mode.found.work)
+                work = mode.found.work.copy()
             if window.at_boundary:
                 _step(engine, offloads=offloads)
             window.micro_steps += 1

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from onefold.estimate.caching_allocator import CachingAllocator
+from onefold.estimate.work import OpCall, Work
 
 
 class MemoryMoment(NamedTuple):
@@ -41,15 +39,6 @@ class MemoryMoment(NamedTuple):
     @property
     def total(self) -> int:
         return self.live + self.gathered + self.unsplit
-
-
-@dataclass
-class Work:
-    """What the ops of a pass compute: products in FLOPs, and the bytes that all others read and write."""
-
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    num_ops: int = 0
 
 
 class FlatStorage(Protocol):
@@ -149,10 +138,11 @@ class AllocationMode(TorchDispatchMode):
             self._most = max(most[0], measures[0]), max(most[1], measures[1])
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], out: Any) -> None:
-        if func.is_view:
-            return
         work, packet = self.found.work, func.overloadpacket
+        if func.is_view or work.is_inside:
+            return
         work.num_ops += 1
+        work.calls[OpCall.of(func, args, kwargs)] += 1
         if packet in flop_registry:
             work.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         else:
@@ -169,66 +159,3 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
     elif isinstance(found, dict):
         yield from _tensors(list(found.values()))
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-ATTENTION = "flash attention: no matrix of scores is kept"
-
-
-@contextmanager
-def as_on_cuda(work: Work) -> Iterator[None]:
-    """Functions whose kernels on CUDA keep other tensors than torch's plain formulas do: attention, and dropout with
-    its mask of bytes. They are replaced themselves: a mode of torch's would not see what autograd recomputes.
-    """
-    before = F.scaled_dot_product_attention, F.dropout
-    F.scaled_dot_product_attention, F.dropout = partial(_attend, work), _drop_out
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention, F.dropout = before
-
-
-def _drop_out(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return torch.native_dropout(input, p, training)[0] if training and p else input
-
-
-def _attend(
-    work: Work,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    return _Attention.apply(query, key, value, work, is_causal)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: Work, is_causal: bool
-    ) -> torch.Tensor:
-        *batch, heads, rows, _ = query.shape
-        out = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)
-        sums = query.new_empty(*batch, heads, rows, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, sums)
-        # Two products of rows x columns x width, half of it below the diagonal.
-        ctx.flops = 4 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
-        ctx.work = work
-        work.flops += ctx.flops
-        work.num_ops += 1
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        query, key, value, _, _ = ctx.saved_tensors
-        ctx.work.flops += 2.5 * ctx.flops
-        ctx.work.num_ops += 3
-        accumulator = torch.empty_like(query, dtype=torch.float32)
-        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del accumulator
-        return (*gradients, None, None)

@@ -31,6 +31,7 @@ from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
 from onefold.plan import Crossing, FlatParamSpec, Layout, Tier, assign_tiers, count_bytes, count_crossing, make_plan
 from onefold.plan.layout import Segment
+from onefold.report.link_bench import LinkRates, measure_links
 
 Tell = Callable[[str, int, int], None]
 """Hears what is measured now, how many parts are done, and how many there are."""
@@ -91,15 +92,20 @@ class Measured:
     products: float | None = None
     """FLOP/s of products in bf16, on the device where there is one; in fp32 on a CPU."""
     launch: float | None = None
-    """Seconds that the host takes to have one small op run, forward and backward."""
+    """Seconds that the host takes to have one small op run, forward and backward,"""
+    boundary: float | None = None
+    """and to have one flat parameter stepped."""
+    links: LinkRates | None = None
 
     @staticmethod
     def of(facts: dict[str, Any]) -> Measured:
         """From JSON. Raises where something is missing, unknown, or no rate."""
         bus = BusRates(**facts["bus"]) if facts["bus"] else None
         disk = DiskRates(**{**facts["disk"], "paths": tuple(facts["disk"]["paths"])}) if facts["disk"] else None
-        found = Measured(**{**facts, "bus": bus, "disk": disk})
+        links = LinkRates(**facts["links"]) if facts.get("links") else None
+        found = Measured(**{**facts, "bus": bus, "disk": disk, "links": links})
         rates = [found.host_copy, found.adam]
+        rates += [links.sent, links.call] if links else []
         rates += [bus.down, bus.up, bus.both] if bus else []
         rates += [disk.read, disk.write, disk.both] if disk else []
         if not all(rate > 0 for rate in rates):
@@ -115,8 +121,12 @@ def _seconds(first: int, first_rate: float, second: int, second_rate: float, bot
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, done, total: None) -> Measured:
-    """All of it, each part on about so many bytes. `paths`: folders on the drives to measure."""
+def measure(
+    num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, done, total: None, ranks: int = 1
+) -> Measured:
+    """All of it, each part on about so many bytes. `paths`: folders on the drives to measure; `ranks`: between how many
+    links are.
+    """
     parts: dict[str, Callable[[], object]]
     parts = {"host_copy": lambda: measure_copy(num_bytes), "adam": lambda: measure_adam(num_bytes)}
     parts |= {"products": measure_products, "launch": measure_launch}
@@ -128,6 +138,8 @@ def measure(num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, 
         parts |= {"page_lock": lambda: measure_page_lock(num_bytes), "bus": lambda: measure_bus(num_bytes, device)}
     if paths:
         parts["disk"] = lambda: measure_disk(num_bytes, paths)
+    if ranks > 1:
+        parts["links"] = lambda: measure_links(ranks, num_bytes)
     free = available_bytes()
     for done, (name, work) in enumerate(parts.items()):
         tell(name.replace("_", " "), done, len(parts))
