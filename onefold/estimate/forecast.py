@@ -295,6 +295,8 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
     in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
 
     def gradients_of(moment: MemoryMoment) -> int:
+        if question.machine.is_cpu:  # pools keep what a GPU's allocator has for other uses
+            return rest.gradients + found.pools
         return moment.gradients if on_device else min(moment.gradients, in_flight)
 
     if found.trace is None or not found.trace.moments:

@@ -23,6 +23,7 @@ from onefold.estimate.trace import AllocationMode, PassTrace
 from onefold.optim.choose import choose
 from onefold.optim.steppers import TILE
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
+from onefold.report.describe import planned_buffers
 
 LossOf = Callable[[Callable[..., Any]], torch.Tensor]
 """Calls a model, or an engine in its place, with a batch of the size in question: the loss."""
@@ -40,6 +41,8 @@ class Rehearsal:
     """Of a micro-step that a step follows; None where no batch was given."""
     traffic: Ledger | None
     """Of a whole step."""
+    pools: int = 0
+    """What pools keep from step to step where ranks are CPUs."""
 
 
 def rehearse(
@@ -81,7 +84,8 @@ def rehearse(
             before = engine.ledger.copy()
             trace = _step_with_passes(engine, loss_of, allocator, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
-        return Rehearsal(engine.plan, units, trace, traffic)
+        pools = planned_buffers(engine.state.schedule, engine.plan, keeps=not uses_nccl).pools
+        return Rehearsal(engine.plan, units, trace, traffic, pools)
     finally:
         engine.destroy()
 
