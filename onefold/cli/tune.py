@@ -26,6 +26,7 @@ from onefold.cli.trials import Trial, TrialJob, split_settings
 from onefold.estimate.forecast import Setting
 from onefold.estimate.step_bench import measure_host
 from onefold.log import format_bytes
+from onefold.offload.host_memory import available_bytes
 from onefold.report import offload_bench
 
 # A change must gain so much to be taken: less is noise.
@@ -69,7 +70,9 @@ def tune(options: argparse.Namespace) -> int:
         paths = [options.nvme_path] if options.nvme_path else []
         ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
         host = measure_host()
-        measured = offload_bench.measure(round(0.25e9), paths, tell, ranks)
+        # More than caches hold, and not much of a small host.
+        size = min(1 << 30, available_bytes() // 8)
+        measured = offload_bench.measure(size, paths, tell, ranks)
         measured = replace(measured, launch=host.launch, boundary=host.boundary)
         offload_bench.save_measured(measured)
         found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
