@@ -172,7 +172,7 @@ def test_the_table_of_decisions_is_what_the_commands_say(tmp_path):
 
 
 # Numbers with a point that are no output: arithmetic that stands beside them, versions, losses, factors.
-ARITHMETIC = {"3.5", "1.75", "12.6", "1.45", "1.5", "2.4", "1.0", "2.13", "2.14", "2.68", "34.2", "23.6"}
+ARITHMETIC = {"3.5", "1.75", "12.6", "1.45", "1.5", "2.4", "1.0", "2.13", "2.12", "2.68", "34.2", "23.6"}
 
 
 def test_numbers_in_sentences_stand_in_a_block():
@@ -194,7 +194,7 @@ def test_the_arithmetic_is_right():
     sent2, sent3 = (costs[False, f"stage {stage}"][0] for stage in (2, 3))
     assert [f"{sent2:.1f}", f"{sent3:.1f}", f"{sent3 / sent2:.2f}"] == ["23.6", "34.2", "1.45"]
     times = costs[False, "stage 2"][-1], costs[False, "stage 3"][-1], costs[True, "stage 2"][-1]
-    assert [f"{time:.2f}" for time in times] == ["2.13", "2.14", "2.68"]
+    assert [f"{time:.2f}" for time in times] == ["2.11", "2.12", "2.66"]
     assert f"{12 * 8192 * 128256 / GB:.1f}" == "12.6"
 
 

@@ -27,6 +27,7 @@ from onefold.estimate.forecast import (
 )
 from onefold.estimate.machines import GB, Machine, adjust, find_machine, this_machine
 from onefold.estimate.models import ModelSource, find_model, from_number
+from onefold.estimate.op_times import OpTimer
 from onefold.estimate.textbook import MOMENTS, MOMENTS_AND_MASTER, count_as_textbook
 from onefold.log import set_up_logging
 
@@ -38,7 +39,7 @@ def plan(options: argparse.Namespace) -> int:
     set_up_logging("warning", speaks=True)
     question = ask(options)
     with progress_bar("plan", in_bytes=False) as tell:
-        found = forecast(question, settings_for(question.machine), tell)
+        found = forecast(question, settings_for(question.machine), tell, timer=_timer(question.machine))
     advice = advise(question, found)
     if options.json:
         print(json.dumps(facts_of(question, found, advice), indent=2))
@@ -53,6 +54,13 @@ def plan(options: argparse.Namespace) -> int:
         if not options.json:
             print(f"\nwritten: {options.write}")
     return 0
+
+
+def _timer(machine: Machine) -> OpTimer | None:
+    """Ops are timed here where this is the machine that is asked about, and `onefold tune` has measured the rest."""
+    if not (machine.measured and torch.cuda.is_available()):
+        return None
+    return OpTimer(torch.device("cuda"), machine.gpu.bandwidth)
 
 
 def ask(options: argparse.Namespace) -> Question:

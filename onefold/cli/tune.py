@@ -24,7 +24,7 @@ from onefold.cli.compare import job_of
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.cli.trials import Trial, TrialJob, split_settings
 from onefold.estimate.forecast import Setting
-from onefold.estimate.step_bench import measure_host
+from onefold.estimate.step_bench import measure_contention, measure_host
 from onefold.log import format_bytes
 from onefold.offload.host_memory import available_bytes
 from onefold.report import offload_bench
@@ -73,7 +73,8 @@ def tune(options: argparse.Namespace) -> int:
         # More than caches hold, and not much of a small host.
         size = min(1 << 30, available_bytes() // 8)
         measured = offload_bench.measure(size, paths, tell, ranks)
-        measured = replace(measured, launch=host.launch, boundary=host.boundary)
+        contention = measure_contention(ranks) if not torch.cuda.is_available() else None
+        measured = replace(measured, launch=host.launch, boundary=host.boundary, contention=contention)
         offload_bench.save_measured(measured)
         found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
         done = [trial for trial in found if trial.outcome == "done"]

@@ -21,17 +21,17 @@ class Advice:
 
 
 def advise(question: Question, found: Sequence[Forecast]) -> Advice:
+    """Of two settings that are alike in everything the later one, which shards more."""
     fitting = [each for each in found if each.fits]
     if not fitting:
         return Advice(None, _when_nothing_fits(question, found))
     if fitting[0].step is None:
-        best = (
-            fitting[0] if question.machine.world == 1 else min(fitting, key=lambda each: (_below(each), _sends(each)))
-        )
+        best = fitting[0]
+        if question.machine.world > 1:
+            best = min(fitting, key=lambda each: (_below(each), _sends(each), -found.index(each)))
         return Advice(best.setting.name, _why(question, best, found))
     fastest = min(each.step or 0.0 for each in fitting)
     close = [each for each in fitting if (each.step or 0.0) <= fastest * _ABOUT]
-    # Of two that are alike in all of it the later one, which shards more.
     best = min(close, key=lambda each: (_is_rounded(each), _sent(each), each.device.total, -found.index(each)))
     return Advice(best.setting.name, _why(question, best, found))
 

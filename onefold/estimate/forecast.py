@@ -344,7 +344,7 @@ def _times(
     machine, gpu, work = question.machine, question.machine.gpu, found.trace.work
     passes = work.flops / (gpu.flops * machine.efficiency) + work.moved_bytes / (0.8 * gpu.bandwidth)
     if timer is not None:
-        passes = timer.seconds_of(work.calls)
+        passes = timer.seconds_of(work.calls) * machine.contention
     passes = max(passes, work.num_ops * machine.launch) * micro_steps
     passes += sum(spec.trainable for spec in specs) * machine.boundary
     stepped = {True: 0, False: 0}

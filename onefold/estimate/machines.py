@@ -71,6 +71,8 @@ class Machine:
     """Rates are of this machine, and no data sheet's."""
     call: float = 0.0
     """Seconds of a collective however small it is."""
+    contention: float = 1.0
+    """How many times as long ops take while all ranks compute, as each by itself."""
     is_cpu: bool = False
     """Ranks compute on the host itself: its memory and its cores are what stands for GPUs here."""
 
@@ -166,6 +168,7 @@ def cpu_ranks(ranks: int, measured: Measured) -> Machine:
         adam=measured.adam,
         launch=measured.launch or 10e-6,
         boundary=measured.boundary or 0.0,
+        contention=measured.contention or 1.0,
         call=links.call if links is not None else 1e-3,
         measured=True,
         is_cpu=True,

@@ -95,6 +95,8 @@ class Measured:
     """Seconds that the host takes to have one small op run, forward and backward,"""
     boundary: float | None = None
     """and to have one flat parameter stepped."""
+    contention: float | None = None
+    """Ranks on CPUs: how many times as long ops take while all of them compute."""
     links: LinkRates | None = None
 
     @staticmethod
