@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -21,7 +20,7 @@ from onefold.engine import Engine
 from onefold.engine.alike import items_of
 from onefold.engine.reporting import check_reports
 from onefold.log import logger, set_up_logging
-from onefold.optim.choose import Chosen, check_shardable, choose, for_disk
+from onefold.optim.choose import Chosen, Optimizers, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
@@ -32,7 +31,7 @@ ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    optimizer: Optimizers = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
@@ -48,8 +47,9 @@ def initialize(
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
 
-    `optimizer` is a torch optimizer, a callable that takes the parameters, or None for the config's own; without
-    either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes the optimizer.
+    `optimizer` is a torch optimizer, a callable that takes the parameters, torch's Muon and AdamW in a list, or None
+    for the config's own; without either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes
+    the optimizer.
     """
     if model is None:
         raise ConfigError("initialize needs a model")
@@ -70,7 +70,7 @@ def initialize(
 
     given = list(model_parameters) if model_parameters is not None else []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = choose(optimizer, settings.optimizer, given or trained)
+    chosen = choose(optimizer, settings.optimizer, given or trained, model)
     if settings.scheduler is not None and lr_scheduler is None:
         read_schedule(settings.scheduler.type, settings.scheduler.params)  # a mistake shows before shards are made
     if is_first:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +30,9 @@ WORLD = 4
 
 def units(num: int = 6, size: int = 1 << 24) -> list[list[FlatParamSpec]]:
     layout = Layout.of([("weight", (size,), 0)], WORLD)
-    return [[FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False)] for _ in range(num)]
+    return [
+        [FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, states=("a", "b"))] for _ in range(num)
+    ]
 
 
 def facts(stage: int, micro_batch: int = 4, offload: dict[str, Any] | None = None, **more: Any) -> RunFacts:
@@ -40,7 +41,6 @@ def facts(stage: int, micro_batch: int = 4, offload: dict[str, Any] | None = Non
         {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": True}, "zero_optimization": zero}
     )
     plans = {"now": make_plan(settings, WORLD), **plan_with_less(settings, WORLD)}
-    plans = {name: replace(plan, num_states=2) for name, plan in plans.items()}
     return RunFacts(plans.pop("now"), units(), plans, micro_batch, accumulation=1, **more)
 
 

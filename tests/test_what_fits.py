@@ -184,7 +184,7 @@ def planned(values: dict[str, Any]) -> tuple[Case, dict[Tier, Any]]:
     case = case_of(values)
     config, world = load_config(config_of(values)), case.gpus * case.nodes
     found = rehearse(model_of(case), config, Nodes.of_size(case.gpus, world))
-    plan = replace(make_plan(config, world), num_states=found.plan.num_states, accumulates=case.accumulates)
+    plan = replace(make_plan(config, world), accumulates=case.accumulates)
     specs = assign_tiers([spec for unit in found.units for spec in unit], plan)
     return case, {tier: count_bytes(specs, plan, tier) for tier in Tier}
 

@@ -8,7 +8,16 @@ import torch
 
 from onefold.comm.agreement import Agreement
 from onefold.comm.board import Board, Silent
-from onefold.comm.collective import Collective, ErrorFeedback, Gathering, Pending, Reduction, Source, broadcast_from
+from onefold.comm.collective import (
+    Collective,
+    ErrorFeedback,
+    Gathering,
+    PeerExchange,
+    Pending,
+    Reduction,
+    Source,
+    broadcast_from,
+)
 from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
 from onefold.comm.imagined import ImaginedGroup, imagine
@@ -35,6 +44,7 @@ __all__ = [
     "Item",
     "Ledger",
     "Native",
+    "PeerExchange",
     "Pending",
     "Reduction",
     "Silent",

@@ -93,19 +93,50 @@ class LionParams(_Params):
     betas: Betas = key((0.9, 0.99), "Weights of the momentum in the step, and in its own update.", **_BETA)
 
 
+@dataclass(frozen=True)
+class MuonParams(_Params):
+    """The momentum of hidden matrices, orthogonalised; embeddings, heads and vectors are stepped by AdamW."""
+
+    muon_lr: float | None = key(None, "Learning rate of matrices; left out: `lr`.", minimum=0)
+    adam_lr: float | None = key(None, "Learning rate of all others; left out: `lr`.", minimum=0)
+    momentum: float = key(0.95, "Decay of the momentum.", **_BETA)
+    nesterov: bool = key(True, "Look ahead along the momentum.")
+    ns_steps: int = key(5, "Iterations that orthogonalise.", minimum=1, below=100)
+    ns_coefficients: Literal["quintic", "polar_express"] | tuple[float, float, float] = key(
+        "quintic", "Of these iterations: the usual ones, those of Polar Express, or three numbers."
+    )
+    ns_method: Literal["standard", "gram"] = noticed(
+        "standard", "How iterations are computed.", "all products are those of the standard way, which gram shortens"
+    )
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(
+        None, "How the rate follows a matrix's shape, under torch's names; left out: original."
+    )
+    betas: Betas = key((0.9, 0.999), "AdamW's: decay of the averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-8, "AdamW's: added to the root in the denominator.", minimum=0)
+    adamw_names: tuple[str, ...] = key((), "Patterns of names of parameters that AdamW is to step.")
+    split_rows: tuple[str, ...] = key(
+        (), "Parameters that are several matrices below each other: `*.qkv.weight=3`, `*.kv.weight=512,512`."
+    )
+
+
 OPTIMIZERS: dict[str, type] = {
     "adam": AdamParams,
     "adamw": AdamWParams,
     "sgd": SGDParams,
     "adagrad": AdagradParams,
     "lion": LionParams,
+    "muon": MuonParams,
 }
 """By the name in lower case: DeepSpeed does not look at the case either."""
 
 
 def check_together(values: Mapping[str, Any], path: str) -> None:
     """What several hyperparameters of one group say together; `values` has them all."""
-    if values.get("nesterov") and not (float(values["momentum"]) > 0 and float(values["dampening"]) == 0):
+    if (
+        values.get("nesterov")
+        and "dampening" in values
+        and not (float(values["momentum"]) > 0 and float(values["dampening"]) == 0)
+    ):
         raise ConfigError(
             f"{path}.nesterov = true needs {path}.momentum above 0 and {path}.dampening 0 (they are "
             f"{values['momentum']} and {values['dampening']}): there is no velocity to look along otherwise"

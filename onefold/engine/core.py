@@ -79,10 +79,7 @@ class Engine(nn.Module):
         _retire(model)
         self.monitor, record = MonitorMaster(plan.loop.monitoring), reporting.open_record(plan.loop, group)
         window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
-        num_states = len(chosen.rule.state_names(chosen.groups)) if chosen and chosen.rule else 0
-        self.plan = plan = replace(
-            plan, node_size=group.node_size, num_states=num_states, accumulates=window.accumulates
-        )
+        self.plan = plan = replace(plan, node_size=group.node_size, accumulates=window.accumulates)
         self.device = device
         self.ledger = Ledger()
         self._other_plans = other_plans or {}
@@ -94,7 +91,8 @@ class Engine(nn.Module):
         collective = make_collective(plan.collective, group, self.ledger, device, Wires.of(plan), plan.node_sums)
         self._collective_name = type(collective).__name__.lower()
         groups = chosen.group_of_each() if chosen is not None else {}
-        units, memory = lay_out(model, plan, groups, group, self.ledger, device)
+        states = chosen.states_of_groups() if chosen is not None else []
+        units, memory = lay_out(model, plan, groups, states, group, self.ledger, device)
         schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
         trained = {id(parameter) for param in schedule.trained_params() for parameter in param.parameters}
         decision = StepDecision(plan, schedule)
@@ -420,7 +418,7 @@ class Engine(nn.Module):
     def _complete(self, plan: Plan) -> Plan:
         """A plan with what is known since the engine stands."""
         accumulates = self.state.window.accumulates
-        return replace(plan, num_states=self.plan.num_states, node_size=self.plan.node_size, accumulates=accumulates)
+        return replace(plan, node_size=self.plan.node_size, accumulates=accumulates)
 
     def planned_crossing(self) -> Crossing:
         """Bytes that cross between tiers in one step, on one rank: what `ledger` counts."""

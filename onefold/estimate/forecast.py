@@ -254,7 +254,6 @@ def _forecast(question: Question, setting: Setting, found: Rehearsal, timer: OpT
     config = load_config(question.document(setting, micro_batch))
     plan = replace(
         make_plan(config, machine.world),
-        num_states=found.plan.num_states,
         accumulates=found.plan.accumulates,
         node_size=machine.gpus,
     )

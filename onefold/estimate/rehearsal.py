@@ -61,7 +61,7 @@ def rehearse(
     settings = _on_device(config)
     plan = make_plan(settings, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = choose(None, settings.optimizer, trained) if trained and settings.optimizer is not None else None
+    chosen = choose(None, settings.optimizer, trained, model) if trained and settings.optimizer is not None else None
     group = ImaginedGroup.of(nodes, plan.num_replicas, as_nccl=uses_nccl)
     offloads = config.zero_optimization.offload_optimizer.device != "none"
     if offloads:

@@ -7,7 +7,7 @@ several ranks or micro-steps add to them, and padding counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -64,7 +64,7 @@ def model_state_bytes(
     }
     config, world = load_config(document), gpus_per_node * nodes
     found = rehearse(source.build(), config, Nodes.of_size(gpus_per_node, world))
-    plan = replace(make_plan(config, world), num_states=found.plan.num_states)
+    plan = make_plan(config, world)
     specs = assign_tiers([spec for unit in found.units for spec in unit], plan)
     return {tier: count_bytes(specs, plan, tier) for tier in Tier}
 

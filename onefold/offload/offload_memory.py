@@ -88,7 +88,7 @@ class Needs:
         for spec in specs:
             if spec.trainable and spec.residency.states is Tier.NVME:
                 # Where the master is what is gathered, it is reserved among the parameters.
-                num = plan.num_states + (0 if spec.master_is_shard else 1)
+                num = len(spec.states) + (0 if spec.master_is_shard else 1)
                 states += [(spec.layout.shard_size, master_dtype(spec.dtype))] * num
             if not stays_unsharded(plan, spec) and spec.residency.parameters is Tier.NVME:
                 parameters.append((spec.layout.shard_size, spec.dtype))

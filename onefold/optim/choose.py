@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,15 @@ from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, check_together
 from onefold.config.read import meant_key
 from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs, plain_number
+from onefold.optim.matrix_groups import divide, read_splits
+from onefold.optim.matrix_rules import MatrixRule, MuonRule
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments
+from onefold.plan.matrices import Splits
 
 Groups = list[dict[str, Any]]
+Optimizers = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Sequence[torch.optim.Optimizer] | None
+"""What a user may hand in."""
 
 RULES: dict[str, Rule] = {
     "adam": AdamRule(),
@@ -26,6 +31,7 @@ RULES: dict[str, Rule] = {
     "sgd": SGDRule(),
     "adagrad": AdagradRule(),
     "lion": LionRule(),
+    "muon": MuonRule(),
 }
 
 _ONE_NUMBER = "makes one step size of sums over all parameters"
@@ -54,6 +60,8 @@ class Chosen:
     groups: Groups
     rule: Rule | None
     instance: torch.optim.Optimizer | None
+    splits: Splits = field(default_factory=dict)
+    """Parameters that are several matrices each, by patterns of their names."""
 
     @property
     def elementwise(self) -> bool:
@@ -68,6 +76,13 @@ class Chosen:
         """Whether the instance itself is stepped, in whole or a tile at a time; else a rule takes its place."""
         return self.instance is not None and (self.rule is None or isinstance(self.rule, InstanceRule))
 
+    def states_of_groups(self) -> list[tuple[str, ...]]:
+        """The names of what is kept for each group beside its masters: what one group needs, all keep."""
+        if isinstance(self.rule, MatrixRule):
+            return [tuple(self.rule.state_names([group])) for group in self.groups]
+        names = tuple(self.rule.state_names(self.groups)) if self.rule is not None else ()
+        return [names] * len(self.groups)
+
     def group_of_each(self) -> dict[int, int]:
         """The id of each parameter, and the group it stands in."""
         groups: dict[int, int] = {}
@@ -79,11 +94,14 @@ class Chosen:
 
 
 def choose(
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    optimizer: Optimizers,
     section: Any,
     parameters: Iterable[Any],
+    model: nn.Module | None = None,
 ) -> Chosen | None:
-    """None where the user gave no optimizer at all: an engine for evaluation."""
+    """None where the user gave no optimizer at all: an engine for evaluation. `model`: for names of parameters."""
+    if isinstance(optimizer, list | tuple):
+        return _of_several(optimizer)
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             if not callable(optimizer):
@@ -92,12 +110,12 @@ def choose(
         return _of_instance(optimizer)
     if section is None:
         return None
-    return _of_name(section.type, dict(section.params), _as_groups(parameters))
+    return _of_name(section.type, dict(section.params), _as_groups(parameters), model)
 
 
 def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     """Refuse, by name and by reason, what cannot run on slices of a parameter."""
-    reason = NOT_ELEMENTWISE.get(chosen.name.lower())
+    reason = NOT_ELEMENTWISE.get(chosen.name.lower()) if not isinstance(chosen.rule, MatrixRule) else None
     # Prodigy and D-Adaptation can add what they see of a shard up over all ranks.
     if reason is _ONE_NUMBER and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
@@ -147,7 +165,7 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     kind = type(optimizer)
     name = kind.__name__
     _check_anywhere(name)
-    is_known = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    is_known = kind in _OF_TORCH
     # A class may name the rule that does what its step does; classes that inherit from it may do something else.
     own: str | None = name.lower() if is_known else vars(kind).get("onefold_rule")
     _check_own_class(optimizer, has_rule=own is not None)
@@ -157,10 +175,33 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(rule, AdamRule):
             group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
+        if isinstance(rule, MatrixRule):
+            group.setdefault(f"use_{rule.name}", True)
         # torch checks what its constructor gets, not what stands in a group.
         _read_group(OPTIMIZERS[own], group, f"optimizer.param_groups[{index}]")
         check_together(group, f"optimizer.param_groups[{index}]")
     return Chosen(name, optimizer.param_groups, rule, optimizer)
+
+
+def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
+    """torch's Muon for some parameters and its AdamW for the others: one optimizer with the groups of both."""
+    chosen = [_of_instance(optimizer) for optimizer in optimizers]
+    rules = [each.rule for each in chosen]
+    matrix = next((rule for rule in rules if isinstance(rule, MatrixRule)), None)
+    if matrix is None or not all(isinstance(rule, MatrixRule | AdamRule) for rule in rules):
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ConfigError(
+            f"optimizer: {names} were given together. One may have several for one model only as torch.optim.Muon with "
+            "torch.optim.AdamW; anything else is groups of one optimizer"
+        )
+    for each in chosen:
+        for group in each.groups:
+            group.setdefault(f"use_{matrix.name}", isinstance(each.rule, MatrixRule))
+    groups = [group for each in chosen for group in each.groups]
+    return Chosen("+".join(each.name for each in chosen), groups, matrix, None)
+
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Muon)
 
 
 def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> None:
@@ -183,8 +224,12 @@ def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> Non
         )
 
 
-def _of_name(name: str, params: dict[str, Any], groups: Groups) -> Chosen:
+def _of_name(name: str, params: dict[str, Any], groups: Groups, model: nn.Module | None = None) -> Chosen:
     _check_anywhere(name)
+    if isinstance(rule := RULES.get(name.lower()), MatrixRule):
+        divided = divide(groups, f"use_{rule.name}", model, params.get("adamw_names", ()))
+        splits = read_splits(params.get("split_rows", ()), model)
+        return Chosen(name, _matrix_groups(rule, params, divided), rule, None, splits)
     if name.lower() in OPTIMIZERS:
         return Chosen(name, _own_groups(name.lower(), params, groups), RULES[name.lower()], None)
     kind = _torch_class(name)
@@ -211,6 +256,27 @@ def _own_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
         found.append({**defaults, **group, **_read_group(kind, group, path)})
         check_together(found[-1], path)
     return found
+
+
+def _matrix_groups(rule: MatrixRule, params: Mapping[str, Any], groups: Groups) -> Groups:
+    """Groups of matrices with what the rule reads, and groups of others with what AdamW reads."""
+    found = _own_groups(rule.name, params, groups)
+    for given, group in zip(groups, found, strict=True):
+        is_matrices = rule.takes(group)
+        rates = group.pop(f"{rule.name}_lr"), group.pop("adam_lr")
+        if "lr" not in given and (rate := rates[0 if is_matrices else 1]) is not None:
+            group["lr"] = rate
+        for name in ("adamw_names", "split_rows"):
+            group.pop(name)
+        if is_matrices:
+            group["eps"] = given.get("eps", _EPS_OF_NORM)
+        else:
+            group["decoupled_weight_decay"] = True
+    return found
+
+
+# Below this a matrix is not scaled by its norm; torch's default.
+_EPS_OF_NORM = 1e-7
 
 
 def _read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any]:

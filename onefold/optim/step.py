@@ -21,6 +21,8 @@ from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
+from onefold.optim.matrix_rules import MatrixRule
+from onefold.optim.matrix_stepper import MatrixStepper
 from onefold.optim.norm import (
     Spelled,
     StepNorm,
@@ -65,8 +67,10 @@ class ShardedStep:
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
         self.stepper: TiledStepper | WholeStepper
-        if chosen.rule is not None:
-            self.stepper = TiledStepper(chosen.rule, self.groups, self.stores)
+        if isinstance(chosen.rule, MatrixRule):
+            self.stepper = MatrixStepper(chosen.rule, self.groups, self.stores, chosen.splits, schedule.in_flight)
+        elif chosen.rule is not None:
+            self.stepper = TiledStepper(chosen.rule, self.stores)
         else:
             assert chosen.instance is not None
             self.stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
@@ -139,12 +143,10 @@ class ShardedStep:
                 if self._host is None or not store.steps_on_host:
                     with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
                         self.stepper.step(store, gradient, step)
-            if isinstance(self.stepper, TiledStepper):
-                schedule.in_flight.start_refresh(batch)
-        if isinstance(self.stepper, WholeStepper):
-            with recorded(Track.STEP, "step of all", numel=sum(store.stop - store.start for store in self.stores)):
-                self.stepper.finish()
-            schedule.start_refreshes()
+            for done in self.stepper.end_batch(batch, step):
+                schedule.in_flight.start_refresh(done)
+        for done in self.stepper.end_step():
+            schedule.in_flight.start_refresh(done)
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
             rule.finish(self.groups)

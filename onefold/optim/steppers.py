@@ -18,6 +18,8 @@ from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import Hyper, Rule, Tile
 from onefold.plan import Tier
 from onefold.plan.layout import Segment
+from onefold.recorder import Track, recorded
+from onefold.runtime import Unit
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
@@ -120,8 +122,11 @@ class Tiler:
         gradient: torch.Tensor,
         out: torch.Tensor | None,
         step: Step,
+        update: torch.Tensor | None = None,
     ) -> None:
-        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
+        """[start, stop) of a window. `gradient` and `update` lie along the shard, `out` along the range; `gradient` and
+        `out` may share memory.
+        """
         size = self._size or TILE[window.master.device.type]
         used = shard.comparable
         for segment in shard.stepped_segments(start, stop):
@@ -133,7 +138,8 @@ class Tiler:
                     self._writes.take_over(master, used[low:high])
                 scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
                 states = {name: state[inside] for name, state in window.states.items()}
-                tile = Tile(master, scaled, states, segment.group, step.skip)
+                leaves = update[low:high] if update is not None else None
+                tile = Tile(master, scaled, states, segment.group, step.skip, leaves)
                 self._rule.apply(tile, step.groups[segment.group], step.number)
                 if out is not None:
                     out[low - start : high - start].copy_(master)
@@ -167,16 +173,24 @@ class HeldState:
 class TiledStepper:
     """A known rule: each shard is final once it has been stepped."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Hyper], stores: Sequence[ShardStore]) -> None:
+    def __init__(self, rule: Rule, stores: Sequence[ShardStore]) -> None:
         self._tiler = Tiler(rule)
         self._rule = rule
         self._stores = stores
         for store in stores:
-            store.make_states(rule.state_names(groups))
+            store.make_states(store.spec.states)
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         for window in whole_window(store):
             self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
+
+    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+        """All shards of a batch have been given to `step`: batches whose parameters are final."""
+        yield batch
+
+    def end_step(self) -> Iterator[list[Unit]]:
+        """The same after the last batch."""
+        yield from ()
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
         """A method of the user's class that changes masters. `has_states`: a step has been taken."""
@@ -232,6 +246,7 @@ class WholeStepper:
     def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
         self._instance = instance
         self._writes = WriteCheck()
+        self._batches: list[list[Unit]] = []
         self._targets: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
         self._by_group: list[list[nn.Parameter]] = [[] for _ in instance.param_groups]
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -297,13 +312,20 @@ class WholeStepper:
                     if low < high:
                         yield target, slice(low - start, high - start)
 
-    def finish(self) -> None:
-        with self._over_masters(), self._without_frozen():
-            plain_step(self._instance)
-        for store in self._stores:
-            for target, _, _ in self._targets[id(store)]:
-                target.grad = None
-            store.push().wait()
+    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+        self._batches.append(batch)
+        yield from ()
+
+    def end_step(self) -> Iterator[list[Unit]]:
+        with recorded(Track.STEP, "step of all", numel=sum(store.stop - store.start for store in self._stores)):
+            with self._over_masters(), self._without_frozen():
+                plain_step(self._instance)
+            for store in self._stores:
+                for target, _, _ in self._targets[id(store)]:
+                    target.grad = None
+                store.push().wait()
+        batches, self._batches = self._batches, []
+        yield from batches
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
         with self._over_masters():

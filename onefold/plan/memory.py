@@ -48,6 +48,8 @@ class FlatParamSpec:
     packed: bool = False
     """Frozen values in a format of their own, as quantized weights are: gathered byte for byte, never cast."""
     residency: Residency = Residency()
+    states: tuple[str, ...] = ()
+    """Tensors that the optimizer keeps beside each master, two for Adam; none where only its class knows."""
 
     @property
     def master_is_shard(self) -> bool:
@@ -110,7 +112,7 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
             master = master_dtype(spec.dtype)
             is_slice = unsharded and master == spec.dtype and not residency.offloads_states
             masters += 0 if is_slice else stepped * master.itemsize
-            states += stepped * master.itemsize * plan.num_states
+            states += stepped * master.itemsize * len(spec.states)
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
 
 
@@ -276,8 +278,8 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
             up += shard * (master - spec.dtype.itemsize)
             down += shard * spec.dtype.itemsize
         if residency.states is Tier.NVME:
-            read += shard * master * (1 + plan.num_states)
-            written += shard * master * (1 + plan.num_states)
+            read += shard * master * (1 + len(spec.states))
+            written += shard * master * (1 + len(spec.states))
         if not unsharded and residency.parameters is Tier.NVME and not spec.master_is_shard:
             written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)

@@ -199,8 +199,6 @@ class Plan:
     frozen_wire: Wire = Wire.NATIVE
     feedback: Feedback | None = None
     """What quantized gradients lose is kept and added to the next ones."""
-    num_states: int = 0
-    """Tensors that the optimizer keeps per parameter, 2 for Adam; 0 where only its class knows."""
     accumulates: bool = False
     """A step takes several micro-steps."""
     overlap: bool = False

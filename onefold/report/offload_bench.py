@@ -360,6 +360,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer nvme": {"stage": 2, "offload_optimizer": _NVME},
     "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
 }
+_MOMENTS = tuple(AdamRule().state_names([{}]))
 # A model is offloaded by units; so many make a ratio of tenths exact.
 _NUM_UNITS = 20
 
@@ -386,11 +387,11 @@ class Cost:
 def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting]})
-    plan = replace(make_plan(config, world_size=1), num_states=2)
+    plan = make_plan(config, world_size=1)
     # All of it, whatever the host could keep.
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
-    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False)
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, states=_MOMENTS)
     specs = assign_tiers([spec] * _NUM_UNITS, plan)
     crossing = count_crossing(specs, plan, 1, device_casts=True)
     stepped = sum(spec.layout.numel for spec in specs if spec.residency.offloads_states)

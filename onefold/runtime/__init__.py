@@ -17,6 +17,7 @@
 from onefold.runtime.build import lay_out
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.hooks import Hooks
+from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.param_handle import ParamHandle, about_to_write, handle_of, handles_of, unsharded, unsharded_shape
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.unit import Unit
@@ -24,6 +25,7 @@ from onefold.runtime.unit import Unit
 __all__ = [
     "FlatParam",
     "Hooks",
+    "InFlightCollectives",
     "ParamHandle",
     "Schedule",
     "Unit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,12 +30,28 @@ class UnitSpec:
     params: list[FlatParamSpec]
 
 
+class _Alike(NamedTuple):
+    """What parameters of one flat parameter have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+    packed: bool
+    states: tuple[str, ...]
+
+
 def lay_out(
-    model: nn.Module, plan: Plan, groups: Mapping[int, int], group: Group, ledger: Ledger, device: torch.device
+    model: nn.Module,
+    plan: Plan,
+    groups: Mapping[int, int],
+    states: Sequence[tuple[str, ...]],
+    group: Group,
+    ledger: Ledger,
+    device: torch.device,
 ) -> tuple[list[Unit], OffloadMemory | None]:
     """Cut a model into units, decide where each of its flat parameters rests, and build them there."""
     agreement = Agreement(group, ledger)
-    specs = plan_units(model, plan, groups)
+    specs = plan_units(model, plan, groups, states)
     placed = place([param for spec in specs for param in spec.params], plan, agreement, device)
     memory = make_memory(placed, plan, agreement, ledger, device)
     rest = iter(placed)
@@ -42,8 +59,12 @@ def lay_out(
     return build_units(model, specs, plan, group, ledger, device, memory), memory
 
 
-def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[UnitSpec]:
-    """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group."""
+def plan_units(
+    model: nn.Module, plan: Plan, groups: Mapping[int, int], states: Sequence[tuple[str, ...]]
+) -> list[UnitSpec]:
+    """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group, `states` names
+    what the optimizer keeps for each group: groups that differ in it have flat parameters of their own.
+    """
     parameters = dict(model.named_parameters())
     _check_modules(model)
     check_apart(parameters)
@@ -55,7 +76,7 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
     )
     specs = []
     for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
-        flat: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, tuple[int, ...], int]]] = {}
+        flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:
             parameter = parameters[name]
             trainable = parameter.requires_grad and id(parameter) in groups
@@ -65,11 +86,14 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> list[
                 continue
             packed = not trainable and not (is_plain_float(parameter.dtype) and plain_class(parameter) is nn.Parameter)
             dtype = parameter.dtype if packed else plan.precision.of_parameter(parameter.dtype)
-            key = (dtype, trainable, name in persistent, packed)
-            flat.setdefault(key, []).append((name, shapes[name], groups[id(parameter)] if trainable else 0))
+            of_group = groups[id(parameter)] if trainable else 0
+            kept = states[of_group] if trainable else ()
+            alike = _Alike(dtype, trainable, name in persistent, packed, kept)
+            flat.setdefault(alike, []).append((name, shapes[name], of_group))
         params = []
-        for key, members in flat.items():
-            params.append(FlatParamSpec(Layout.of(members, plan.num_shards, key[0].itemsize), *key))
+        for alike, members in flat.items():
+            layout = Layout.of(members, plan.num_shards, alike.dtype.itemsize)
+            params.append(FlatParamSpec(layout, **alike._asdict()))
         if params:
             specs.append(UnitSpec(found, params))
     return specs

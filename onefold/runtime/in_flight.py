@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onefold.comm import Collective, Gathering, Guard, Pending
+from onefold.comm import Collective, Gathering, Guard, PeerExchange, Pending
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
@@ -230,6 +230,21 @@ class InFlightCollectives:
         with self._guard.launching(what, ()), recorded(Track.GATHERS, what, numel=numbers.numel()):
             self.collective.start_gather([Gathering(numbers, mine)]).finish()
         return numbers
+
+    def start_exchange(self, what: str, units: list[str], exchanges: list[PeerExchange]) -> Callable[[], None]:
+        """Tensors for some ranks, and room for some of theirs, while units are stepped: all ranks call this in one
+        order. What is returned waits until they have arrived.
+        """
+        if self.collective.group.size == 1:
+            return lambda: None
+        with self._guard.launching(what, units), recorded(Track.GATHERS, what, units[0]):
+            pending = self.collective.start_peer_exchange(exchanges, "matrices")
+
+        def wait() -> None:
+            with self._guard.waiting(what, units), recorded(Track.COMPUTE, f"wait for {what}", units[0]):
+                pending.finish()
+
+        return wait
 
     # -- gradients where every rank steps everything ------------------------------------------------------------
 

@@ -1,0 +1,142 @@
+"""Update rules that look at whole matrices, and Muon among them.
+
+[Note: a rule of whole matrices]
+Such a rule has three parts. `apply` is elementwise, like that of any rule, on whatever range of a shard: it updates
+states with the gradient and leaves, in the tile's `update`, what the matrix is to be made of. `work` gets that as one
+whole matrix, on one rank, and returns another. `finish` is elementwise again: it moves parameters along what came back.
+Everything between them, who works on which matrix and how its pieces travel, is the mechanism's
+(`plan/matrices.py`, `optim/matrix_stepper.py`). Each matrix is worked on by itself, so its bits depend neither on the
+number of ranks nor on the stage.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from onefold.optim.rules import AdamRule, Hyper, Tile
+
+# The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one that has other coefficients in
+# each step, which are the best for what the steps before have left (Polar Express, arXiv 2505.16932).
+Coefficients = Sequence[tuple[float, float, float]]
+QUINTIC = (3.4445, -4.7750, 2.0315)
+POLAR_EXPRESS: Coefficients = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+# Singular values are kept this far below one: beyond it those coefficients drive them away.
+_CUSHION = 1.02
+
+
+class MatrixRule(ABC):
+    """A rule of whole matrices, for the groups that ask for it; others are stepped by AdamW."""
+
+    can_skip = False
+    wire: ClassVar[torch.dtype] = torch.bfloat16
+    """In what pieces of matrices travel."""
+    name: ClassVar[str]
+    """The key of a group that says whether it is stepped as matrices: `use_` and this."""
+
+    def __init__(self) -> None:
+        self.others = AdamRule()
+
+    def takes(self, hyper: Hyper) -> bool:
+        """Whether a group is stepped as matrices."""
+        return bool(hyper[f"use_{self.name}"])
+
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
+        found: dict[str, None] = {}
+        for group in groups:
+            names = self.names_of_matrices(group) if self.takes(group) else self.others.state_names(groups)
+            found |= dict.fromkeys(names)
+        return list(found)
+
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
+        if self.takes(hyper):
+            assert tile.update is not None
+            self.prepare(tile, tile.update, hyper, step)
+        else:
+            self.others.apply(tile, hyper, step)
+
+    @abstractmethod
+    def names_of_matrices(self, hyper: Hyper) -> list[str]:
+        """States that lie along a matrix, element by element."""
+
+    @abstractmethod
+    def prepare(self, tile: Tile, update: torch.Tensor, hyper: Hyper, step: int) -> None:
+        """The elementwise part before: states are updated, and `update` is what the matrix is made of."""
+
+    @abstractmethod
+    def work(self, matrix: torch.Tensor, hyper: Hyper, step: int) -> torch.Tensor:
+        """The part that sees all of it. It may write to what it is given."""
+
+    @abstractmethod
+    def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
+        """The elementwise part after, on a piece of a matrix of that shape."""
+
+    @abstractmethod
+    def cost(self, rows: int, columns: int) -> float:
+        """Of `work`, in any unit: by it owners are chosen."""
+
+
+class MuonRule(MatrixRule):
+    """Muon: the momentum of each matrix, orthogonalised. As torch's, to the bit, where that has the same settings."""
+
+    name = "muon"
+
+    def names_of_matrices(self, hyper: Hyper) -> list[str]:
+        return ["momentum_buffer"]
+
+    def prepare(self, tile: Tile, update: torch.Tensor, hyper: Hyper, step: int) -> None:
+        momentum, average = float(hyper["momentum"]), tile.states["momentum_buffer"]
+        average.lerp_(tile.gradient, 1 - momentum)
+        update.copy_(tile.gradient.lerp(average, momentum) if hyper["nesterov"] else average)
+
+    def work(self, matrix: torch.Tensor, hyper: Hyper, step: int) -> torch.Tensor:
+        return orthogonalize(matrix, coefficients_of(hyper), _limit(hyper), float(hyper["eps"]))
+
+    def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
+        rate = float(hyper["lr"])
+        parameter.mul_(1 - rate * float(hyper["weight_decay"]))
+        parameter.add_(update, alpha=-rate * ratio_of(shape, hyper.get("adjust_lr_fn")))
+
+    def cost(self, rows: int, columns: int) -> float:
+        short, long = sorted((rows, columns))
+        return short * short * (4 * long + 2 * short)
+
+
+def orthogonalize(matrix: torch.Tensor, coefficients: Coefficients, limit: float, eps: float) -> torch.Tensor:
+    """The matrix with all of its singular values near one, by products alone (Newton-Schulz). Writes to it."""
+    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    wide.div_(wide.norm().mul_(limit).clamp(min=eps))  # no singular value is above the norm
+    for a, b, c in coefficients:
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if matrix.size(0) > matrix.size(1) else wide
+
+
+def coefficients_of(hyper: Mapping[str, object]) -> Coefficients:
+    """Of each iteration: `ns_coefficients` is three numbers for all of them, or the name of a list."""
+    named, steps = hyper["ns_coefficients"], int(hyper["ns_steps"])  # type: ignore[call-overload]
+    if named == "polar_express":
+        return [POLAR_EXPRESS[min(number, len(POLAR_EXPRESS) - 1)] for number in range(steps)]
+    return [QUINTIC if named == "quintic" else tuple(named)] * steps  # type: ignore[arg-type, list-item]
+
+
+def _limit(hyper: Mapping[str, object]) -> float:
+    return _CUSHION if hyper["ns_coefficients"] == "polar_express" else 1.0
+
+
+def ratio_of(shape: tuple[int, int], adjust: str | None) -> float:
+    """By how much the rate of a matrix of that shape is larger, under torch's names."""
+    rows, columns = shape
+    if adjust == "match_rms_adamw":  # updates as large as AdamW's
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

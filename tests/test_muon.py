@@ -1,0 +1,406 @@
+"""Optimizers of whole matrices: Muon with the same bits in every stage, on any ranks, as torch's on one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Net, Trace, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
+from torch import nn
+
+from onefold.config import ConfigError
+from onefold.optim.choose import choose
+from onefold.optim.matrix_rules import POLAR_EXPRESS, QUINTIC, orthogonalize
+from onefold.plan import Layout
+from onefold.plan.matrices import Matrix, MatrixError, choose_owners, count_sent, holders, matrices_of
+from onefold.utils import safe_get_full_optimizer_state
+
+WIDTH = 80  # a matrix of which lies on several ranks
+
+
+def muon(**params: Any) -> dict[str, Any]:
+    return {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.01, **params}}
+
+
+def wide(**shape: Any) -> Net:
+    return net(width=WIDTH, **shape)
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------------
+
+
+def run_stages(dtype: str, accumulation: int, zero: dict[str, Any], **params: Any) -> dict[int, Trace]:
+    traces = {}
+    for stage in range(4):
+        settings = config(
+            stage,
+            gradient_accumulation_steps=accumulation,
+            gradient_clipping=0.3,
+            optimizer=muon(**params),
+            zero_optimization=zero,
+            **precision(dtype),
+        )
+        engine = start(wide(), settings)
+        traces[stage] = train(engine, 3 * accumulation)
+        engine.destroy()
+    return traces
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, more(4)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", more("fp16")])
+def test_stages_are_bit_equal(on_ranks, world, dtype):
+    results = on_ranks(world, run_stages, dtype, 1, {})
+    for traces in results:
+        for stage in (1, 2, 3):
+            assert first_difference(traces[stage], traces[0]) is None, f"stage {stage} beside stage 0"
+        assert first_difference(traces[3].weights, results[0][3].weights) is None
+
+
+@pytest.mark.parametrize("overlap", [True, more(False)])
+def test_stages_are_bit_equal_in_small_buckets_with_other_coefficients(on_ranks, overlap):
+    zero = {"overlap_comm": overlap, "allgather_bucket_size": 20_000, "reduce_bucket_size": 20_000}
+    params = {"ns_coefficients": "polar_express", "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    for traces in on_ranks(3, run_stages, "bf16", 1, zero, **params):
+        for stage in (1, 2, 3):
+            assert first_difference(traces[stage], traces[0]) is None, f"stage {stage} beside stage 0"
+
+
+def beside_torch(stage: int, way: str) -> str | None:
+    """The engine on one rank, or on several with the same batches, and plain torch."""
+    torch.manual_seed(3)
+    model, plain = Net(width=WIDTH), Net(width=WIDTH)
+    plain.load_state_dict(model.state_dict())
+
+    def both(of: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for name, p in of.named_parameters() if p.ndim == 2 and name.startswith("blocks")]
+        taken = {id(p) for p in matrices}
+        rest = [p for p in of.parameters() if id(p) not in taken]
+        return [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
+            torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.01, fused=True),
+        ]
+
+    if way == "by config":
+        engine = start(model, config(stage, optimizer=muon()))
+    elif way == "by groups":
+        groups = [
+            {"params": group["params"], "use_muon": isinstance(each, torch.optim.Muon), "lr": group["lr"]}
+            for each in both(model)
+            for group in each.param_groups
+        ]
+        engine = start(model, config(stage, optimizer=muon()), model_parameters=groups)
+    else:
+        engine = start(model, config(stage, optimizer=None), optimizer=both(model))
+    optimizers = both(plain)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        x = torch.randint(0, 31, (4, 7), generator=generator)
+        engine.backward(engine(x, x))
+        engine.step()
+        plain(x, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return first_difference(weights_of(engine.module), weights_of(plain))
+
+
+@pytest.mark.parametrize("way", ["by config", "by groups", "as torch's own"])
+@pytest.mark.parametrize("stage", [more(0), more(1), more(2), 3])
+def test_it_is_torchs_muon_and_adamw_to_the_bit(on_ranks, stage, way):
+    for told in on_ranks(1, beside_torch, stage, way):
+        assert told is None
+
+
+def run_wires(zero: dict[str, Any]) -> Trace:
+    return train(start(wide(), config(3, optimizer=muon(), zero_optimization=zero, **precision("bf16"))), 3)
+
+
+def test_replica_groups_and_secondary_shards_go_with_it(on_ranks):
+    plain, hpz, mics = (
+        on_ranks(4, run_wires, zero) for zero in ({}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2})
+    )
+    assert [first_difference(*pair) for pair in zip(hpz, plain, strict=True)] == [None] * 4
+    assert all(first_difference(each.weights, mics[0].weights) is None for each in mics)
+    assert mics[0].losses == pytest.approx(plain[0].losses, rel=3e-2)
+
+
+def norms(optimizer: dict[str, Any]) -> list[float | None]:
+    return train(start(wide(), config(2, optimizer=optimizer, gradient_clipping=0.01)), 1).norms
+
+
+def test_the_norm_is_that_of_the_gradient_and_not_of_what_becomes_of_it(on_ranks):
+    found, others = on_ranks(2, norms, muon()), on_ranks(2, norms, {"type": "AdamW", "params": {"lr": 1e-3}})
+    assert found[0] == pytest.approx(others[0], rel=1e-6), "flat parameters are other ones, so sums round differently"
+
+
+def freeze_later() -> tuple[str | None, bool]:
+    """A matrix is frozen after a step, and trained again: it does not move meanwhile, nor does its momentum."""
+    traces, moved = [], True
+    for stage in (0, 3):
+        engine = start(wide(), config(stage, optimizer=muon()))
+        train(engine, 1)
+        engine.module.blocks[1].up.weight.requires_grad = False
+        before = weights_of(engine.module)["blocks.1.up.weight"]
+        train(engine, 2)
+        moved = not torch.equal(before, weights_of(engine.module)["blocks.1.up.weight"])
+        engine.module.blocks[1].up.weight.requires_grad = True
+        traces.append(train(engine, 2))
+        engine.destroy()
+    return first_difference(traces[1], traces[0]), moved
+
+
+def test_a_matrix_may_be_frozen_for_a_while(on_ranks):
+    for told, moved in on_ranks(2, freeze_later):
+        assert told is None
+        assert not moved
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(stage: int) -> tuple[int, int, int, Any, Any]:
+    engine = start(wide(), config(stage, optimizer=muon()))
+    for x, y in batches(1):
+        engine.backward(engine(x, y))
+    before = engine.ledger.copy()
+    engine.step()
+    engine.module  # noqa: B018 - reading it waits for what is in flight
+    sent = sum(row.bytes for row in engine.ledger.since(before).rows() if row.operation == "matrices")
+    stepper = engine.state.step.stepper
+    planned, num = 0, 0
+    for store, found in stepper._matrices.items():
+        matrices, owners = [m for m, _ in found], [owner for _, owner in found]
+        planned += count_sent(store.spec.layout, matrices, owners, rank())
+        num += sum(m.rows * m.columns for m in matrices)
+    return sent, planned, num, engine.held_bytes(), engine.planned_bytes()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_travels_is_what_the_layout_says(on_ranks, world, stage):
+    results = on_ranks(world, bytes_of, stage)
+    for sent, planned, num, held, expected in results:
+        assert sent == (planned if stage else 0)
+        assert sent <= 2 * 2 * num
+        assert (held.masters, held.states) == (expected.masters, expected.states)
+    total = sum(sent for sent, *_ in results)
+    assert total <= 4 * results[0][2], "every piece goes to its owner and back at most"
+    assert (total > 0) == (world > 1 and stage > 0)
+
+
+def test_states_are_four_bytes_a_parameter_of_a_matrix(on_ranks):
+    for names, num_bytes in on_ranks(1, count_states):
+        assert names == {("momentum_buffer",): {"up.weight", "down.weight"}, ADAMS: OTHERS}
+        assert num_bytes == {("momentum_buffer",): 4, ADAMS: 8}
+
+
+ADAMS = ("exp_avg", "exp_avg_sq")
+OTHERS = {"weight", "norm.weight", "norm.bias", "up.bias"}
+
+
+def count_states() -> tuple[dict[tuple[str, ...], set[str]], dict[tuple[str, ...], float]]:
+    """Whose states there are, and how many bytes an element of a flat parameter takes."""
+    engine = start(wide(), config(2, optimizer=muon()))
+    names: dict[tuple[str, ...], set[str]] = {}
+    num_bytes: dict[tuple[str, ...], float] = {}
+    for store in engine.state.step.stores:
+        kept, layout = tuple(store.states), store.spec.layout
+        names.setdefault(kept, set()).update(member.name.split(".", 2)[-1] for member in layout.members)
+        num_bytes[kept] = sum(state.nbytes for state in store.states.values()) / layout.total
+    return names, num_bytes
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def momentum_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: safe_get_full_optimizer_state(parameter, "momentum_buffer").clone()
+        for name, parameter in engine.module.named_parameters()
+        if name.endswith(("up.weight", "down.weight"))
+    }
+
+
+def save(folder: str, stage: int) -> dict[str, torch.Tensor]:
+    engine = start(wide(), config(stage, optimizer=muon()))
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    return momentum_of(engine)
+
+
+def load(folder: str, stage: int) -> tuple[dict[str, torch.Tensor], Trace]:
+    engine = start(wide(seed=9), config(stage, optimizer=muon()))
+    engine.load_checkpoint(folder)
+    return momentum_of(engine), train(engine, 2, seed=1)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 1)), ((3, 2), (1, 3))])
+def test_a_checkpoint_goes_to_other_stages_and_ranks(on_ranks, tmp_path, saved, loaded):
+    (stage, world), (other, ranks) = saved, loaded
+    written = on_ranks(world, save, str(tmp_path), stage)[0]
+    found = on_ranks(ranks, load, str(tmp_path), other)
+    assert first_difference(found[0][0], written) is None
+    again = on_ranks(ranks, load, str(tmp_path), 0)
+    assert first_difference(found[0][1], again[0][1]) is None
+
+
+# -- matrices and their owners -----------------------------------------------------------------------------------------
+
+
+def test_three_dimensions_are_experts_and_four_are_one_matrix():
+    layout = Layout.of([("experts", (3, 4, 5), 0), ("kernel", (6, 2, 3, 3), 0), ("plain", (7, 8), 0)], 2)
+    found = matrices_of(layout)
+    assert [matrix.shape for matrix in found] == [(4, 5)] * 3 + [(6, 18), (7, 8)]
+    assert [matrix.start for matrix in found] == [0, 20, 40, 256, 512]
+
+
+def test_rows_are_split_as_asked():
+    layout = Layout.of([("a.qkv", (12, 5), 0), ("b.kv", (6, 5), 0)], 1)
+    shapes = [matrix.shape for matrix in matrices_of(layout, {"*.qkv": 3, "b.*": [4, 2]})]
+    assert shapes == [(4, 5)] * 3 + [(4, 5), (2, 5)]
+    with pytest.raises(MatrixError, match=r"a.qkv has 12 rows, which 5 equal parts do not make up"):
+        matrices_of(layout, {"*.qkv": 5})
+    with pytest.raises(MatrixError, match=r"b.kv has 6 rows, which parts of \[4, 1\] rows do not make up"):
+        matrices_of(layout, {"b.*": [4, 1]})
+
+
+def test_a_vector_is_no_matrix():
+    with pytest.raises(MatrixError, match="bias has 1 dimension and is no matrix: let AdamW"):
+        matrices_of(Layout.of([("bias", (5,), 0)], 1))
+
+
+shapes = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=8)
+
+
+@given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 5))
+def test_every_matrix_has_one_owner_that_holds_a_piece_of_it(units, ranks):
+    layouts = [Layout.of([(str(i), shape, 0) for i, shape in enumerate(unit)], ranks) for unit in units]
+    found = [(layout, matrices_of(layout)) for layout in layouts]
+    owners = choose_owners(found, lambda rows, columns: rows * columns)
+    sent = 0
+    for (layout, matrices), own in zip(found, owners, strict=True):
+        for matrix, owner in zip(matrices, own, strict=True):
+            assert owner in holders(layout, matrix)
+            pieces = [matrix.piece(*layout.shard_range(place)) for place in range(ranks)]
+            assert sum(high - low for low, high in pieces) == matrix.rows * matrix.columns
+            assert [place for place, (low, high) in enumerate(pieces) if low < high] == list(holders(layout, matrix))
+            low, high = pieces[owner]
+            sent += 2 * 2 * (matrix.rows * matrix.columns - (high - low))
+        ours = sum(count_sent(layout, matrices, own, place) for place in range(ranks))
+        sent -= ours
+    assert sent == 0
+
+
+def test_owners_share_the_work():
+    layout = Layout.of([(str(i), (64, 512), 0) for i in range(8)], 4)
+    both = [(layout, matrices_of(layout))] * 4
+    owners = choose_owners(both, lambda rows, columns: 1.0)
+    load = [sum(own.count(place) for own in owners) for place in range(4)]
+    assert max(load) - min(load) <= 1
+
+
+def test_the_dearest_comes_first():
+    """Of a matrix on both ranks and one on the second alone, the first goes where the other is not."""
+    layout = Layout.of([("a", (3, 2048), 0), ("b", (1, 2048), 0)], 2)
+    (owners,) = choose_owners([(layout, matrices_of(layout))], lambda rows, columns: rows * columns)
+    assert owners == [0, 1]
+
+
+# -- the iteration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(40, 100), (100, 40), (64, 64), (1, 7)])
+@pytest.mark.parametrize(("coefficients", "limit", "near"), [([QUINTIC] * 5, 1.0, 0.35), (POLAR_EXPRESS, 1.02, 0.15)])
+def test_singular_values_come_near_one(shape, coefficients, limit, near):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalize(matrix.clone(), coefficients, limit, 1e-7))
+    assert values.max() < 1 + near
+    # The smallest of a square matrix may be any.
+    assert values.sort().values[len(values) // 10 :].min() > 1 - near
+
+
+# -- who is taken ------------------------------------------------------------------------------------------------------
+
+
+class Section:
+    type = "Muon"
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+
+
+def taken(model: nn.Module, groups: Any = None, **params: Any) -> dict[bool, list[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    chosen = choose(None, Section(**params), groups or list(model.parameters()), model)
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for group in chosen.groups:
+        found[group["use_muon"]] += [names[id(p)] for p in group["params"]]
+    return found
+
+
+def test_hidden_matrices_are_taken_and_nothing_else():
+    model = Net(depth=1)
+    assert taken(model) == {
+        True: ["blocks.0.up.weight", "blocks.0.down.weight"],
+        False: ["embed.weight", "blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.up.bias", "head.weight"],
+    }
+    assert taken(model, adamw_names=["*.down.weight"])[True] == ["blocks.0.up.weight"]
+    model.blocks[0].up.weight.use_muon = False
+    assert taken(model)[True] == ["blocks.0.down.weight"]
+    groups = [{"params": [model.head.weight], "use_muon": True}, {"params": [model.blocks[0].up.bias]}]
+    assert taken(model, groups) == {True: ["head.weight"], False: ["blocks.0.up.bias"]}
+
+
+def test_rates_and_constants_of_both_kinds():
+    model = Net(depth=1)
+    chosen = choose(None, Section(lr=3e-3, muon_lr=0.02, eps=1e-6), list(model.parameters()), model)
+    matrices, others = chosen.groups
+    assert (matrices["lr"], others["lr"]) == (0.02, 3e-3)
+    assert (matrices["eps"], others["eps"]) == (1e-7, 1e-6)
+    assert not {"muon_lr", "adam_lr", "adamw_names", "split_rows"} & (matrices.keys() | others.keys())
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"adamw_names": ["blocks.9*"]}, r"adamw_names: no parameter has a name like 'blocks.9\*'"),
+        ({"split_rows": ["*.up.weight"]}, "is no pattern with parts"),
+        ({"split_rows": ["*.up.weight=0"]}, "is no pattern with parts"),
+        ({"split_rows": ["*.qkv.weight=3"]}, r"split_rows: no parameter has a name like '\*.qkv.weight'"),
+    ],
+)
+def test_names_that_fit_nothing_are_told(params, told):
+    with pytest.raises(ConfigError, match=told):
+        taken(Net(depth=1), **params)
+
+
+def test_two_optimizers_that_do_not_go_together_are_told():
+    model = Net(depth=1)
+    pair = [torch.optim.SGD([model.head.weight], lr=0.1), torch.optim.AdamW([model.embed.weight])]
+    with pytest.raises(ConfigError, match=r"SGD, AdamW were given together"):
+        choose(pair, None, [])
+
+
+def split_trains() -> list[Trace]:
+    return [train(start(wide(), config(stage, optimizer=muon(split_rows=["*.up.weight=4"]))), 2) for stage in (0, 2, 3)]
+
+
+def test_split_rows_change_the_update_alike_in_all_stages(on_ranks):
+    whole = on_ranks(2, run_stages, "fp32", 1, {})[0][0]
+    for split, *others in on_ranks(2, split_trains):
+        assert all(first_difference(other, split) is None for other in others)
+        assert not torch.equal(split.weights["blocks.0.up.weight"], whole.weights["blocks.0.up.weight"])
+
+
+def test_the_matrix_of_a_piece_is_found():
+    matrix = Matrix(0, 100, 10, 20)
+    assert matrix.stop == 300
+    assert matrix.piece(0, 150) == (100, 150)
+    assert matrix.piece(250, 400) == (250, 300)
+    assert math.prod(matrix.shape) == 200
+    low, high = matrix.piece(400, 500)
+    assert low == high
