@@ -20,7 +20,7 @@ from onefold.engine import Engine
 from onefold.engine.alike import items_of
 from onefold.engine.reporting import check_reports
 from onefold.log import logger, set_up_logging
-from onefold.optim.choose import Chosen, Optimizers, check_shardable, choose, for_disk
+from onefold.optim.choose import Chosen, Optimizers, check_delayed, check_shardable, choose, for_disk
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
@@ -81,6 +81,8 @@ def initialize(
         check_reports(plan.loop)
     if chosen is not None and plan.shards_states and plan.num_shards > 1:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
+    if chosen is not None and plan.delays_host:
+        check_delayed(chosen)
     if chosen is not None and plan.states.tier is Tier.NVME:
         chosen = for_disk(chosen)
     batch = solve_batch(settings, world)

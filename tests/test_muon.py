@@ -159,6 +159,62 @@ def test_a_matrix_may_be_frozen_for_a_while(on_ranks):
         assert not moved
 
 
+# -- below the device ------------------------------------------------------------------------------------------------
+
+
+def run_tiers(dtype: str, folder: str, accumulation: int) -> tuple[dict[str, Trace], dict[str, tuple[Any, Any]]]:
+    """States and parameters in each tier, and what crosses between tiers beside what is planned."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    tiers: dict[str, dict[str, Any]] = {
+        "device": {"stage": 2},
+        "host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "half": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        "host and parameters": {
+            "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
+        },
+        "disk": {"stage": 3, "offload_optimizer": {**disk, "buffer_size": 4096}},
+        "all on disk": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},
+    }  # fmt: skip
+    traces, crossings = {}, {}
+    for name, zero in tiers.items():
+        extra = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.3, **precision(dtype)}
+        engine = start(wide(), config(2, optimizer=muon(), zero_optimization=zero, **extra))
+        traces[name] = train(engine, 3 * accumulation)
+        before = engine.ledger.copy()
+        train(engine, accumulation)
+        engine.module  # noqa: B018
+        engine.optimizer.sharded.wait_for_host()
+        since = engine.ledger.since(before)
+        moved = {row.operation: row.bytes for row in since.rows() if row.operation in ("down", "up", "read", "written")}
+        planned = engine.planned_crossing()
+        crossings[name] = (moved.get("down", 0), planned.down)
+        engine.destroy()
+    return traces, crossings
+
+
+@pytest.mark.parametrize("world", [1, 2, more(3)])
+@pytest.mark.parametrize(("dtype", "accumulation"), [more("fp32", 1), ("bf16", 1), more("bf16", 2)])
+def test_every_tier_is_bit_equal(on_ranks, tmp_path, world, dtype, accumulation):
+    for traces, crossings in on_ranks(world, run_tiers, dtype, str(tmp_path), accumulation):
+        for name, trace in traces.items():
+            assert first_difference(trace, traces["device"]) is None, name
+        for name, (moved, planned) in crossings.items():
+            assert moved == planned, name
+
+
+def delay() -> str:
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    try:
+        start(wide(), config(2, optimizer=muon(), zero_optimization=zero, onefold={"delayed_host_step": True}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_delayed_step_of_the_host_is_refused(on_ranks):
+    assert all("works on whole matrices on the device" in told for told in on_ranks(1, delay))
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -170,9 +226,8 @@ def bytes_of(stage: int) -> tuple[int, int, int, Any, Any]:
     engine.step()
     engine.module  # noqa: B018 - reading it waits for what is in flight
     sent = sum(row.bytes for row in engine.ledger.since(before).rows() if row.operation == "matrices")
-    stepper = engine.state.step.stepper
     planned, num = 0, 0
-    for store, found in stepper._matrices.items():
+    for store, found in engine.state.step.matrices.matrices.items():
         matrices, owners = [m for m, _ in found], [owner for _, owner in found]
         planned += count_sent(store.spec.layout, matrices, owners, rank())
         num += sum(m.rows * m.columns for m in matrices)

@@ -9,7 +9,7 @@ import pytest
 
 from onefold.config import Config, ConfigError, load_config
 from onefold.config.keys import SectionKey, walk
-from onefold.config.params import OPTIMIZERS, SCHEDULES
+from onefold.config.params import OPTIMIZERS, SCHEDULES, Coefficients
 
 PACKAGE = Path(__file__).parent.parent / "onefold"
 LEAVES = {path: entry for path, entry in walk(Config) if entry.section is None or entry.optional}
@@ -94,6 +94,8 @@ def another(entry: SectionKey) -> Any:
         return not entry.default
     if get_origin(hint) is Literal:
         return next(choice for choice in get_args(hint) if choice != entry.default)
+    if hint == Coefficients:
+        return "polar_express"
     if get_origin(hint) is tuple:
         return ["another"] if get_args(hint)[0] is str else [7] * len([kind for kind in get_args(hint) if kind is int])
     if hint is str:
@@ -192,7 +194,7 @@ def test_a_key_that_is_honoured_is_read_by_something() -> None:
     ],
 )
 def test_every_parameter_of_a_config_is_taken_or_told(section: str, name: str, kind: type) -> None:
-    rules = (PACKAGE / "optim" / "rules.py").read_text()
+    rules = "".join((PACKAGE / "optim" / f"{file}.py").read_text() for file in ("rules", "matrix_rules", "choose"))
     for path, entry in walk(kind, f"{section}.params"):
         given: dict[str, Any] = {entry.name: [0.5, 0.6] if entry.name == "betas" else another(entry)}
         if entry.name == "nesterov":

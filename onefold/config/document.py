@@ -5,7 +5,7 @@ import sys
 from typing import Any, Literal, get_args, get_origin
 
 from onefold.config.keys import SectionKey, entries, join
-from onefold.config.params import OPTIMIZERS, SCHEDULES, PerGroup
+from onefold.config.params import OPTIMIZERS, SCHEDULES, Coefficients, PerGroup
 from onefold.config.schema import Config
 
 _INTRO = """\
@@ -88,6 +88,8 @@ def _type(entry: SectionKey) -> str:
         return f"{name} or {many}" if entry.key.or_one else many
     if hint == PerGroup:
         return "number or list of numbers"
+    if hint == Coefficients:
+        return "quintic, polar_express or list of 3 numbers"
     return _NAMES[hint] + (", auto" if entry.key.auto else "")
 
 

@@ -15,6 +15,7 @@ _KERNEL = "one fused kernel over flat shards serves; the result is the same"
 _BETA = {"minimum": 0, "below": 1}
 
 Betas = tuple[float, float]
+Coefficients = Literal["quintic", "polar_express"] | tuple[float, float, float]
 PerGroup = float | tuple[float, ...]
 """One number for all parameter groups, or one a group."""
 
@@ -102,7 +103,7 @@ class MuonParams(_Params):
     momentum: float = key(0.95, "Decay of the momentum.", **_BETA)
     nesterov: bool = key(True, "Look ahead along the momentum.")
     ns_steps: int = key(5, "Iterations that orthogonalise.", minimum=1, below=100)
-    ns_coefficients: Literal["quintic", "polar_express"] | tuple[float, float, float] = key(
+    ns_coefficients: Coefficients = key(
         "quintic", "Of these iterations: the usual ones, those of Polar Express, or three numbers."
     )
     ns_method: Literal["standard", "gram"] = noticed(

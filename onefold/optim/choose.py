@@ -19,6 +19,7 @@ from onefold.optim.matrix_groups import divide, read_splits
 from onefold.optim.matrix_rules import MatrixRule, MuonRule
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments
+from onefold.plan import KeptStates
 from onefold.plan.matrices import Splits
 
 Groups = list[dict[str, Any]]
@@ -76,12 +77,13 @@ class Chosen:
         """Whether the instance itself is stepped, in whole or a tile at a time; else a rule takes its place."""
         return self.instance is not None and (self.rule is None or isinstance(self.rule, InstanceRule))
 
-    def states_of_groups(self) -> list[tuple[str, ...]]:
+    def states_of_groups(self) -> list[KeptStates]:
         """The names of what is kept for each group beside its masters: what one group needs, all keep."""
         if isinstance(self.rule, MatrixRule):
-            return [tuple(self.rule.state_names([group])) for group in self.groups]
+            rule = self.rule
+            return [KeptStates(tuple(rule.state_names([group])), rule.takes(group)) for group in self.groups]
         names = tuple(self.rule.state_names(self.groups)) if self.rule is not None else ()
-        return [names] * len(self.groups)
+        return [KeptStates(names)] * len(self.groups)
 
     def group_of_each(self) -> dict[int, int]:
         """The id of each parameter, and the group it stands in."""
@@ -129,6 +131,15 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
         raise ConfigError(
             f"optimizer {type(chosen.instance).__module__}.{chosen.name} is not one onefold knows. If it treats every "
             'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards'
+        )
+
+
+def check_delayed(chosen: Chosen) -> None:
+    """Refuse what the device and the host step together, where the host's step may last."""
+    if isinstance(chosen.rule, MatrixRule):
+        raise ConfigError(
+            f"onefold.delayed_host_step: optimizer {chosen.name} works on whole matrices on the device between two "
+            "passes of the host, and cannot be delayed. Set it to false"
         )
 
 
@@ -263,8 +274,8 @@ def _matrix_groups(rule: MatrixRule, params: Mapping[str, Any], groups: Groups) 
     found = _own_groups(rule.name, params, groups)
     for given, group in zip(groups, found, strict=True):
         is_matrices = rule.takes(group)
-        rates = group.pop(f"{rule.name}_lr"), group.pop("adam_lr")
-        if "lr" not in given and (rate := rates[0 if is_matrices else 1]) is not None:
+        rates = {True: group.pop("muon_lr"), False: group.pop("adam_lr")}
+        if "lr" not in given and (rate := rates[is_matrices]) is not None:
             group["lr"] = rate
         for name in ("adamw_names", "split_rows"):
             group.pop(name)

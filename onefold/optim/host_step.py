@@ -13,10 +13,11 @@ All cores work on one tile together, which stays in their caches between the cas
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import LastUse, StepOutput
 from onefold.offload.shard_store import ShardStore
+from onefold.optim.matrix_rules import MatrixRule
+from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
 from onefold.optim.rules import Rule
 from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
 from onefold.plan import Tier
@@ -38,11 +41,21 @@ TILE = 1 << 22
 CHUNK = 1 << 22
 
 
+# Of a shard on disk: its states, and its master.
+_Which = tuple[bool, bool]
+STATES, MASTER, ALL = (True, False), (False, True), (True, True)
+_Made = TypeVar("_Made")
+
+
 class HostStep:
     """Steps the shards whose master and states do not rest on the device."""
 
     def __init__(self, rule: Rule, memory: OffloadMemory, stores: Sequence[ShardStore], *, delays: bool) -> None:
-        self._tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
+        size = TILE if torch.get_num_threads() > 2 else None
+        self._tiler = Tiler(rule, size)
+        self._matrices = MatrixTiler(rule, size) if isinstance(rule, MatrixRule) else None
+        # What the host has made of gradients, for whole matrices, in the memory of these.
+        self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory = memory
         on_disk = [store for store in stores if store.state_tier is Tier.NVME]
         self._stream = StateStream(memory, on_disk) if on_disk else None
@@ -88,11 +101,15 @@ class HostStep:
         asked = []
         last_use = self._memory.bus.now()
         if self._stream is not None:
-            self._stream.plan(stores)
+            for store in stores:
+                self._stream.plan([store], STATES if store.spec.kept.as_matrices else ALL)
         for store in stores:
             gradient = _gradient_of(store).value
             assert gradient is not None
-            stepped = self._memory.worker.submit(self._try, store, gradient, step, last_use)
+            if store.spec.kept.as_matrices:
+                self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
+                continue
+            stepped = self._submit("host step", store, self._step, store, gradient, step, last_use)
             asked.append(stepped)
             if self._delays:
                 self._late.append((store, stepped))
@@ -101,16 +118,20 @@ class HostStep:
                 store.start_step(stepped)
         self._asked = asked
 
-    def _try(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
-        """After an error nothing more is stepped."""
-        if self._failed is not None:
-            raise self._failed.with_traceback(None)
-        try:
-            with recorded(Track.STEP, "host step", store.unit, numel=store.stop - store.start, by_host=True):
-                return self._step(store, gradient, step, last_use)
-        except BaseException as error:
-            self._failed = error
-            raise
+    def _submit(self, what: str, store: ShardStore, work: Callable[..., _Made], *given: Any) -> Future[_Made]:
+        """On the host's thread. After an error nothing more is stepped."""
+
+        def attempt() -> _Made:
+            if self._failed is not None:
+                raise self._failed.with_traceback(None)
+            try:
+                with recorded(Track.STEP, what, store.unit, numel=store.stop - store.start, by_host=True):
+                    return work(*given)
+            except BaseException as error:
+                self._failed = error
+                raise
+
+        return self._memory.worker.submit(attempt)
 
     @torch.no_grad()
     def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
@@ -126,13 +147,67 @@ class HostStep:
                 output.leave()
         return store.finish_output(output)
 
+    # -- whole matrices: two passes, and the device between them --------------------------------------------------
+
+    @torch.no_grad()
+    def _prepare(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        """States with the gradient, in whose memory lies afterwards what matrices are made of."""
+        assert self._matrices is not None
+        _gradient_of(store).wait()
+        update = gradient.view(MatrixRule.wire)[: store.stop - store.start]
+        for window in self._windows(store):
+            self._matrices.prepare(store, window, gradient, update, step)
+        return update
+
+    def prepared(self, store: ShardStore) -> torch.Tensor:
+        """The same on the device, as the caller's stream sees it."""
+        here = self._prepared[store].result()
+        update = torch.empty(here.shape, dtype=here.dtype, device=store.device)
+        self._memory.bus.up(here, update).order()
+        return update
+
+    def start_finish(self, part: TravellingMatrices, step: Step) -> None:
+        """The update is on the device: it comes down, and the host steps the master with it."""
+        store, gradient = part.store, _gradient_of(part.store).value
+        here = self._prepared.pop(store).result()
+        arrival = self._memory.bus.down(part.update, here)
+        last_use = self._memory.bus.now()
+        stepped = self._submit("host step", store, self._finish, part, here, gradient, arrival, step, last_use)
+        self._asked.append(stepped)
+        store.start_step(stepped)
+
+    @torch.no_grad()
+    def _finish(
+        self,
+        part: TravellingMatrices,
+        here: torch.Tensor,
+        gradient: torch.Tensor,
+        arrival: Arrival,
+        step: Step,
+        last_use: LastUse,
+    ) -> Arrival:
+        assert self._matrices is not None
+        arrival.wait()
+        store, below = part.store, replace(part, update=here)
+        store.wait_for_master()
+        output = store.output(gradient, last_use)
+        if self._stream is not None:
+            self._stream.plan([store], MASTER)
+        for window in self._windows(store):
+            for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
+                self._matrices.finish(below, window, start, stop, output.memory(start, stop), step)
+                output.send(window.master[start - window.start : stop - window.start], start, stop)
+            if self._stream is not None:
+                output.leave()
+        return store.finish_output(output)
+
     def rewrite(self, stores: Sequence[ShardStore]) -> Windows:
         """The windows of each shard, to be changed in this order by something else than a step."""
         self.wait()
         for store in stores:
             store.wait_for_master()
         if self._stream is not None:
-            self._stream.plan(stores)
+            self._stream.plan(stores, ALL)
         return self._windows
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
@@ -169,16 +244,17 @@ class StateStream:
         self._size = min(longest, max(options.buffer_size // SHARD_ALIGNMENT, 1) * SHARD_ALIGNMENT)
         self._buffers = memory.buffers(options.buffer_count, self._size * per_element)
         self._ahead, self._behind = options.pipeline_read is not False, options.pipeline_write is not False
-        self._coming: deque[tuple[ShardStore, int, int]] = deque()
+        self._coming: deque[tuple[ShardStore, int, int, _Which]] = deque()
         self._reading: deque[_Passing] = deque()
         self._writing: deque[_Passing] = deque()
 
-    def plan(self, stores: Sequence[ShardStore]) -> None:
-        """What the next step goes through."""
+    def plan(self, stores: Sequence[ShardStore], which: _Which) -> None:
+        """What the next step goes through, masters, states, or both."""
         for store in stores:
             if store.state_tier is Tier.NVME:
                 length = store.stop - store.start
-                self._coming.extend((store, low, min(low + self._size, length)) for low in range(0, length, self._size))
+                lows = range(0, length, self._size)
+                self._coming.extend((store, low, min(low + self._size, length), which) for low in lows)
 
     def windows(self, store: ShardStore) -> Iterator[StateWindow]:
         """All windows of a shard. Each is written back when the next is asked for."""
@@ -212,8 +288,8 @@ class StateStream:
         buffer = self._buffers.try_take() if self._coming else None
         if buffer is None:
             return False
-        store, start, stop = self._coming.popleft()
-        window = _window(store, start, stop, buffer)
+        store, start, stop, which = self._coming.popleft()
+        window = _window(store, start, stop, buffer, which)
         with within(store.unit):  # another one than is stepped at the moment
             loads = [part.start_load(memory) for part, memory in _on_disk_and_here(store, window)]
         self._reading.append(_Passing(store, buffer, window, loads))
@@ -232,17 +308,21 @@ def _parts(store: ShardStore) -> dict[str, DiskTensor]:
 
 
 def _on_disk_and_here(store: ShardStore, window: StateWindow) -> list[tuple[DiskTensor, torch.Tensor]]:
-    parts = zip(_parts(store).values(), [window.master, *window.states.values()], strict=True)
-    return [(flat[window.start : window.stop], memory) for flat, memory in parts]
+    here = {"master": window.master, **window.states}
+    pairs = [(flat, here[name]) for name, flat in _parts(store).items() if name in here and here[name].numel()]
+    return [(flat[window.start : window.stop], memory) for flat, memory in pairs]
 
 
-def _window(store: ShardStore, start: int, stop: int, buffer: torch.Tensor) -> StateWindow:
+def _window(store: ShardStore, start: int, stop: int, buffer: torch.Tensor, which: _Which) -> StateWindow:
+    """In the buffer, what is asked for; a master that is not is empty."""
     found, used = {}, 0
     for name, flat in _parts(store).items():
+        if not which[name == "master"]:
+            continue
         size = (stop - start) * flat.itemsize
         found[name] = buffer[used : used + size].view(flat.dtype)
         used += size
-    return StateWindow(start, stop, found.pop("master"), found)
+    return StateWindow(start, stop, found.pop("master", buffer[:0]), found)
 
 
 def _wait(passing: _Passing) -> None:

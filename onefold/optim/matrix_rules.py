@@ -1,11 +1,11 @@
 """Update rules that look at whole matrices, and Muon among them.
 
 [Note: a rule of whole matrices]
-Such a rule has three parts. `apply` is elementwise, like that of any rule, on whatever range of a shard: it updates
-states with the gradient and leaves, in the tile's `update`, what the matrix is to be made of. `work` gets that as one
+Such a rule has three parts. `prepare` is elementwise, like the update of any rule, on whatever range of a shard: it
+updates states with the gradient and leaves in `update` what the matrix is to be made of. `work` gets that as one
 whole matrix, on one rank, and returns another. `finish` is elementwise again: it moves parameters along what came back.
 Everything between them, who works on which matrix and how its pieces travel, is the mechanism's
-(`plan/matrices.py`, `optim/matrix_stepper.py`). Each matrix is worked on by itself, so its bits depend neither on the
+(`plan/matrices.py`, `optim/matrix_steps.py`). Each matrix is worked on by itself, so its bits depend neither on the
 number of ranks nor on the stage.
 """
 
@@ -35,6 +35,9 @@ POLAR_EXPRESS: Coefficients = (
 _CUSHION = 1.02
 
 
+States = Mapping[str, torch.Tensor]
+
+
 class MatrixRule(ABC):
     """A rule of whole matrices, for the groups that ask for it; others are stepped by AdamW."""
 
@@ -59,19 +62,18 @@ class MatrixRule(ABC):
         return list(found)
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
-        if self.takes(hyper):
-            assert tile.update is not None
-            self.prepare(tile, tile.update, hyper, step)
-        else:
-            self.others.apply(tile, hyper, step)
+        """What is not stepped as matrices."""
+        self.others.apply(tile, hyper, step)
 
     @abstractmethod
     def names_of_matrices(self, hyper: Hyper) -> list[str]:
         """States that lie along a matrix, element by element."""
 
     @abstractmethod
-    def prepare(self, tile: Tile, update: torch.Tensor, hyper: Hyper, step: int) -> None:
-        """The elementwise part before: states are updated, and `update` is what the matrix is made of."""
+    def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
+        """The elementwise part before: states are updated, and `update` is what the matrix is made of. They may share
+        memory, so `update` is written last.
+        """
 
     @abstractmethod
     def work(self, matrix: torch.Tensor, hyper: Hyper, step: int) -> torch.Tensor:
@@ -94,10 +96,10 @@ class MuonRule(MatrixRule):
     def names_of_matrices(self, hyper: Hyper) -> list[str]:
         return ["momentum_buffer"]
 
-    def prepare(self, tile: Tile, update: torch.Tensor, hyper: Hyper, step: int) -> None:
-        momentum, average = float(hyper["momentum"]), tile.states["momentum_buffer"]
-        average.lerp_(tile.gradient, 1 - momentum)
-        update.copy_(tile.gradient.lerp(average, momentum) if hyper["nesterov"] else average)
+    def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
+        momentum, average = float(hyper["momentum"]), states["momentum_buffer"]
+        average.lerp_(gradient, 1 - momentum)
+        update.copy_(gradient.lerp(average, momentum) if hyper["nesterov"] else average)
 
     def work(self, matrix: torch.Tensor, hyper: Hyper, step: int) -> torch.Tensor:
         return orthogonalize(matrix, coefficients_of(hyper), _limit(hyper), float(hyper["eps"]))

@@ -25,8 +25,6 @@ class Tile:
     group: int = 0
     skip: torch.Tensor | None = None
     """On the device: 1 leaves everything as it is. Only for rules that say so (`can_skip`)."""
-    update: torch.Tensor | None = None
-    """Where a rule of whole matrices leaves what they are made of (`matrix_rules.py`)."""
 
 
 class Rule(Protocol):

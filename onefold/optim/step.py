@@ -22,7 +22,7 @@ from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.matrix_rules import MatrixRule
-from onefold.optim.matrix_stepper import MatrixStepper
+from onefold.optim.matrix_steps import MatrixSteps
 from onefold.optim.norm import (
     Spelled,
     StepNorm,
@@ -67,9 +67,7 @@ class ShardedStep:
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
         self.stepper: TiledStepper | WholeStepper
-        if isinstance(chosen.rule, MatrixRule):
-            self.stepper = MatrixStepper(chosen.rule, self.groups, self.stores, chosen.splits, schedule.in_flight)
-        elif chosen.rule is not None:
+        if chosen.rule is not None:
             self.stepper = TiledStepper(chosen.rule, self.stores)
         else:
             assert chosen.instance is not None
@@ -85,6 +83,11 @@ class ShardedStep:
         if on_host and chosen.rule is not None:
             assert memory is not None
             self._host = HostStep(chosen.rule, memory, on_host, delays=plan.delays_host)
+        self.matrices: MatrixSteps | None = None
+        if isinstance(chosen.rule, MatrixRule):
+            self.matrices = MatrixSteps(
+                chosen.rule, self.groups, self.stores, chosen.splits, schedule.in_flight, self._host
+            )
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -140,12 +143,14 @@ class ShardedStep:
             self._host.start(schedule.stepped_on_host(), step)
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
-                if self._host is None or not store.steps_on_host:
-                    with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
+                with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
+                    if self.matrices is not None and store in self.matrices.matrices:
+                        self.matrices.start(store, gradient, step)
+                    elif self._host is None or not store.steps_on_host:
                         self.stepper.step(store, gradient, step)
-            for done in self.stepper.end_batch(batch, step):
+            for done in self.matrices.end_batch(batch, step) if self.matrices else self.stepper.end_batch(batch):
                 schedule.in_flight.start_refresh(done)
-        for done in self.stepper.end_step():
+        for done in self.matrices.end_step() if self.matrices else self.stepper.end_step():
             schedule.in_flight.start_refresh(done)
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next

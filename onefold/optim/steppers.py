@@ -111,7 +111,12 @@ class Tiler:
         self._rule = rule
         self._size = size
         self._scratch: torch.Tensor | None = None
-        self._writes = WriteCheck()
+        self.writes = WriteCheck()
+
+    @property
+    def size(self) -> int | None:
+        """Elements of a tile; None: as many as the device likes."""
+        return self._size
 
     def step(
         self,
@@ -122,11 +127,8 @@ class Tiler:
         gradient: torch.Tensor,
         out: torch.Tensor | None,
         step: Step,
-        update: torch.Tensor | None = None,
     ) -> None:
-        """[start, stop) of a window. `gradient` and `update` lie along the shard, `out` along the range; `gradient` and
-        `out` may share memory.
-        """
+        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
         size = self._size or TILE[window.master.device.type]
         used = shard.comparable
         for segment in shard.stepped_segments(start, stop):
@@ -135,18 +137,18 @@ class Tiler:
                 inside = slice(low - window.start, high - window.start)
                 master = window.master[inside]
                 if used is not None:
-                    self._writes.take_over(master, used[low:high])
-                scaled = self._scaled(gradient[low:high], step.coefficient, master.dtype, size)
+                    self.writes.take_over(master, used[low:high])
+                scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
                 states = {name: state[inside] for name, state in window.states.items()}
-                leaves = update[low:high] if update is not None else None
-                tile = Tile(master, scaled, states, segment.group, step.skip, leaves)
+                tile = Tile(master, scaled, states, segment.group, step.skip)
                 self._rule.apply(tile, step.groups[segment.group], step.number)
                 if out is not None:
                     out[low - start : high - start].copy_(master)
 
-    def _scaled(
+    def scaled(
         self, gradient: torch.Tensor, coefficient: float | torch.Tensor, dtype: torch.dtype, size: int
     ) -> torch.Tensor:
+        """A tile of a gradient, as rules take it; the next one may have the same memory."""
         if isinstance(coefficient, torch.Tensor):
             return gradient.to(dtype, copy=True).mul_(coefficient)
         if coefficient == 1.0 and gradient.dtype == dtype:
@@ -184,7 +186,7 @@ class TiledStepper:
         for window in whole_window(store):
             self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
 
-    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
         """All shards of a batch have been given to `step`: batches whose parameters are final."""
         yield batch
 
@@ -312,7 +314,7 @@ class WholeStepper:
                     if low < high:
                         yield target, slice(low - start, high - start)
 
-    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
         self._batches.append(batch)
         yield from ()
 

@@ -10,6 +10,7 @@ from onefold.plan.memory import (
     BufferBytes,
     Crossing,
     FlatParamSpec,
+    KeptStates,
     ModelBytes,
     Residency,
     assign_tiers,

@@ -38,6 +38,20 @@ class Residency:
 
 
 @dataclass(frozen=True)
+class KeptStates:
+    """What an optimizer keeps beside each master of a group, by name, two tensors for Adam; none where only its class
+    knows. `as_matrices`: it looks at whole matrices ([Note: whole matrices]).
+    """
+
+    names: tuple[str, ...] = ()
+    as_matrices: bool = False
+
+
+# In what matrices travel to their owners and back.
+MATRIX_ITEMSIZE = 2
+
+
+@dataclass(frozen=True)
 class FlatParamSpec:
     """A flat parameter without tensors: its layout, dtype and treatment."""
 
@@ -48,8 +62,11 @@ class FlatParamSpec:
     packed: bool = False
     """Frozen values in a format of their own, as quantized weights are: gathered byte for byte, never cast."""
     residency: Residency = Residency()
-    states: tuple[str, ...] = ()
-    """Tensors that the optimizer keeps beside each master, two for Adam; none where only its class knows."""
+    kept: KeptStates = KeptStates()
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return self.kept.names
 
     @property
     def master_is_shard(self) -> bool:
@@ -273,6 +290,8 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         # One micro-step of one rank is exact in its own dtype; sums over ranks are not.
         travels = plan.precision.of_reduced(spec.dtype, 1, spec.layout.num_shards)
         down += num_micro_steps * shard * travels.itemsize
+        if spec.kept.as_matrices:  # to the device, where they are worked on, and back
+            up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
         up += shard * master if unsharded or residency.parameters is Tier.DEVICE else 0
         if residency.states is residency.parameters is Tier.HOST and device_casts and not spec.master_is_shard:
             up += shard * (master - spec.dtype.itemsize)

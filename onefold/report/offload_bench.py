@@ -29,7 +29,17 @@ from onefold.offload.nvme import SwapFiles
 from onefold.optim.host_step import TILE
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
-from onefold.plan import Crossing, FlatParamSpec, Layout, Tier, assign_tiers, count_bytes, count_crossing, make_plan
+from onefold.plan import (
+    Crossing,
+    FlatParamSpec,
+    KeptStates,
+    Layout,
+    Tier,
+    assign_tiers,
+    count_bytes,
+    count_crossing,
+    make_plan,
+)
 from onefold.plan.layout import Segment
 from onefold.report.link_bench import LinkRates, measure_links
 
@@ -360,7 +370,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer nvme": {"stage": 2, "offload_optimizer": _NVME},
     "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
 }
-_MOMENTS = tuple(AdamRule().state_names([{}]))
+_MOMENTS = KeptStates(tuple(AdamRule().state_names([{}])))
 # A model is offloaded by units; so many make a ratio of tenths exact.
 _NUM_UNITS = 20
 
@@ -391,7 +401,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     # All of it, whatever the host could keep.
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
-    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, states=_MOMENTS)
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=_MOMENTS)
     specs = assign_tiers([spec] * _NUM_UNITS, plan)
     crossing = count_crossing(specs, plan, 1, device_casts=True)
     stepped = sum(spec.layout.numel for spec in specs if spec.residency.offloads_states)

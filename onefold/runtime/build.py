@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from onefold.comm import Agreement, Group, Ledger, broadcast_from
 from onefold.offload.offload_memory import OffloadMemory, make_memory, place
-from onefold.plan import FlatParamSpec, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
+from onefold.plan import FlatParamSpec, KeptStates, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import plain_class
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
@@ -37,14 +37,14 @@ class _Alike(NamedTuple):
     trainable: bool
     persistent: bool
     packed: bool
-    states: tuple[str, ...]
+    kept: KeptStates
 
 
 def lay_out(
     model: nn.Module,
     plan: Plan,
     groups: Mapping[int, int],
-    states: Sequence[tuple[str, ...]],
+    states: Sequence[KeptStates],
     group: Group,
     ledger: Ledger,
     device: torch.device,
@@ -59,9 +59,7 @@ def lay_out(
     return build_units(model, specs, plan, group, ledger, device, memory), memory
 
 
-def plan_units(
-    model: nn.Module, plan: Plan, groups: Mapping[int, int], states: Sequence[tuple[str, ...]]
-) -> list[UnitSpec]:
+def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: Sequence[KeptStates]) -> list[UnitSpec]:
     """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group, `states` names
     what the optimizer keeps for each group: groups that differ in it have flat parameters of their own.
     """
@@ -87,7 +85,7 @@ def plan_units(
             packed = not trainable and not (is_plain_float(parameter.dtype) and plain_class(parameter) is nn.Parameter)
             dtype = parameter.dtype if packed else plan.precision.of_parameter(parameter.dtype)
             of_group = groups[id(parameter)] if trainable else 0
-            kept = states[of_group] if trainable else ()
+            kept = states[of_group] if trainable else KeptStates()
             alike = _Alike(dtype, trainable, name in persistent, packed, kept)
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         params = []

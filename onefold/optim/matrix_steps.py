@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,12 +21,12 @@ from onefold.comm import PeerExchange
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_rules import MatrixRule
 from onefold.optim.rules import Hyper
-from onefold.optim.steppers import Step, TiledStepper, whole_window
+from onefold.optim.steppers import TILE, StateWindow, Step, Tiler, whole_window
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
 from onefold.runtime import InFlightCollectives, Unit
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """A part of a matrix that one rank holds."""
 
     matrix: int
@@ -35,25 +35,25 @@ class Piece(NamedTuple):
     """Counted from the start of the flat parameter."""
 
 
-Ways = dict[int, list[Piece]]
+Ways = dict[int, list[MatrixPiece]]
 
 
 @dataclass(frozen=True)
-class Route:
+class MatrixRoute:
     """Where the matrices of one flat parameter go: pieces by the rank they go to, or come from."""
 
     matrices: Sequence[Matrix]
-    mine: list[Piece]
+    mine: list[MatrixPiece]
     """What this rank holds."""
     to_owners: Ways
     from_holders: Ways
 
     @staticmethod
-    def of(store: ShardStore, matrices: Sequence[Matrix], owners: Sequence[int], shard: int) -> Route:
+    def of(store: ShardStore, matrices: Sequence[Matrix], owners: Sequence[int], shard: int) -> MatrixRoute:
         layout = store.spec.layout
         is_cut = (store.start, store.stop) != (0, layout.total)
         places = range(layout.num_shards) if is_cut else (shard,)
-        route = Route(matrices, [], {}, {})
+        route = MatrixRoute(matrices, [], {}, {})
         for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
             if not is_cut:
                 owner = shard  # every rank has all of it, and works for itself
@@ -61,7 +61,7 @@ class Route:
                 low, high = matrix.piece(*(layout.shard_range(place) if is_cut else (0, layout.total)))
                 if low == high:
                     continue
-                piece = Piece(index, low, high)
+                piece = MatrixPiece(index, low, high)
                 if place == shard:
                     route.mine.append(piece)
                 if place == shard != owner:
@@ -78,19 +78,19 @@ class Route:
 
 
 @dataclass
-class Part:
-    """One flat parameter of a batch: `update` lies along what this rank steps."""
+class TravellingMatrices:
+    """The matrices of one flat parameter of a batch: `update` lies along what this rank steps."""
 
     store: ShardStore
-    route: Route
+    route: MatrixRoute
     update: torch.Tensor
     whole: dict[int, torch.Tensor]
     """The matrices that this rank works on."""
 
-    def held(self, piece: Piece) -> torch.Tensor:
+    def held(self, piece: MatrixPiece) -> torch.Tensor:
         return self.update[piece.low - self.store.start : piece.high - self.store.start]
 
-    def inside(self, piece: Piece) -> torch.Tensor:
+    def inside(self, piece: MatrixPiece) -> torch.Tensor:
         """The same piece in the matrix as a whole."""
         start = self.route.matrices[piece.matrix].start
         return self.whole[piece.matrix].view(-1)[piece.low - start : piece.high - start]
@@ -100,27 +100,30 @@ Exchange = Callable[[list[str], list[PeerExchange]], Callable[[], None]]
 """Starts an exchange of matrices of units with such names; what it returns waits for it."""
 
 
-View = Callable[[Part, Piece], torch.Tensor]
+View = Callable[[TravellingMatrices, MatrixPiece], torch.Tensor]
 
 
-class Trip:
+class MatrixTrip:
     """All matrices of one batch of units, to their owners and back. `first`: the first rank of those that hold the
     model state between them, `shard` this one's place among them.
     """
 
-    def __init__(self, parts: Sequence[Part], shard: int, first: int, exchange: Exchange) -> None:
+    def __init__(self, parts: Sequence[TravellingMatrices], shard: int, first: int, exchange: Exchange) -> None:
         self.parts = parts
         self._shard, self._first, self._exchange = shard, first, exchange
         self.arrive: Callable[[], None] = lambda: None
         """Waits for what is under way."""
 
     def leave(self) -> None:
-        """Pieces go to their owners."""
+        """MatrixPieces go to their owners."""
         for part in self.parts:
             for index in part.route.owned:
                 part.whole[index] = part.update.new_empty(part.route.matrices[index].shape)
         self.arrive = self._start(
-            lambda route: route.to_owners, Part.held, lambda route: route.from_holders, Part.inside
+            lambda route: route.to_owners,
+            TravellingMatrices.held,
+            lambda route: route.from_holders,
+            TravellingMatrices.inside,
         )
 
     def work(self, rule: MatrixRule, groups: Sequence[Hyper], step: int) -> None:
@@ -132,13 +135,16 @@ class Trip:
                 hyper = groups[members[part.route.matrices[index].member].group]
                 part.whole[index] = rule.work(matrix, hyper, step).contiguous()
         self.arrive = self._start(
-            lambda route: route.from_holders, Part.inside, lambda route: route.to_owners, Part.held
+            lambda route: route.from_holders,
+            TravellingMatrices.inside,
+            lambda route: route.to_owners,
+            TravellingMatrices.held,
         )
 
     def _start(
-        self, to: Callable[[Route], Ways], source: View, back: Callable[[Route], Ways], target: View
+        self, to: Callable[[MatrixRoute], Ways], source: View, back: Callable[[MatrixRoute], Ways], target: View
     ) -> Callable[[], None]:
-        """Pieces leave for some ranks, and others come from some; what stays on this rank is copied."""
+        """MatrixPieces leave for some ranks, and others come from some; what stays on this rank is copied."""
         outgoing = {
             peer: _joined([source(part, piece) for part, piece in pieces]) for peer, pieces in self._by_peer(to)
         }
@@ -166,7 +172,9 @@ class Trip:
 
         return arrive
 
-    def _by_peer(self, way: Callable[[Route], Ways]) -> Iterator[tuple[int, list[tuple[Part, Piece]]]]:
+    def _by_peer(
+        self, way: Callable[[MatrixRoute], Ways]
+    ) -> Iterator[tuple[int, list[tuple[TravellingMatrices, MatrixPiece]]]]:
         for peer in sorted({peer for part in self.parts for peer in way(part.route)}):
             yield peer, [(part, piece) for part in self.parts for piece in way(part.route).get(peer, ())]
 
@@ -176,14 +184,65 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _try_products(dtype: torch.dtype) -> None:
-    """Where a CPU has no products of 16 bits, torch finds that out at the first one, and then computes all others of the
-    process another way, those of fp32 too. That must not be between two steps: a run that is resumed would differ.
+    """Where a CPU has no products of 16 bits, torch finds that out at the first one, and then computes all others of
+    the process another way, those of fp32 too. That must not be between two steps: a resumed run would differ.
     """
     torch.ones(32, 32, dtype=dtype) @ torch.ones(32, 32, dtype=dtype)
 
 
-class MatrixStepper(TiledStepper):
-    """A rule of whole matrices. Flat parameters of other groups are stepped as by any rule."""
+class MatrixTiler:
+    """The elementwise parts of a rule of whole matrices, tile by tile. One thread at a time."""
+
+    def __init__(self, rule: MatrixRule, size: int | None = None) -> None:
+        self._rule, self._tiler = rule, Tiler(rule, size)
+
+    def prepare(
+        self, store: ShardStore, window: StateWindow, gradient: torch.Tensor, update: torch.Tensor, step: Step
+    ) -> None:
+        """The part before, of what a window has the states of. `gradient` and `update` lie along the shard; the second
+        may lie in the memory of the first, as many bytes from its start.
+        """
+        size = self._tiler.size or TILE[gradient.device.type]
+        for segment in store.stepped_segments(window.start, window.stop):
+            for low in range(segment.start, segment.stop, size):
+                high = min(low + size, segment.stop)
+                scaled = self._tiler.scaled(gradient[low:high], step.coefficient, store.master.dtype, size)
+                states = {
+                    name: state[low - window.start : high - window.start] for name, state in window.states.items()
+                }
+                self._rule.prepare(scaled, states, update[low:high], step.groups[segment.group], step.number)
+
+    def finish(
+        self, part: TravellingMatrices, window: StateWindow, start: int, stop: int, out: torch.Tensor | None, step: Step
+    ) -> None:
+        """The part after, of [start, stop) of a window that has the master. `out` lies along the range."""
+        store = part.store
+        used, members = store.comparable, store.spec.layout.members
+        for piece in part.route.mine:
+            low, high = max(piece.low - store.start, start), min(piece.high - store.start, stop)
+            if low >= high:
+                continue
+            master = window.master[low - window.start : high - window.start]
+            if used is not None:
+                self._tiler.writes.take_over(master, used[low:high])
+            matrix = part.route.matrices[piece.matrix]
+            self._rule.finish(master, part.update[low:high], matrix.shape, step.groups[members[matrix.member].group])
+        if out is not None:
+            out.copy_(window.master[start - window.start : stop - window.start])
+
+
+class HostMatrices(Protocol):
+    """The host's step, as far as whole matrices need it."""
+
+    def prepared(self, store: ShardStore) -> torch.Tensor:
+        """What the host has made of a shard's gradient, on the device."""
+
+    def start_finish(self, part: TravellingMatrices, step: Step) -> None:
+        """The update is there: the host steps the master."""
+
+
+class MatrixSteps:
+    """Steps what is stepped as matrices, batch by batch, on the device and, with the host's help, below it."""
 
     def __init__(
         self,
@@ -192,35 +251,39 @@ class MatrixStepper(TiledStepper):
         stores: Sequence[ShardStore],
         splits: Splits,
         in_flight: InFlightCollectives,
+        host: HostMatrices | None,
     ) -> None:
-        super().__init__(rule, stores)
-        self._matrix_rule, self._in_flight = rule, in_flight
+        self._rule, self._in_flight, self._host = rule, in_flight, host
+        self._tiler = MatrixTiler(rule)
         group = in_flight.collective.group
         self._shard, self._first = group.shard, group.rank - group.shard
-        taken = [store for store in stores if rule.takes(groups[store.spec.layout.members[0].group])]
+        taken = [store for store in stores if store.spec.kept.as_matrices]
         found = [(store.spec.layout, matrices_of(store.spec.layout, splits)) for store in taken]
         owners = choose_owners(found, rule.cost)
-        self._matrices = {
+        self.matrices = {
             store: list(zip(matrices, own, strict=True))
             for store, (_, matrices), own in zip(taken, found, owners, strict=True)
         }
         if taken and taken[0].device.type == "cpu":
             _try_products(rule.wire)
-        self._routes: dict[tuple[ShardStore, frozenset[int]], Route] = {}
-        self._parts: list[Part] = []
-        self._under_way: deque[tuple[list[Unit], Trip | None, Step]] = deque()
+        self._routes: dict[tuple[ShardStore, frozenset[int]], MatrixRoute] = {}
+        self._parts: list[TravellingMatrices] = []
+        self._under_way: deque[tuple[list[Unit], MatrixTrip | None, Step]] = deque()
 
-    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        if store not in self._matrices:
-            super().step(store, gradient, step)
-            return
-        update = torch.empty(store.stop - store.start, dtype=self._matrix_rule.wire, device=gradient.device)
-        for window in whole_window(store):
-            self._tiler.step(store, window, window.start, window.stop, gradient, None, step, update)
-        self._parts.append(Part(store, self._route(store), update, {}))
+    def start(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+        """The elementwise part before; the rest comes with the batch."""
+        if store.steps_on_host:
+            assert self._host is not None
+            update = self._host.prepared(store)
+        else:
+            update = torch.empty(store.stop - store.start, dtype=self._rule.wire, device=gradient.device)
+            for window in whole_window(store):
+                self._tiler.prepare(store, window, gradient, update, step)
+        self._parts.append(TravellingMatrices(store, self._route(store), update, {}))
 
     def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
-        trip = Trip(self._parts, self._shard, self._first, self._exchange) if self._parts else None
+        """Its pieces leave, the batch before is worked on, and the one before that is final."""
+        trip = MatrixTrip(self._parts, self._shard, self._first, self._exchange) if self._parts else None
         self._parts = []
         if trip is not None:
             trip.leave()
@@ -236,10 +299,10 @@ class MatrixStepper(TiledStepper):
         while self._under_way:
             yield self._arrive()
 
-    def _work(self, under_way: tuple[list[Unit], Trip | None, Step]) -> None:
+    def _work(self, under_way: tuple[list[Unit], MatrixTrip | None, Step]) -> None:
         _, trip, step = under_way
         if trip is not None:
-            trip.work(self._matrix_rule, step.groups, step.number)
+            trip.work(self._rule, step.groups, step.number)
 
     def _arrive(self) -> list[Unit]:
         batch, trip, step = self._under_way.popleft()
@@ -249,25 +312,20 @@ class MatrixStepper(TiledStepper):
                 self._finish(part, step)
         return batch
 
-    def _finish(self, part: Part, step: Step) -> None:
-        store = part.store
-        assert isinstance(store.master, torch.Tensor)
-        members = store.spec.layout.members
-        for piece in part.route.mine:
-            matrix = part.route.matrices[piece.matrix]
-            low, high = piece.low - store.start, piece.high - store.start
-            parameter = store.master[low:high]
-            hyper = step.groups[members[matrix.member].group]
-            self._matrix_rule.finish(parameter, part.held(piece), matrix.shape, hyper)
-            if store.computes is not None:
-                store.computes[low:high].copy_(parameter)
+    def _finish(self, part: TravellingMatrices, step: Step) -> None:
+        if part.store.steps_on_host:
+            assert self._host is not None
+            self._host.start_finish(part, step)
+            return
+        for window in whole_window(part.store):
+            self._tiler.finish(part, window, window.start, window.stop, part.store.computes, step)
 
-    def _route(self, store: ShardStore) -> Route:
+    def _route(self, store: ShardStore) -> MatrixRoute:
         """Without what the user has frozen, which is the same on all ranks."""
         key = store, frozenset(store.frozen)
         if key not in self._routes:
-            left = [(matrix, owner) for matrix, owner in self._matrices[store] if matrix.member not in store.frozen]
-            self._routes[key] = Route.of(store, [m for m, _ in left], [o for _, o in left], self._shard)
+            left = [(matrix, owner) for matrix, owner in self.matrices[store] if matrix.member not in store.frozen]
+            self._routes[key] = MatrixRoute.of(store, [m for m, _ in left], [o for _, o in left], self._shard)
         return self._routes[key]
 
     def _exchange(self, names: list[str], exchanges: list[PeerExchange]) -> Callable[[], None]:
