@@ -46,8 +46,24 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     )
 
 
-def _torch_loop(model: nn.Module, workload: Workload, autocast: bool) -> Step:
-    optimizer = adamw(model)
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """torch's own for the matrices of blocks, and its AdamW for the rest."""
+    inside = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name}
+    others = [p for p in model.parameters() if id(p) not in inside]
+    return [
+        torch.optim.Muon([p for p in model.parameters() if id(p) in inside], LEARNING_RATE, WEIGHT_DECAY),
+        torch.optim.AdamW(others, LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, fused=True),
+    ]
+
+
+MUON = {
+    "type": "Muon",
+    "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+}
+
+
+def _torch_loop(model: nn.Module, workload: Workload, autocast: bool, *, with_muon: bool = False) -> Step:
+    optimizers = muon(model) if with_muon else [adamw(model)]
 
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(workload.device, torch.bfloat16) if autocast else nullcontext()
@@ -56,8 +72,9 @@ def _torch_loop(model: nn.Module, workload: Workload, autocast: bool) -> Step:
         with precision():
             loss = model(tokens, targets)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
@@ -65,6 +82,10 @@ def _torch_loop(model: nn.Module, workload: Workload, autocast: bool) -> Step:
 
 def _plain(construct: Construct, workload: Workload) -> Step:
     return _torch_loop(construct(), workload, autocast=workload.dtype == "bf16")
+
+
+def _plain_muon(construct: Construct, workload: Workload) -> Step:
+    return _torch_loop(construct(), workload, autocast=workload.dtype == "bf16", with_muon=True)
 
 
 def _ddp(construct: Construct, workload: Workload) -> Step:
@@ -144,11 +165,14 @@ ONE_AHEAD = {
 }
 
 
-def _onefold(stage: int, limits: dict[str, int] | None = None, **own: Any) -> Callable[[Construct, Workload], Step]:
+def _onefold(
+    stage: int, limits: dict[str, int] | None = None, optimizer: dict[str, Any] | None = None, **own: Any
+) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
         config = {**zero_config(stage, workload), "onefold": own}
+        config["optimizer"] = optimizer or config["optimizer"]
         config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
         with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
             model = construct()
@@ -204,6 +228,10 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "onefold-3": _onefold(3, NOTHING_KEPT),
     "onefold-3-ahead": _onefold(3, ONE_AHEAD),
     "onefold-3-default": _onefold(3, {}),
+    "muon-torch": _plain_muon,
+    "muon-onefold-0": _onefold(0, optimizer=MUON),
+    "muon-onefold-2": _onefold(2, optimizer=MUON),
+    "muon-onefold-3": _onefold(3, NOTHING_KEPT, optimizer=MUON),
     "offload-fsdp2": _fsdp2(reshard=True, offload=True),
     "offload-deepspeed-2": _deepspeed(2, offload_optimizer=CPU),
     "offload-deepspeed-3": _deepspeed(3, offload_optimizer=CPU, offload_param=CPU),

@@ -15,6 +15,7 @@ SECONDS = {
     "test_gpu_held_parameters.py": 80,
     "test_gpu_offload.py": 90,
     "test_gpu_hangs.py": 35,
+    "test_gpu_muon.py": 60,
     "test_gpu_ranks.py": 90,
     "test_gpu_ranks_models.py": 90,
     "test_gpu_ranks_tiers.py": 70,

@@ -168,7 +168,7 @@ TESTS = {
     "comm/imagined.py": "estimate",
     "optim/matrix_groups.py": "muon",
     "optim/matrix_rules.py": "muon",
-    "optim/matrix_steps.py": "muon",
+    "optim/matrix_steps.py": "muon gpu_muon",
     "plan/matrices.py": "muon",
     "estimate/__init__.py": "estimate",
     "estimate/advice.py": "estimate",
