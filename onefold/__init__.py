@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onefold.compat.as_deepspeed import register_as_deepspeed
     from onefold.config import ConfigError
     from onefold.engine import Engine
+    from onefold.optim.matrix_rules import MatrixRule
     from onefold.report.timeline import Profiling
     from onefold.start import add_config_arguments, initialize
 
@@ -25,13 +26,14 @@ _NAMES = {
     "Engine": "onefold.engine",
     "init_distributed": "onefold.comm",
     "ConfigError": "onefold.config",
+    "MatrixRule": "onefold.optim.matrix_rules",
     "Profiling": "onefold.report.timeline",
     "register_as_deepspeed": "onefold.compat.as_deepspeed",
 }
 _MODULES = {"checkpointing", "comm", "config", "utils", "plan", "report", "zero"}
 
 __all__ = [
-    "ConfigError", "Engine", "Profiling", "add_config_arguments", "init_distributed", "initialize",
+    "ConfigError", "Engine", "MatrixRule", "Profiling", "add_config_arguments", "init_distributed", "initialize",
     "register_as_deepspeed",
 ]  # fmt: skip
 

@@ -70,8 +70,9 @@ def rehearsed(document: dict[str, Any], nodes: Nodes) -> Any:
         {"gradient_accumulation_steps": 3},
         {"bf16": {"enabled": True}},
         more({"zero_optimization": {"overlap_comm": True}}),
+        {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
     ],
-    ids=["fp32", "accumulation", "bf16", "overlap"],
+    ids=["fp32", "accumulation", "bf16", "overlap", "muon"],
 )
 def test_a_rehearsal_sends_and_holds_what_the_run_does(on_ranks, world, extra):
     for stage in range(4):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from models import Net, Trace, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
 from torch import nn
 
+import onefold
 from onefold.config import ConfigError
-from onefold.optim.choose import choose
+from onefold.optim.choose import check_shardable, choose
 from onefold.optim.matrix_rules import POLAR_EXPRESS, QUINTIC, orthogonalize
 from onefold.plan import Layout
 from onefold.plan.matrices import Matrix, MatrixError, choose_owners, count_sent, holders, matrices_of
@@ -459,3 +460,131 @@ def test_the_matrix_of_a_piece_is_found():
     assert math.prod(matrix.shape) == 200
     low, high = matrix.piece(400, 500)
     assert low == high
+
+
+# -- others on the same mechanism --------------------------------------------------------------------------------------
+
+SHAMPOO = {"type": "Shampoo", "params": {"lr": 0.05, "adam_lr": 1e-3, "root_every": 2}}
+
+
+class SignedRows(onefold.MatrixRule):
+    """Of each row the sign of its mean: nonsense, but no part of a row can know it."""
+
+    name = "rows"
+
+    def names_of_matrices(self, hyper):
+        return ["momentum_buffer"]
+
+    def prepare(self, gradient, states, update, hyper, step):
+        update.copy_(states["momentum_buffer"].lerp_(gradient, 0.1))
+
+    def work(self, matrix, kept, hyper, step):
+        kept["count"] = kept.get("count", torch.zeros(1)) + 1
+        return matrix.mean(1, keepdim=True).sign().expand_as(matrix)
+
+    def finish(self, parameter, update, shape, hyper):
+        parameter.add_(update, alpha=-hyper["lr"])
+
+    def cost(self, rows, columns):
+        return rows * columns
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    onefold_rule = SignedRows()
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    def step(self, closure=None):
+        raise AssertionError("a rule steps in its place")
+
+
+def run_others(kind: str) -> list[Trace]:
+    traces = []
+    for stage in range(4):
+        model = wide()
+        given: dict[str, Any] = {"optimizer": SHAMPOO}
+        more_given = {}
+        if kind == "own":
+            given = {"optimizer": None}
+            matrices = [p for name, p in model.named_parameters() if name.endswith(("up.weight", "down.weight"))]
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad = name.endswith(("up.weight", "down.weight"))
+            more_given = {"optimizer": RowOptimizer(matrices)}
+        engine = start(model, config(stage, gradient_clipping=0.3, **given), **more_given)
+        traces.append(train(engine, 4))
+        engine.destroy()
+    return traces
+
+
+@pytest.mark.parametrize("kind", ["shampoo", "own"])
+@pytest.mark.parametrize("world", [more(1), 2, more(3)])
+def test_other_rules_are_bit_equal_in_all_stages_too(on_ranks, world, kind):
+    for traces in on_ranks(world, run_others, kind):
+        assert [first_difference(trace, traces[0]) for trace in traces] == [None] * 4
+        before, after = wide_weights(), traces[0].weights["blocks.0.up.weight"]
+        assert not torch.equal(before, after)
+
+
+def wide_weights() -> torch.Tensor:
+    torch.manual_seed(5)
+    return Net(width=WIDTH).blocks[0].up.weight.detach()
+
+
+def save_others(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    engine = start(wide(), config(stage, optimizer=SHAMPOO))
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    return kept_of(engine)
+
+
+def load_others(folder: str, stage: int) -> tuple[dict[str, dict[str, torch.Tensor]], Trace]:
+    engine = start(wide(seed=9), config(stage, optimizer=SHAMPOO))
+    engine.load_checkpoint(folder)
+    return kept_of(engine), train(engine, 3, seed=1)
+
+
+def kept_of(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """What this rank keeps of whole matrices, by parameter."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for (store, matrix), kept in engine.state.step.matrices._kept.items():
+        found[store.spec.layout.members[matrix.member].name] = {name: value.clone() for name, value in kept.items()}
+    return found
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 2)), more((3, 2), (1, 3)), more((0, 2), (2, 3))])
+def test_what_is_kept_of_matrices_goes_to_other_owners(on_ranks, tmp_path, saved, loaded):
+    (stage, world), (other, ranks) = saved, loaded
+    written: dict[str, Any] = {}
+    for each in on_ranks(world, save_others, str(tmp_path), stage):
+        assert stage == 0 or not written.keys() & each.keys(), "a matrix has one owner"
+        written |= each
+    assert len(written) == 6
+    found: dict[str, Any] = {}
+    results = on_ranks(ranks, load_others, str(tmp_path), other)
+    for each, _ in results:
+        found |= each
+    assert first_difference(found, written) is None
+    again = on_ranks(ranks, load_others, str(tmp_path), 0)
+    assert first_difference(results[0][1], again[0][1]) is None
+
+
+def test_an_unknown_optimizer_is_told_how_to_be_known():
+    class Mine(torch.optim.Optimizer):
+        def step(self, closure=None):
+            pass
+
+    chosen = choose(Mine([nn.Parameter(torch.ones(3))], {}), None, [])
+    with pytest.raises(ConfigError, match=r"at whole matrices, give its class a rule .* docs/optimizers.md"):
+        check_shardable(chosen, allow_untested=False)
+
+
+def log_of_buffers() -> tuple[str, int]:
+    engine = start(wide(), config(2, optimizer=muon()))
+    return engine.describe(), engine.planned_buffers().matrices
+
+
+def test_what_matrices_take_in_a_step_is_planned(on_ranks):
+    for text, planned in on_ranks(2, log_of_buffers):
+        assert "whole matrices" in text
+        assert planned > 2 * 2 * WIDTH * WIDTH

@@ -120,6 +120,21 @@ class MuonParams(_Params):
     )
 
 
+@dataclass(frozen=True)
+class ShampooParams(_Params):
+    """The momentum of hidden matrices between the inverse roots of their covariances; others are stepped by AdamW."""
+
+    adam_lr: float | None = key(None, "Learning rate of all but matrices; left out: `lr`.", minimum=0)
+    momentum: float = key(0.9, "Decay of the momentum.", **_BETA)
+    covariance_decay: float = key(0.95, "Decay of the covariances of rows and of columns.", **_BETA)
+    covariance_eps: float = key(1e-6, "Share of the largest eigenvalue below which none counts.", minimum=0)
+    root_every: int = key(10, "Steps after which roots are taken anew.", minimum=1)
+    betas: Betas = key((0.9, 0.999), "AdamW's: decay of the averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-8, "AdamW's: added to the root in the denominator.", minimum=0)
+    adamw_names: tuple[str, ...] = key((), "Patterns of names of parameters that AdamW is to step.")
+    split_rows: tuple[str, ...] = key((), "Parameters that are several matrices below each other, as with Muon.")
+
+
 OPTIMIZERS: dict[str, type] = {
     "adam": AdamParams,
     "adamw": AdamWParams,
@@ -127,6 +142,7 @@ OPTIMIZERS: dict[str, type] = {
     "adagrad": AdagradParams,
     "lion": LionParams,
     "muon": MuonParams,
+    "shampoo": ShampooParams,
 }
 """By the name in lower case: DeepSpeed does not look at the case either."""
 

@@ -406,7 +406,7 @@ class Engine(nn.Module):
         on CPUs.
         """
         keeps = self.device.type == "cpu" and self._collective_name == "exchange"
-        return planned_buffers(self.state.schedule, self._complete(self.plan), keeps=keeps)
+        return planned_buffers(self.state.schedule, self._complete(self.plan), self.state.step, keeps=keeps)
 
     def planned_bytes_by_stage(self) -> dict[str, ModelBytes]:
         """The same for every stage, all on the device: what another one would have needed."""

@@ -168,7 +168,7 @@ class Loading:
             opened.append(found)
 
         step = self._state.step
-        undo = step.stepper.remember_states() if step is not None else lambda: None
+        undo = step.remember_states() if step is not None else lambda: None
         try:
             problem = self._agree(prepare)
         except Exception:
@@ -256,7 +256,8 @@ class Loading:
             )
         loose: dict[str, Any] = {}
         for rank in range(checkpoint.manifest.world_size):
-            loose |= checkpoint.loose(rank)
+            for name, values in checkpoint.loose(rank).items():
+                loose.setdefault(name, {}).update(values)
         try:
             if saved["num_steps"]:  # before the first step there are none
                 check_loose_like(loose, loose_states(self._state.schedule.units, step))

@@ -21,7 +21,7 @@ from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.on_cuda import as_on_cuda
 from onefold.estimate.trace import AllocationMode, PassTrace
 from onefold.optim.choose import choose
-from onefold.optim.steppers import TILE
+from onefold.optim.steppers import TILE, Step
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 
@@ -29,6 +29,8 @@ LossOf = Callable[[Callable[..., Any]], torch.Tensor]
 """Calls a model, or an engine in its place, with a batch of the size in question: the loss."""
 
 META = torch.device("meta")
+# Nothing is computed.
+_NO_STEP = Step(0, 1.0, ())
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def rehearse(
             before = engine.ledger.copy()
             trace = _step_with_passes(engine, loss_of, allocator, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
-        pools = planned_buffers(engine.state.schedule, engine.plan, keeps=not uses_nccl).pools
+        pools = planned_buffers(engine.state.schedule, engine.plan, engine.state.step, keeps=not uses_nccl).pools
         return Rehearsal(engine.plan, units, trace, traffic, pools)
     finally:
         engine.destroy()
@@ -148,9 +150,15 @@ def _step(engine: Engine, *, offloads: bool) -> None:
     schedule.meet_for_step([] if schedule.alone else [0, 0, 0, 0])
     if not schedule.alone and engine.state.group.uses_nccl:
         schedule.in_flight.gather_scalar("gather of the norm", torch.zeros((), dtype=torch.float64, device=META))
-    for _, gradients in schedule.gradients_to_step():
-        for gradient in gradients.values() if not offloads else ():
-            torch.empty(min(gradient.numel(), TILE["cuda"]), dtype=torch.float32, device=META)  # scaled, a tile
+    matrices = engine.state.step.matrices if engine.state.step is not None else None
+    for batch, gradients in schedule.gradients_to_step():
+        for store, gradient in gradients.items():
+            if matrices is not None and store in matrices.matrices:
+                matrices.start(store, gradient, _NO_STEP)
+            elif not offloads:
+                torch.empty(min(gradient.numel(), TILE["cuda"]), dtype=torch.float32, device=META)  # scaled, a tile
+        list(matrices.end_batch(batch, _NO_STEP) if matrices is not None else ())
+    list(matrices.end_step() if matrices is not None else ())
     if engine.plan.shards_states:
         schedule.start_refreshes()
         schedule.wait_for_step()

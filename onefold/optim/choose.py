@@ -16,7 +16,7 @@ from onefold.config.params import OPTIMIZERS, check_together
 from onefold.config.read import meant_key
 from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs, plain_number
 from onefold.optim.matrix_groups import divide, read_splits
-from onefold.optim.matrix_rules import MatrixRule, MuonRule
+from onefold.optim.matrix_rules import MatrixRule, MuonRule, ShampooRule
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments
 from onefold.plan import KeptStates
@@ -33,6 +33,7 @@ RULES: dict[str, Rule] = {
     "adagrad": AdagradRule(),
     "lion": LionRule(),
     "muon": MuonRule(),
+    "shampoo": ShampooRule(),
 }
 
 _ONE_NUMBER = "makes one step size of sums over all parameters"
@@ -125,12 +126,14 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
         itself = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
         raise ConfigError(
             f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
-            f"only a slice. Use zero_optimization.stage 0,{itself} or an elementwise optimizer such as AdamW"
+            f"only a slice. Use zero_optimization.stage 0,{itself} or an elementwise optimizer such as AdamW, or Muon "
+            "or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, docs/optimizers.md)"
         )
     if not chosen.elementwise and not allow_untested:
         raise ConfigError(
             f"optimizer {type(chosen.instance).__module__}.{chosen.name} is not one onefold knows. If it treats every "
-            'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards'
+            'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards. If it looks '
+            "at whole matrices, give its class a rule that says how, in ten lines (onefold_rule, docs/optimizers.md)"
         )
 
 
@@ -178,10 +181,14 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     _check_anywhere(name)
     is_known = kind in _OF_TORCH
     # A class may name the rule that does what its step does; classes that inherit from it may do something else.
-    own: str | None = name.lower() if is_known else vars(kind).get("onefold_rule")
+    own: str | MatrixRule | None = name.lower() if is_known else vars(kind).get("onefold_rule")
     _check_own_class(optimizer, has_rule=own is not None)
     if own is None:
         return Chosen(name, optimizer.param_groups, None, optimizer)
+    if isinstance(own, MatrixRule):
+        for group in optimizer.param_groups:
+            group.setdefault(f"use_{own.name}", True)
+        return Chosen(name, optimizer.param_groups, own, optimizer)
     rule = RULES[own]
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(rule, AdamRule):
@@ -274,7 +281,7 @@ def _matrix_groups(rule: MatrixRule, params: Mapping[str, Any], groups: Groups) 
     found = _own_groups(rule.name, params, groups)
     for given, group in zip(groups, found, strict=True):
         is_matrices = rule.takes(group)
-        rates = {True: group.pop("muon_lr"), False: group.pop("adam_lr")}
+        rates = {True: group.pop("muon_lr", None), False: group.pop("adam_lr")}
         if "lr" not in given and (rate := rates[is_matrices]) is not None:
             group["lr"] = rate
         for name in ("adamw_names", "split_rows"):

@@ -2,11 +2,11 @@
 
 [Note: a rule of whole matrices]
 Such a rule has three parts. `prepare` is elementwise, like the update of any rule, on whatever range of a shard: it
-updates states with the gradient and leaves in `update` what the matrix is to be made of. `work` gets that as one
-whole matrix, on one rank, and returns another. `finish` is elementwise again: it moves parameters along what came back.
-Everything between them, who works on which matrix and how its pieces travel, is the mechanism's
-(`plan/matrices.py`, `optim/matrix_steps.py`). Each matrix is worked on by itself, so its bits depend neither on the
-number of ranks nor on the stage.
+updates states with the gradient and leaves in `update` what the matrix is to be made of. `work` gets that as one whole
+matrix, on one rank, with what it has kept of that matrix before, and returns another. `finish` is elementwise again: it
+moves parameters along what came back. Everything between them, who works on which matrix and how its pieces travel, is
+the mechanism's (`plan/matrices.py`, `optim/matrix_steps.py`). Each matrix is worked on by itself, so its bits depend
+neither on the number of ranks nor on the stage.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _CUSHION = 1.02
 
 
 States = Mapping[str, torch.Tensor]
+Kept = dict[str, torch.Tensor]
 
 
 class MatrixRule(ABC):
@@ -76,8 +77,10 @@ class MatrixRule(ABC):
         """
 
     @abstractmethod
-    def work(self, matrix: torch.Tensor, hyper: Hyper, step: int) -> torch.Tensor:
-        """The part that sees all of it. It may write to what it is given."""
+    def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
+        """The part that sees all of it. It may write to what it is given. `kept` is empty the first time, and stays
+        with the matrix: what is put there is saved in checkpoints, and goes to another owner on other ranks.
+        """
 
     @abstractmethod
     def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
@@ -86,6 +89,10 @@ class MatrixRule(ABC):
     @abstractmethod
     def cost(self, rows: int, columns: int) -> float:
         """Of `work`, in any unit: by it owners are chosen."""
+
+    def workspace(self, rows: int, columns: int) -> int:
+        """Bytes that `work` needs beside the matrix it is given."""
+        return 0
 
 
 class MuonRule(MatrixRule):
@@ -101,7 +108,7 @@ class MuonRule(MatrixRule):
         average.lerp_(gradient, 1 - momentum)
         update.copy_(gradient.lerp(average, momentum) if hyper["nesterov"] else average)
 
-    def work(self, matrix: torch.Tensor, hyper: Hyper, step: int) -> torch.Tensor:
+    def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
         return orthogonalize(matrix, coefficients_of(hyper), _limit(hyper), float(hyper["eps"]))
 
     def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
@@ -112,6 +119,54 @@ class MuonRule(MatrixRule):
     def cost(self, rows: int, columns: int) -> float:
         short, long = sorted((rows, columns))
         return short * short * (4 * long + 2 * short)
+
+    def workspace(self, rows: int, columns: int) -> int:
+        short, long = sorted((rows, columns))
+        return 2 * (2 * short * short + short * long)  # two Gram matrices and the next iterate, of 16 bits
+
+
+class ShampooRule(MatrixRule):
+    """Shampoo: the momentum of each matrix between the inverse fourth roots of its rows' and columns' covariances, as
+    long as it was before. What is kept of a matrix is both covariances and both roots, on its owner.
+    """
+
+    name = "shampoo"
+
+    def names_of_matrices(self, hyper: Hyper) -> list[str]:
+        return ["momentum_buffer"]
+
+    def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
+        average = states["momentum_buffer"]
+        average.lerp_(gradient, 1 - float(hyper["momentum"]))
+        update.copy_(average)
+
+    def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
+        wide, decay, eps = matrix.float(), float(hyper["covariance_decay"]), float(hyper["covariance_eps"])
+        for side, product in (("rows", wide @ wide.T), ("columns", wide.T @ wide)):
+            covariance = kept.setdefault(side, torch.zeros_like(product))
+            covariance.lerp_(product, 1 - decay)
+            if f"{side}_root" not in kept or step % int(hyper["root_every"]) == 0:
+                kept[f"{side}_root"] = _inverse_root(covariance, eps)
+        update = kept["rows_root"] @ wide @ kept["columns_root"]
+        length = update.norm().clamp_(min=torch.finfo(torch.float32).tiny)
+        scaled: torch.Tensor = update.mul_(wide.norm().div_(length)).to(matrix.dtype)
+        return scaled
+
+    def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
+        rate = float(hyper["lr"])
+        parameter.mul_(1 - rate * float(hyper["weight_decay"]))
+        parameter.add_(update, alpha=-rate)
+
+    def cost(self, rows: int, columns: int) -> float:
+        return 30.0 * (rows**3 + columns**3)  # of finding eigenvectors, beside which products are nothing
+
+
+def _inverse_root(covariance: torch.Tensor, eps: float) -> torch.Tensor:
+    """To the power -1/4; `eps`: of the largest eigenvalue, below which none counts."""
+    values, vectors = torch.linalg.eigh(covariance)
+    floor = values[-1:].mul(eps).clamp_(min=1e-30)
+    root: torch.Tensor = (vectors * values.maximum(floor).pow_(-0.25)) @ vectors.T
+    return root
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: Coefficients, limit: float, eps: float) -> torch.Tensor:

@@ -10,16 +10,16 @@ message. What travels is 16 bits wide, which is what the work computes in anyway
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from onefold.comm import PeerExchange
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.matrix_rules import MatrixRule
+from onefold.optim.matrix_rules import Kept, MatrixRule
 from onefold.optim.rules import Hyper
 from onefold.optim.steppers import TILE, StateWindow, Step, Tiler, whole_window
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
@@ -126,14 +126,12 @@ class MatrixTrip:
             TravellingMatrices.inside,
         )
 
-    def work(self, rule: MatrixRule, groups: Sequence[Hyper], step: int) -> None:
+    def work(self, work: Callable[[ShardStore, Matrix, torch.Tensor], torch.Tensor]) -> None:
         """This rank's matrices are worked on, and their pieces go back."""
         self.arrive()
         for part in self.parts:
-            members = part.store.spec.layout.members
-            for index, matrix in part.whole.items():
-                hyper = groups[members[part.route.matrices[index].member].group]
-                part.whole[index] = rule.work(matrix, hyper, step).contiguous()
+            for index, values in part.whole.items():
+                part.whole[index] = work(part.store, part.route.matrices[index], values).contiguous()
         self.arrive = self._start(
             lambda route: route.from_holders,
             TravellingMatrices.inside,
@@ -254,6 +252,8 @@ class MatrixSteps:
         host: HostMatrices | None,
     ) -> None:
         self._rule, self._in_flight, self._host = rule, in_flight, host
+        # Nothing is computed where ranks are imagined: matrices only travel.
+        self._computes = not in_flight.collective.group.is_imagined
         self._tiler = MatrixTiler(rule)
         group = in_flight.collective.group
         self._shard, self._first = group.shard, group.rank - group.shard
@@ -267,6 +267,8 @@ class MatrixSteps:
         if taken and taken[0].device.type == "cpu":
             _try_products(rule.wire)
         self._routes: dict[tuple[ShardStore, frozenset[int]], MatrixRoute] = {}
+        # What a rule keeps of the matrices that this rank works on.
+        self._kept: dict[tuple[ShardStore, Matrix], Kept] = {}
         self._parts: list[TravellingMatrices] = []
         self._under_way: deque[tuple[list[Unit], MatrixTrip | None, Step]] = deque()
 
@@ -277,7 +279,7 @@ class MatrixSteps:
             update = self._host.prepared(store)
         else:
             update = torch.empty(store.stop - store.start, dtype=self._rule.wire, device=gradient.device)
-            for window in whole_window(store):
+            for window in whole_window(store) if self._computes else ():
                 self._tiler.prepare(store, window, gradient, update, step)
         self._parts.append(TravellingMatrices(store, self._route(store), update, {}))
 
@@ -301,8 +303,15 @@ class MatrixSteps:
 
     def _work(self, under_way: tuple[list[Unit], MatrixTrip | None, Step]) -> None:
         _, trip, step = under_way
+
+        def work(store: ShardStore, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
+            if not self._computes:
+                return values
+            hyper = step.groups[store.spec.layout.members[matrix.member].group]
+            return self._rule.work(values, self._kept.setdefault((store, matrix), {}), hyper, step.number)
+
         if trip is not None:
-            trip.work(self._rule, step.groups, step.number)
+            trip.work(work)
 
     def _arrive(self) -> list[Unit]:
         batch, trip, step = self._under_way.popleft()
@@ -317,8 +326,61 @@ class MatrixSteps:
             assert self._host is not None
             self._host.start_finish(part, step)
             return
-        for window in whole_window(part.store):
+        for window in whole_window(part.store) if self._computes else ():
             self._tiler.finish(part, window, window.start, window.stop, part.store.computes, step)
+
+    # -- what is kept of whole matrices ---------------------------------------------------------------------------
+
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+        """By range of the shard. A parameter may be several matrices, so each name says which one."""
+        found = []
+        for (of, matrix), kept in self._kept.items():
+            if of is store:
+                member = store.spec.layout.members[matrix.member]
+                low, high = matrix.piece(store.start, store.stop)
+                named = {f"{matrix.start - member.start}/{name}": value for name, value in kept.items()}
+                found.append((low - store.start, high - store.start, named))
+        return found
+
+    def take_loose_states(self, loose: Mapping[str, Mapping[str, Any]]) -> None:
+        """Those of a checkpoint, by parameter: each goes to the matrix that begins where its name says."""
+        self._kept.clear()
+        for store, found in self.matrices.items():
+            for matrix in (matrix for matrix, owner in found if self._is_mine(store, owner)):
+                member = store.spec.layout.members[matrix.member]
+                start = f"{matrix.start - member.start}/"
+                values = loose.get(member.name, {})
+                kept = {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+                if kept:
+                    self._kept[store, matrix] = {name: value.to(store.device) for name, value in kept.items()}
+
+    def remember_kept(self) -> Callable[[], None]:
+        """What undoes `take_loose_states`."""
+        before = dict(self._kept)
+
+        def undo() -> None:
+            self._kept.clear()
+            self._kept.update(before)
+
+        return undo
+
+    def _is_mine(self, store: ShardStore, owner: int) -> bool:
+        return owner == self._shard or (store.start, store.stop) == (0, store.spec.layout.total)
+
+    def planned_bytes(self, batches: Sequence[Sequence[ShardStore]]) -> int:
+        """Bytes on the device in a step, at most: three batches are under way, and one matrix is worked on."""
+        updates, wholes, workspace = [], [], 0
+        for stores in batches:
+            taken = [store for store in stores if store in self.matrices]
+            own = [m for store in taken for m, owner in self.matrices[store] if self._is_mine(store, owner)]
+            updates.append(sum(store.stop - store.start for store in taken) * self._rule.wire.itemsize)
+            wholes.append(sum(m.rows * m.columns for m in own) * self._rule.wire.itemsize)
+            workspace = max([workspace, *(self._rule.workspace(*m.shape) for m in own)])
+        under_way = (
+            sum(updates[max(0, at - 2) : at + 1]) + 2 * sum(wholes[max(0, at - 1) : at + 1])
+            for at in range(len(batches))
+        )
+        return max(under_way, default=0) + workspace
 
     def _route(self, store: ShardStore) -> MatrixRoute:
         """Without what the user has frozen, which is the same on all ranks."""

@@ -254,6 +254,30 @@ class ShardedStep:
         self.wait_for_host()
         return self.stepper.states_of(store, name)
 
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
+        """States that do not lie along the shard, by range of it."""
+        whole = self.matrices.loose_states(store) if self.matrices is not None else []
+        return [*self.stepper.loose_states(store), *whole]
+
+    def make_states(
+        self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Have a checkpoint's states: room for those along a parameter, values for others."""
+        self.stepper.make_states(names, loose)
+        if self.matrices is not None:
+            self.matrices.take_loose_states(loose)
+
+    def remember_states(self) -> Callable[[], None]:
+        """What undoes `make_states`."""
+        of_stepper = self.stepper.remember_states()
+        of_matrices = self.matrices.remember_kept() if self.matrices is not None else lambda: None
+
+        def undo() -> None:
+            of_stepper()
+            of_matrices()
+
+        return undo
+
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
         groups = [{**group, **new} for group, new in zip(self.groups, values, strict=True)]

@@ -144,10 +144,12 @@ class BufferBytes:
 
     pools: int
     unit_in_use: int
+    matrices: int = 0
+    """Whole matrices in a step, at most: on their way, on their owner, and what the work on one of them needs."""
 
     @property
     def total(self) -> int:
-        return self.pools + self.unit_in_use
+        return self.pools + self.unit_in_use + self.matrices
 
 
 def count_unit_in_use(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> int:

@@ -30,7 +30,7 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
     return count_bytes(specs, plan, tier)
 
 
-def planned_buffers(schedule: Schedule, plan: Plan, *, keeps: bool) -> BufferBytes:
+def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *, keeps: bool) -> BufferBytes:
     """Bytes beside model state, by arithmetic. `keeps`: pools keep what was given back, as on a CPU."""
     reductions, refreshes = (
         [[param.spec for unit in batch for param in unit.trained] for batch in batches]
@@ -38,7 +38,11 @@ def planned_buffers(schedule: Schedule, plan: Plan, *, keeps: bool) -> BufferByt
     )
     units = [[param.spec for param in unit.params] for unit in schedule.units]
     pools = count_buffers(reductions, refreshes, plan) if keeps else 0
-    return BufferBytes(pools, count_unit_in_use(units, plan))
+    matrices = 0
+    if step is not None and step.matrices is not None:
+        stores = [[p.store for unit in batch for p in unit.trained] for batch in schedule.order.refresh_batches]
+        matrices = step.matrices.planned_bytes(stores)
+    return BufferBytes(pools, count_unit_in_use(units, plan), matrices)
 
 
 def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:
@@ -83,7 +87,8 @@ def describe(
         lines.append(f"while in backward one more buffer per open unit, {format_bytes(slot)} at most each")
     beside = f"in use by the largest unit {format_bytes(buffers.unit_in_use)}"
     pools = f"kept in pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
-    lines.append(f"buffers beside    {pools}{beside}; activations come on top")
+    matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
+    lines.append(f"buffers beside    {pools}{beside}{matrices}; activations come on top")
     if crossing.any:
         lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
     return "\n".join(lines)

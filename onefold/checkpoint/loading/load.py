@@ -128,7 +128,7 @@ def state_reads(
     sources = {member.name: member.name for member in target.trained}
     sources |= find_stored(checkpoint, sources, outside_units(target.model)[1])
     wanted = {name: stored.get(source, {}) for name, source in sources.items()}
-    step.stepper.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
+    step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Slot] = []
     problems: dict[str, None] = {}
     kept: set[str] = set()

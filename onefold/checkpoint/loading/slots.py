@@ -88,7 +88,7 @@ def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, d
         return found
     for param in (param for unit in units for param in unit.trained):
         first = param.store.start
-        for start, stop, values in step.stepper.loose_states(param.store):
+        for start, stop, values in step.loose_states(param.store):
             for member, _, _ in member_ranges(param.layout, first + start, first + stop):
                 found.setdefault(member.name, {}).update(values)
     return found
