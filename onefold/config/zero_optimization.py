@@ -214,6 +214,6 @@ class ZeroOptimization:
     )
     enable_sanity_checks: bool = noticed(False, "Compare the ranks.", "misuse raises without being asked to")
     save_muon_momentum_buffer_in_memory: bool = noticed(
-        False, "Where Muon's momentum rests.", "Muon is not elementwise, so its states are never sharded"
+        False, "Where Muon's momentum rests.", "it rests where offload_optimizer says, and is sharded"
     )
     leaf_module: LeafModule = section(LeafModule)
