@@ -629,7 +629,7 @@ MUTATIONS = [
     Mutation(
         "write-not-taken-over",
         "onefold/optim/steppers.py",
-        "                    self._writes.take_over(master, used[low:high])",
+        "                    self.writes.take_over(master, used[low:high])",
         "                    pass",
         "test_held_parameters.py -k writes",
     ),

@@ -272,6 +272,11 @@ class MatrixSteps:
         self._parts: list[TravellingMatrices] = []
         self._under_way: deque[tuple[list[Unit], MatrixTrip | None, Step]] = deque()
 
+    def begin(self) -> None:
+        """A step begins. Whatever one that failed has left under way is forgotten."""
+        self._parts.clear()
+        self._under_way.clear()
+
     def start(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         """The elementwise part before; the rest comes with the batch."""
         if store.steps_on_host:

@@ -141,6 +141,8 @@ class ShardedStep:
             rule.begin(step.groups)
         if self._host is not None:
             self._host.start(schedule.stepped_on_host(), step)
+        if self.matrices is not None:
+            self.matrices.begin()
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
                 with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
@@ -150,7 +152,8 @@ class ShardedStep:
                         self.stepper.step(store, gradient, step)
             for done in self.matrices.end_batch(batch, step) if self.matrices else self.stepper.end_batch(batch):
                 schedule.in_flight.start_refresh(done)
-        for done in self.matrices.end_step() if self.matrices else self.stepper.end_step():
+        batches = schedule.order.refresh_batches
+        for done in self.matrices.end_step() if self.matrices else self.stepper.end_step(batches):
             schedule.in_flight.start_refresh(done)
         if rule is not None and rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next

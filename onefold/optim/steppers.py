@@ -190,8 +190,8 @@ class TiledStepper:
         """All shards of a batch have been given to `step`: batches whose parameters are final."""
         yield batch
 
-    def end_step(self) -> Iterator[list[Unit]]:
-        """The same after the last batch."""
+    def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
+        """The same after the last of all batches."""
         yield from ()
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
@@ -248,7 +248,6 @@ class WholeStepper:
     def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
         self._instance = instance
         self._writes = WriteCheck()
-        self._batches: list[list[Unit]] = []
         self._targets: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
         self._by_group: list[list[nn.Parameter]] = [[] for _ in instance.param_groups]
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -315,10 +314,9 @@ class WholeStepper:
                         yield target, slice(low - start, high - start)
 
     def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
-        self._batches.append(batch)
         yield from ()
 
-    def end_step(self) -> Iterator[list[Unit]]:
+    def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
         with recorded(Track.STEP, "step of all", numel=sum(store.stop - store.start for store in self._stores)):
             with self._over_masters(), self._without_frozen():
                 plain_step(self._instance)
@@ -326,7 +324,6 @@ class WholeStepper:
                 for target, _, _ in self._targets[id(store)]:
                     target.grad = None
                 store.push().wait()
-        batches, self._batches = self._batches, []
         yield from batches
 
     def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
