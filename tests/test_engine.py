@@ -775,14 +775,13 @@ def test_optimizers_of_whole_matrices_work_where_states_are_whole(on_ranks, buil
 
 
 def refused_optimizers(stage: int) -> None:
-    for build, name in ((build_adafactor, "Adafactor"), (build_muon, "Muon"), (build_lamb, "Lamb")):
+    for build, name in ((build_adafactor, "Adafactor"), (build_lamb, "Lamb")):
         for allowed in (False, True):
             settings = config(stage, zero_allow_untested_optimizer=allowed)
             with pytest.raises(ConfigError, match=f"{name} .*stage 0"):
                 start(Matrices(), settings, optimizer=build)
-    for name in ("Adafactor", "Muon"):
-        with pytest.raises(ConfigError, match=f"{name} .*stage 0"):
-            start(Matrices(), config(stage, optimizer={"type": name, "params": {"lr": 0.1}}))
+    with pytest.raises(ConfigError, match=r"Adafactor .*stage 0"):
+        start(Matrices(), config(stage, optimizer={"type": "Adafactor", "params": {"lr": 0.1}}))
     with pytest.raises(ConfigError, match=r"Signed.*zero_allow_untested_optimizer"):
         start(Matrices(), config(stage), optimizer=build_signed)
 
