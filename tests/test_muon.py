@@ -468,7 +468,7 @@ def test_the_matrix_of_a_piece_is_found():
 
 # -- others on the same mechanism --------------------------------------------------------------------------------------
 
-SHAMPOO = {"type": "Shampoo", "params": {"lr": 0.05, "adam_lr": 1e-3, "root_every": 2}}
+SHAMPOO = {"type": "Shampoo", "params": {"lr": 0.02, "adam_lr": 1e-3, "root_every": 2}}
 
 
 class SignedRows(onefold.MatrixRule):

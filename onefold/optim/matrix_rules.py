@@ -127,7 +127,8 @@ class MuonRule(MatrixRule):
 
 class ShampooRule(MatrixRule):
     """Shampoo: the momentum of each matrix between the inverse fourth roots of its rows' and columns' covariances, as
-    long as it was before. What is kept of a matrix is both covariances and both roots, on its owner.
+    long as Muon's, which it would be if covariances were those of the last step alone: rates are alike. What is kept of
+    a matrix is both covariances and both roots, on its owner.
     """
 
     name = "shampoo"
@@ -149,13 +150,13 @@ class ShampooRule(MatrixRule):
                 kept[f"{side}_root"] = _inverse_root(covariance, eps)
         update = kept["rows_root"] @ wide @ kept["columns_root"]
         length = update.norm().clamp_(min=torch.finfo(torch.float32).tiny)
-        scaled: torch.Tensor = update.mul_(wide.norm().div_(length)).to(matrix.dtype)
+        scaled: torch.Tensor = update.mul_(math.sqrt(min(matrix.shape))).div_(length).to(matrix.dtype)
         return scaled
 
     def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
         rate = float(hyper["lr"])
         parameter.mul_(1 - rate * float(hyper["weight_decay"]))
-        parameter.add_(update, alpha=-rate)
+        parameter.add_(update, alpha=-rate * ratio_of(shape, None))
 
     def cost(self, rows: int, columns: int) -> float:
         return 30.0 * (rows**3 + columns**3)  # of finding eigenvectors, beside which products are nothing
