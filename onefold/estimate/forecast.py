@@ -346,6 +346,7 @@ def _times(
         passes = timer.seconds_of(work.calls) * machine.contention
     passes = max(passes, work.num_ops * machine.launch) * micro_steps
     passes += sum(spec.trainable for spec in specs) * machine.boundary
+    passes += found.matrix_flops / (gpu.flops * machine.efficiency)
     stepped = {True: 0, False: 0}
     for spec in specs:
         if spec.trainable:

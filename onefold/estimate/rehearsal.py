@@ -45,6 +45,8 @@ class Rehearsal:
     """Of a whole step."""
     pools: int = 0
     """What pools keep from step to step where ranks are CPUs."""
+    matrix_flops: float = 0.0
+    """Of an optimizer that works on whole matrices, in a step."""
 
 
 def rehearse(
@@ -87,7 +89,9 @@ def rehearse(
             trace = _step_with_passes(engine, loss_of, allocator, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
         pools = planned_buffers(engine.state.schedule, engine.plan, engine.state.step, keeps=not uses_nccl).pools
-        return Rehearsal(engine.plan, units, trace, traffic, pools)
+        step = engine.state.step
+        of_matrices = step.matrices.flops(step.groups) if step is not None and step.matrices is not None else 0.0
+        return Rehearsal(engine.plan, units, trace, traffic, pools, of_matrices)
     finally:
         engine.destroy()
 

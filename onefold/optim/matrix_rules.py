@@ -94,6 +94,10 @@ class MatrixRule(ABC):
         """Bytes that `work` needs beside the matrix it is given."""
         return 0
 
+    def flops(self, rows: int, columns: int, hyper: Hyper) -> float:
+        """Of the products in `work`: a plan tells what a step takes."""
+        return 0.0
+
 
 class MuonRule(MatrixRule):
     """Muon: the momentum of each matrix, orthogonalised. As torch's, to the bit, where that has the same settings."""
@@ -123,6 +127,9 @@ class MuonRule(MatrixRule):
     def workspace(self, rows: int, columns: int) -> int:
         short, long = sorted((rows, columns))
         return 2 * (2 * short * short + short * long)  # two Gram matrices and the next iterate, of 16 bits
+
+    def flops(self, rows: int, columns: int, hyper: Hyper) -> float:
+        return int(hyper["ns_steps"]) * self.cost(rows, columns)
 
 
 class ShampooRule(MatrixRule):

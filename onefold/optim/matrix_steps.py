@@ -372,6 +372,15 @@ class MatrixSteps:
     def _is_mine(self, store: ShardStore, owner: int) -> bool:
         return owner == self._shard or (store.start, store.stop) == (0, store.spec.layout.total)
 
+    def flops(self, groups: Sequence[Hyper]) -> float:
+        """Of the products that this rank makes in a step."""
+        return sum(
+            self._rule.flops(*matrix.shape, groups[store.spec.layout.members[matrix.member].group])
+            for store, found in self.matrices.items()
+            for matrix, owner in found
+            if self._is_mine(store, owner)
+        )
+
     def planned_bytes(self, batches: Sequence[Sequence[ShardStore]]) -> int:
         """Bytes on the device in a step, at most: three batches are under way, and one matrix is worked on."""
         updates, wholes, workspace = [], [], 0

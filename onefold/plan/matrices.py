@@ -3,9 +3,10 @@ No tensors.
 
 [Note: whole matrices]
 Some optimizers look at a matrix as a whole (Muon orthogonalises it), and shards cut through matrices. So each matrix
-has an owner: a rank that holds a piece of it anyway, to which the others send theirs and from which they get them
-back. Owners are chosen over all flat parameters at once, the dearest matrix first, each for the rank that has the least
-to do so far. Where every rank steps everything there is nothing to send, and each is its own owner.
+has an owner: a rank that holds a piece of it anyway, to which the others send theirs and from which they get them back.
+Owners are chosen over all flat parameters at once: what lies on one rank stays there, then the dearest matrix comes
+first, each to the rank that has the least to do so far. Where every rank steps everything there is nothing to send, and
+each is its own owner.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def choose_owners(layouts: Sequence[tuple[Layout, Sequence[Matrix]]], cost: Cost
     busy: dict[int, float] = {}
     places = [(line, place) for line, (_, matrices) in enumerate(layouts) for place in range(len(matrices))]
     costs = {(line, place): cost(*layouts[line][1][place].shape) for line, place in places}
-    for line, place in sorted(places, key=lambda found: (-costs[found], found)):
-        layout, matrices = layouts[line]
-        owner = min(holders(layout, matrices[place]), key=lambda rank: (busy.get(rank, 0.0), rank))
+    held = {(line, place): holders(layouts[line][0], layouts[line][1][place]) for line, place in places}
+    for line, place in sorted(places, key=lambda found: (len(held[found]) > 1, -costs[found], found)):
+        owner = min(held[line, place], key=lambda rank: (busy.get(rank, 0.0), rank))
         busy[owner] = busy.get(owner, 0.0) + costs[line, place]
         owners[line][place] = owner
     return owners
