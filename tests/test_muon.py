@@ -135,6 +135,24 @@ def test_replica_groups_and_secondary_shards_go_with_it(on_ranks):
     assert first_difference(mics[0], plain[0]) is None, "two ranks are a branch of the tree of four"
 
 
+def under_init() -> str | None:
+    """A model that is sharded while it is built: what is a matrix is known all the same."""
+    settings, traces = config(3, optimizer=muon(), **precision("bf16")), []
+    for sharded in (False, True):
+        torch.manual_seed(5)
+        with onefold.zero.Init(config_dict_or_path=settings, enabled=sharded):
+            model = Net(width=WIDTH)
+        engine = start(model, settings)
+        assert len(engine.state.step.matrices.matrices) == 3
+        traces.append(train(engine, 2))
+        engine.destroy()
+    return first_difference(*traces)
+
+
+def test_a_model_may_be_sharded_while_it_is_built(on_ranks):
+    assert on_ranks(2, under_init) == [None, None]
+
+
 def norms(optimizer: dict[str, Any]) -> list[float | None]:
     return train(start(wide(), config(2, optimizer=optimizer, gradient_clipping=0.01)), 1).norms
 
