@@ -434,12 +434,14 @@ def test_a_timed_step_replaces_the_guess():
     assert timed.seconds["computation"] > guess.seconds["computation"], "this CPU is no H100"
 
 
+@pytest.mark.slow
 def test_what_the_host_takes_is_measured_by_a_real_step():
     host = measure_host()
     assert 0 < host.launch < 0.1
     assert 0 < host.boundary < 1
 
 
+@pytest.mark.slow
 def test_links_are_measured_between_real_ranks():
     links = measure_links(2, 1 << 20)
     assert links.ranks == 2

@@ -26,7 +26,7 @@ from onefold.plan import Layout
 from onefold.plan.matrices import Matrix, MatrixError, choose_owners, count_sent, holders, matrices_of
 from onefold.utils import safe_get_full_optimizer_state
 
-WIDTH = 80  # a matrix of which lies on several ranks
+WIDTH = 48  # a matrix of which lies on several ranks
 
 
 def muon(**params: Any) -> dict[str, Any]:

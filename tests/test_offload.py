@@ -84,7 +84,7 @@ def check_tiers(results: list[dict[str, Any]]) -> None:
     [
         (1, "fp32"),
         (2, "bf16"),
-        (4, "bf16"),
+        more(4, "bf16"),
         *(more(world, dtype) for world, dtype in ((1, "bf16"), (2, "fp32"))),
         *(more(world, dtype) for world, dtype in ((3, "fp32"), (4, "fp32"), (3, "bf16"))),
         *(more(world, "fp16") for world in (1, 2, 3, 4)),

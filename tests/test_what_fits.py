@@ -249,7 +249,7 @@ def test_a_gpu_at_its_fullest_is_as_rehearsed(seed):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["Llama 7B", "Llama 13B"])
+@pytest.mark.parametrize("name", ["Llama 7B", pytest.param("Llama 13B", marks=pytest.mark.slow)])
 def test_large_blocks_are_gathered_within_the_limits(name, recompute):
     """Sixteen blocks of a known shape: more than `stage3_max_live_parameters`."""
     values = {**DEFAULTS, **SHAPES[name], "layers": 16, "stage": 3, "recompute": recompute}
