@@ -21,7 +21,7 @@ _pools: dict[int, RankPool] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fifth", type=int, help="of the chosen tests only a fifth, by this number; five make all of them"
+        "--slice", help="of the chosen tests only some, as 3/10: the third tenth; ten in a row make all of them"
     )
     parser.addoption("--part", help="of the tests that need a GPU only a part, as 2/3: whole files (tests/parts.py)")
     parser.addoption("--first-cases", action="store_true", help="of each test in tests/check.txt only the first case")
@@ -30,9 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_cases_to_the_slow_tier(items)
-    fifth, part, first_cases = (config.getoption(name) for name in ("--fifth", "--part", "--first-cases"))
-    if fifth is not None:
-        _keep(config, items, [item for item in items if _number(item) % 5 == fifth % 5])
+    chosen_slice, part, first_cases = (config.getoption(name) for name in ("--slice", "--part", "--first-cases"))
+    if chosen_slice is not None:
+        which, _, of = chosen_slice.partition("/")
+        if not (which.isdigit() and of.isdigit() and int(of)):
+            raise pytest.UsageError(f"--slice {chosen_slice}: expected a number and how many there are, as in 3/10")
+        _keep(config, items, [item for item in items if _number(item) % int(of) == int(which) % int(of)])
     if part is not None:
         on_gpu = {item.path.name for item in items if item.get_closest_marker("gpu") is not None}
         try:
