@@ -178,6 +178,21 @@ def freeze_later() -> tuple[str | None, bool]:
     return first_difference(traces[1], traces[0]), moved
 
 
+def write_frozen() -> bool:
+    """What is written to a frozen matrix stays, in 16 bits too."""
+    engine = start(wide(), config(1, optimizer=muon(), **precision("bf16")))
+    train(engine, 1)
+    weight = engine.module.blocks[1].up.weight
+    weight.requires_grad = False
+    weight.data.fill_(0.125)
+    train(engine, 2)
+    return bool((weights_of(engine.module)["blocks.1.up.weight"] == 0.125).all())
+
+
+def test_what_is_written_to_a_frozen_matrix_stays(on_ranks):
+    assert on_ranks(2, write_frozen) == [True, True]
+
+
 def test_a_matrix_may_be_frozen_for_a_while(on_ranks):
     for told, moved in on_ranks(2, freeze_later):
         assert told is None

@@ -96,26 +96,25 @@ class TravellingMatrices:
         return self.whole[piece.matrix].view(-1)[piece.low - start : piece.high - start]
 
 
-Exchange = Callable[[list[str], list[PeerExchange]], Callable[[], None]]
+StartExchange = Callable[[list[str], list[PeerExchange]], Callable[[], None]]
 """Starts an exchange of matrices of units with such names; what it returns waits for it."""
-
 
 View = Callable[[TravellingMatrices, MatrixPiece], torch.Tensor]
 
 
 class MatrixTrip:
     """All matrices of one batch of units, to their owners and back. `first`: the first rank of those that hold the
-    model state between them, `shard` this one's place among them.
+    model state between them.
     """
 
-    def __init__(self, parts: Sequence[TravellingMatrices], shard: int, first: int, exchange: Exchange) -> None:
+    def __init__(self, parts: Sequence[TravellingMatrices], first: int, exchange: StartExchange) -> None:
         self.parts = parts
-        self._shard, self._first, self._exchange = shard, first, exchange
+        self._first, self._exchange = first, exchange
         self.arrive: Callable[[], None] = lambda: None
         """Waits for what is under way."""
 
     def leave(self) -> None:
-        """MatrixPieces go to their owners."""
+        """Pieces go to their owners."""
         for part in self.parts:
             for index in part.route.owned:
                 part.whole[index] = part.update.new_empty(part.route.matrices[index].shape)
@@ -142,7 +141,7 @@ class MatrixTrip:
     def _start(
         self, to: Callable[[MatrixRoute], Ways], source: View, back: Callable[[MatrixRoute], Ways], target: View
     ) -> Callable[[], None]:
-        """MatrixPieces leave for some ranks, and others come from some; what stays on this rank is copied."""
+        """Pieces leave for some ranks, and others come from some; what stays on this rank is copied."""
         outgoing = {
             peer: _joined([source(part, piece) for part, piece in pieces]) for peer, pieces in self._by_peer(to)
         }
@@ -225,8 +224,10 @@ class MatrixTiler:
                 self._tiler.writes.take_over(master, used[low:high])
             matrix = part.route.matrices[piece.matrix]
             self._rule.finish(master, part.update[low:high], matrix.shape, step.groups[members[matrix.member].group])
-        if out is not None:
-            out.copy_(window.master[start - window.start : stop - window.start])
+        for segment in store.stepped_segments(start, stop) if out is not None else ():
+            assert out is not None
+            values = window.master[segment.start - window.start : segment.stop - window.start]
+            out[segment.start - start : segment.stop - start].copy_(values)
 
 
 class HostMatrices(Protocol):
@@ -290,7 +291,7 @@ class MatrixSteps:
 
     def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
         """Its pieces leave, the batch before is worked on, and the one before that is final."""
-        trip = MatrixTrip(self._parts, self._shard, self._first, self._exchange) if self._parts else None
+        trip = MatrixTrip(self._parts, self._first, self._exchange) if self._parts else None
         self._parts = []
         if trip is not None:
             trip.leave()

@@ -51,13 +51,13 @@ Splits = Mapping[str, Sequence[int] | int]
 """By a pattern of names: rows of each part (a fused QKV), or how many equal parts there are (heads)."""
 
 
-def matrices_of(layout: Layout, splits: Splits | None = None, leave_out: Sequence[int] = ()) -> list[Matrix]:
+def matrices_of(layout: Layout, splits: Splits | None = None) -> list[Matrix]:
     """All matrices of a flat parameter, in their order. A parameter of three dimensions is as many matrices as its
     first one says, as experts are; one of more, as convolutions have, is one with a row for each output.
     """
     found = []
     for place, member in enumerate(layout.members):
-        if place in leave_out:
+        if member.start == member.stop:
             continue
         number, rows, columns = _as_matrices(member)
         parts = _rows_of_parts(member, rows, splits or {})
