@@ -135,6 +135,19 @@ def test_replica_groups_and_secondary_shards_go_with_it(on_ranks):
     assert first_difference(mics[0], plain[0]) is None, "two ranks are a branch of the tree of four"
 
 
+def products_after_a_start() -> tuple[bool, bool]:
+    """Whether torch computes with oneDNN when an engine stands, and after a step."""
+    engine = start(wide(), config(2, optimizer=muon()))
+    before = torch.backends.mkldnn.enabled
+    train(engine, 1)
+    return before, torch.backends.mkldnn.enabled
+
+
+def test_no_step_changes_how_later_ones_are_computed(own_ranks):
+    for before, after in own_ranks(1, products_after_a_start):
+        assert before == after
+
+
 def under_init() -> str | None:
     """A model that is sharded while it is built: what is a matrix is known all the same."""
     settings, traces = config(3, optimizer=muon(), **precision("bf16")), []

@@ -9,6 +9,7 @@ message. What travels is 16 bits wide, which is what the work computes in anyway
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,11 +181,14 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _try_products(dtype: torch.dtype) -> None:
-    """Where a CPU has no products of 16 bits, torch finds that out at the first one, and then computes all others of
-    the process another way, those of fp32 too. That must not be between two steps: a resumed run would differ.
+def _try_work(rule: MatrixRule, hyper: Hyper) -> None:
+    """Where a CPU has no products of 16 bits, torch finds that out at the first large one, and then computes all others
+    of the process another way, those of fp32 too. That must not be between two steps: a resumed run would differ.
     """
-    torch.ones(32, 32, dtype=dtype) @ torch.ones(32, 32, dtype=dtype)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        for shape in ((64, 128), (128, 64)):
+            rule.work(torch.ones(shape, dtype=rule.wire), {}, hyper, 1)
 
 
 class MatrixTiler:
@@ -266,7 +270,7 @@ class MatrixSteps:
             for store, (_, matrices), own in zip(taken, found, owners, strict=True)
         }
         if taken and taken[0].device.type == "cpu":
-            _try_products(rule.wire)
+            _try_work(rule, groups[taken[0].spec.layout.members[0].group])
         self._routes: dict[tuple[ShardStore, frozenset[int]], MatrixRoute] = {}
         # What a rule keeps of the matrices that this rank works on.
         self._kept: dict[tuple[ShardStore, Matrix], Kept] = {}

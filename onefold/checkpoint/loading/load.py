@@ -131,8 +131,9 @@ def state_reads(
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Slot] = []
     problems: dict[str, None] = {}
-    kept: set[str] = set()
     params = [param for unit in target.units for param in unit.trained]
+    # Of some flat parameters this rank may have padding alone.
+    kept = {state for param in params for state in param.spec.states}
     for slot in (slot for param in params for slot in state_slots(param, step, *needed_range(param, step))):
         name, _, state = slot.name.removeprefix("optimizer/").rpartition("/")
         kept.add(state)
