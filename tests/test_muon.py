@@ -495,6 +495,30 @@ def test_names_that_fit_nothing_are_told(params, told):
         taken(Net(depth=1), **params)
 
 
+def test_a_part_of_a_name_is_no_head():
+    model = nn.ModuleDict({"multihead": nn.Linear(4, 4, bias=False), "head": nn.Linear(4, 4, bias=False)})
+    assert taken(model) == {True: ["multihead.weight"], False: ["head.weight"]}
+
+
+def step_one_of_two() -> list[str]:
+    """Neither of the optimizers that were handed in may be stepped past the engine, and both hooks run."""
+    model, seen = wide(), []
+    matrices = [p for name, p in model.named_parameters() if name.endswith(("up.weight", "down.weight"))]
+    ids = {id(p) for p in matrices}
+    pair = [torch.optim.Muon(matrices), torch.optim.AdamW([p for p in model.parameters() if id(p) not in ids])]
+    engine = start(model, config(2, optimizer=None), optimizer=pair)
+    for optimizer in pair:
+        optimizer.register_step_pre_hook(lambda of, *_: seen.append(type(of).__name__))
+        with pytest.raises(RuntimeError, match=r"engine.step\(\) steps the optimizer"):
+            optimizer.step()
+    train(engine, 1)
+    return seen
+
+
+def test_both_of_two_optimizers_answer_as_the_engines(on_ranks):
+    assert on_ranks(2, step_one_of_two) == [["Muon", "AdamW"]] * 2
+
+
 def test_two_optimizers_that_do_not_go_together_are_told():
     model = Net(depth=1)
     pair = [torch.optim.SGD([model.head.weight], lr=0.1), torch.optim.AdamW([model.embed.weight])]

@@ -24,10 +24,11 @@ from onefold.cli.compare import job_of
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.cli.trials import Trial, TrialJob, split_settings
 from onefold.estimate.forecast import Setting
-from onefold.estimate.step_bench import measure_contention, measure_host
+from onefold.estimate.step_bench import StepBenchError, measure_contention, measure_host
 from onefold.log import format_bytes
 from onefold.offload.host_memory import available_bytes
 from onefold.report import offload_bench
+from onefold.report.link_bench import LinkError
 
 # A change must gain so much to be taken: less is noise.
 _GAIN = 1.02
@@ -59,7 +60,7 @@ def knobs_of(setting: Setting) -> Iterator[Knob]:
         yield Knob("ratio", (0.7, 0.4))
 
 
-@fails_on(OSError)
+@fails_on(OSError, LinkError, StepBenchError)
 def tune(options: argparse.Namespace) -> int:
     settings = split_settings(options.stages, options.nvme_path)
     if options.steps < 4:

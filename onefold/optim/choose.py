@@ -64,6 +64,13 @@ class Chosen:
     instance: torch.optim.Optimizer | None
     splits: Splits = field(default_factory=dict)
     """Parameters that are several matrices each, by patterns of their names."""
+    beside: tuple[torch.optim.Optimizer, ...] = ()
+    """Instances that a rule steps together, where the user has handed in several."""
+
+    @property
+    def instances(self) -> tuple[torch.optim.Optimizer, ...]:
+        """What the user has handed in."""
+        return self.beside or ((self.instance,) if self.instance is not None else ())
 
     @property
     def elementwise(self) -> bool:
@@ -79,7 +86,7 @@ class Chosen:
         return self.instance is not None and (self.rule is None or isinstance(self.rule, InstanceRule))
 
     def states_of_groups(self) -> list[KeptStates]:
-        """The names of what is kept for each group beside its masters: what one group needs, all keep."""
+        """What is kept for each group beside its masters: for matrices what their rule keeps, for all others alike."""
         if isinstance(self.rule, MatrixRule):
             rule = self.rule
             return [KeptStates(tuple(rule.state_names([group])), rule.takes(group)) for group in self.groups]
@@ -187,7 +194,9 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
         return Chosen(name, optimizer.param_groups, None, optimizer)
     if isinstance(own, MatrixRule):
         for group in optimizer.param_groups:
-            group.setdefault(f"use_{own.name}", True)
+            if not group.setdefault(f"use_{own.name}", True):
+                for key, value in _ADAMW.items():
+                    group.setdefault(key, value)
         return Chosen(name, optimizer.param_groups, own, optimizer)
     rule = RULES[own]
     for index, group in enumerate(optimizer.param_groups):
@@ -199,6 +208,10 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
         _read_group(OPTIMIZERS[own], group, f"optimizer.param_groups[{index}]")
         check_together(group, f"optimizer.param_groups[{index}]")
     return Chosen(name, optimizer.param_groups, rule, optimizer)
+
+
+# Of groups beside a rule of the user's that are not stepped as matrices.
+_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
 
 
 def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
@@ -216,7 +229,7 @@ def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
         for group in each.groups:
             group.setdefault(f"use_{matrix.name}", isinstance(each.rule, MatrixRule))
     groups = [group for each in chosen for group in each.groups]
-    return Chosen("+".join(each.name for each in chosen), groups, matrix, None)
+    return Chosen("+".join(each.name for each in chosen), groups, matrix, None, beside=tuple(optimizers))
 
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Muon)

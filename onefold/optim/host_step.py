@@ -27,7 +27,7 @@ from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import LastUse, StepOutput
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.matrix_rules import MatrixRule
+from onefold.optim.matrix_rules import WIRE, MatrixRule
 from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
 from onefold.optim.rules import Rule
 from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
@@ -154,7 +154,7 @@ class HostStep:
         """States with the gradient, in whose memory lies afterwards what matrices are made of."""
         assert self._matrices is not None
         _gradient_of(store).wait()
-        update = gradient.view(MatrixRule.wire)[: store.stop - store.start]
+        update = gradient.view(WIRE)[: store.stop - store.start]
         for window in self._windows(store):
             self._matrices.prepare(store, window, gradient, update, step)
         return update

@@ -64,10 +64,10 @@ def plain_step(instance: torch.optim.Optimizer) -> None:
 
 
 def step_hooks(
-    when: Literal["pre", "post"], outer: torch.optim.Optimizer, instance: torch.optim.Optimizer | None
+    when: Literal["pre", "post"], outer: torch.optim.Optimizer, instances: Sequence[torch.optim.Optimizer]
 ) -> list[tuple[Callable[..., Any], torch.optim.Optimizer]]:
     """Hooks, each with the optimizer to call it with. Torch's for all optimizers stand outermost."""
-    each = [outer] if instance is None else [instance, outer]
+    each = [*instances, outer]
     own = [(hook, of) for of in each for hook in getattr(of, f"_optimizer_step_{when}_hooks").values()]
     shared = [(hook, outer) for hook in getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()]
     return shared + own if when == "pre" else own + shared

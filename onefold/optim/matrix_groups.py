@@ -12,8 +12,10 @@ from onefold.config import ConfigError
 from onefold.plan.matrices import Splits
 from onefold.runtime.param_handle import unsharded_shape
 
-# Parts of a name that stand for tables of tokens and for what turns hidden states into scores.
-_OUTER = ("embed", "lm_head", "wte", "wpe", "head", "score", "classifier")
+# Modules by name: tables of tokens and positions, and what turns hidden states into scores. Anything that is called an
+# embedding is one.
+_OUTER = {"lm_head", "head", "wte", "wpe", "score", "classifier"}
+_EMBEDDING = "embed"
 
 
 def divide(groups: Sequence[Mapping[str, Any]], flag: str, model: nn.Module | None, others: Sequence[str]) -> list[Any]:
@@ -40,7 +42,7 @@ def _takes(parameter: Any, name: str, flag: str, tables: set[int], others: Seque
         return False
     if (own := getattr(parameter, flag, None)) is not None:
         return bool(own)
-    is_outer = id(parameter) in tables or any(part in name for part in _OUTER)
+    is_outer = id(parameter) in tables or _EMBEDDING in name or bool(_OUTER & set(name.split(".")))
     return len(unsharded_shape(parameter)) > 1 and not is_outer
 
 

@@ -39,12 +39,14 @@ States = Mapping[str, torch.Tensor]
 Kept = dict[str, torch.Tensor]
 
 
+# In what pieces of matrices travel (`plan.memory.MATRIX_ITEMSIZE` bytes).
+WIRE = torch.bfloat16
+
+
 class MatrixRule(ABC):
     """A rule of whole matrices, for the groups that ask for it; others are stepped by AdamW."""
 
     can_skip = False
-    wire: ClassVar[torch.dtype] = torch.bfloat16
-    """In what pieces of matrices travel."""
     name: ClassVar[str]
     """The key of a group that says whether it is stepped as matrices: `use_` and this."""
 

@@ -20,7 +20,7 @@ import torch
 
 from onefold.comm import PeerExchange
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.matrix_rules import Kept, MatrixRule
+from onefold.optim.matrix_rules import WIRE, Kept, MatrixRule
 from onefold.optim.rules import Hyper
 from onefold.optim.steppers import TILE, StateWindow, Step, Tiler, whole_window
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
@@ -188,7 +188,7 @@ def _try_work(rule: MatrixRule, hyper: Hyper) -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         for shape in ((64, 128), (128, 64)):
-            rule.work(torch.ones(shape, dtype=rule.wire), {}, hyper, 1)
+            rule.work(torch.ones(shape, dtype=WIRE), {}, hyper, 1)
 
 
 class MatrixTiler:
@@ -288,7 +288,7 @@ class MatrixSteps:
             assert self._host is not None
             update = self._host.prepared(store)
         else:
-            update = torch.empty(store.stop - store.start, dtype=self._rule.wire, device=gradient.device)
+            update = torch.empty(store.stop - store.start, dtype=WIRE, device=gradient.device)
             for window in whole_window(store) if self._computes else ():
                 self._tiler.prepare(store, window, gradient, update, step)
         self._parts.append(TravellingMatrices(store, self._route(store), update, {}))
@@ -392,8 +392,8 @@ class MatrixSteps:
         for stores in batches:
             taken = [store for store in stores if store in self.matrices]
             own = [m for store in taken for m, owner in self.matrices[store] if self._is_mine(store, owner)]
-            updates.append(sum(store.stop - store.start for store in taken) * self._rule.wire.itemsize)
-            wholes.append(sum(m.rows * m.columns for m in own) * self._rule.wire.itemsize)
+            updates.append(sum(store.stop - store.start for store in taken) * WIRE.itemsize)
+            wholes.append(sum(m.rows * m.columns for m in own) * WIRE.itemsize)
             workspace = max([workspace, *(self._rule.workspace(*m.shape) for m in own)])
         under_way = (
             sum(updates[max(0, at - 2) : at + 1]) + 2 * sum(wholes[max(0, at - 1) : at + 1])

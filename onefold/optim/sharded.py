@@ -37,8 +37,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._loss_scale = loss_scale
         self._drop_gradients = drop_gradients
-        if sharded.instance is not None:
-            self.answer_for(sharded.instance)
+        for instance in sharded.instances:
+            self.answer_for(instance)
 
     def answer_for(self, instance: torch.optim.Optimizer) -> None:
         """An instance over the same groups has neither gradients nor states: what is asked of it goes to this one."""

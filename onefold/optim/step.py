@@ -50,6 +50,8 @@ class ShardedStep:
         self.name = chosen.name
         self.groups = chosen.groups
         self.instance = chosen.instance
+        # All that the user has handed in.
+        self.instances = chosen.instances
         self.num_steps = 0
         self.overflow = False
         # From the first change of a step until the engine has counted it: what is held is no step's state.
@@ -95,7 +97,7 @@ class ShardedStep:
         """Whether a step may be queued before the host knows that it is one: the device leaves it out by itself."""
         if self._host is not None or self._rule is None or not self._rule.can_skip:
             return False
-        return not any(step_hooks(when, optimizer, self.instance) for when in ("pre", "post"))
+        return not any(step_hooks(when, optimizer, self.instances) for when in ("pre", "post"))
 
     def apply(
         self,
@@ -104,7 +106,7 @@ class ShardedStep:
         skip: torch.Tensor | None = None,
     ) -> None:
         """Step every shard with its gradient times `coefficient`, and start refreshes. Hooks on `optimizer` run too."""
-        for hook, of in step_hooks("pre", optimizer, self.instance):  # they may change rates
+        for hook, of in step_hooks("pre", optimizer, self.instances):  # they may change rates
             given: tuple[Any, dict[str, Any]] = (of,), {}
             result = hook(of, *given)
             if result is not None and result != given:
@@ -115,10 +117,9 @@ class ShardedStep:
         self.changing = True
         with torch.no_grad(), self._user_code():
             self._apply(coefficient, skip)
-        for stepped in (optimizer, self.instance):
-            if stepped is not None:
-                stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
-        hooks = step_hooks("post", optimizer, self.instance)
+        for stepped in (optimizer, *self.instances):
+            stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
+        hooks = step_hooks("post", optimizer, self.instances)
         if hooks:
             self._schedule.wait_for_step()  # a hook may read any parameter
         for hook, of in hooks:
@@ -145,10 +146,13 @@ class ShardedStep:
             self.matrices.begin()
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
+                as_matrices = self.matrices is not None and store in self.matrices.matrices
+                if store.steps_on_host and self._host is not None and not as_matrices:
+                    continue
                 with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
-                    if self.matrices is not None and store in self.matrices.matrices:
+                    if self.matrices is not None and as_matrices:
                         self.matrices.start(store, gradient, step)
-                    elif self._host is None or not store.steps_on_host:
+                    else:
                         self.stepper.step(store, gradient, step)
             for done in self.matrices.end_batch(batch, step) if self.matrices else self.stepper.end_batch(batch):
                 schedule.in_flight.start_refresh(done)

@@ -74,7 +74,7 @@ def _as_matrices(member: Member) -> tuple[int, int, int]:
     if len(shape) < 2:
         raise MatrixError(
             f"parameter {member.name} has {len(shape)} dimension{'s' * (len(shape) != 1)} and is no matrix: let AdamW "
-            "step it (use_muon false in its group, or a name in optimizer.params.adamw_names)"
+            "step it (a group with use_muon, or use_ and the name of its rule, false; or optimizer.params.adamw_names)"
         )
     if len(shape) == 3:
         return shape
