@@ -42,8 +42,11 @@ class Bf16:
     immediate_grad_update: bool = noticed(
         False, "Accumulate as each gradient lands.", "gradients always accumulate in place as they land"
     )
-    bf16_master_weights_and_grads: bool = refused(False, "Keep masters and gradients in bf16.", _MASTERS)
-    bf16_optimizer_states: bool = refused(False, "Keep states in bf16.", "states are always fp32; leave it out")
+    bf16_master_weights_and_grads: bool = _if_enabled(
+        False,
+        "No masters beside the bf16 weights, which are rounded at random at every step; gradients accumulate in bf16.",
+    )
+    bf16_optimizer_states: bool = _if_enabled(False, "Keep states in bf16, rounded at random at every step.")
     loss_scale: float | None = noticed(None, "A loss scale.", "bf16 has the range of fp32 and needs no loss scale")
 
 
@@ -152,6 +155,18 @@ class OnefoldSection:
         "any weight is changed, naming units and ranks), skip the step, or ignore it, as plain torch. auto: fp16 "
         "skips, bf16 does what `check_grad_overflow` says, everything else raises.",
     )
+    state_dtype: Literal["fp32", "int8", "bf16"] = key(
+        "fp32",
+        "In what optimizer states are held. int8: a byte a value and a scale for every 256, so that Adam keeps 2 bytes "
+        "a parameter instead of 8; bf16: rounded at random at every step.",
+    )
+    master_dtype: Literal["fp32", "bf16_int16", "bf16_int8", "bf16"] = key(
+        "fp32",
+        "In what masters of bf16 weights are held. bf16_int16: the weight and the other 16 bits of the fp32 value, 2 "
+        "bytes less where weights are held anyway (stages 0 to 2, one rank), with the bits of fp32 masters but for "
+        "ties; bf16_int8: 8 of these bits; bf16: the weight alone, rounded at random at every step.",
+    )
+    int8_min_numel: int = key(4096, "Parameters of fewer elements keep fp32 states.", minimum=0)
     delayed_host_step: bool = key(
         False,
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "

@@ -179,10 +179,20 @@ class Loading:
             return problem, None
         # From here on values are written. `_take_up` ends this; an error before it leaves it as it is, on all ranks.
         self._state.half_loaded = f"load_checkpoint of {path} failed half-way on some rank"
-        problem = self._agree(lambda: fill(opened[0].checkpoint, opened[0].reads))
+        problem = self._agree(lambda: self._fill(opened[0]))
         if problem:
             self._state.half_loaded = f"load_checkpoint of {path} failed half-way: {problem}"
         return problem, None if problem else opened[0]
+
+    def _fill(self, opened: Opened) -> None:
+        rounded = sorted(fill(opened.checkpoint, opened.reads))
+        if rounded and self._state.group.rank == 0:
+            logger.warning(
+                "%s: masters are held as %s and optimizer states as %s here, and not all values fit: %d of this rank's "
+                "tensors were rounded, %s first. A run that goes on from here differs from one in the forms that were "
+                "saved", opened.checkpoint.folder, self._state.plan.formats.masters, self._state.plan.formats.states,
+                len(rounded), rounded[0],
+            )  # fmt: skip
 
     def _check_small(self, found: Opened, asked: Asked) -> None:
         """Everything but tensors is tried before a tensor is written: what takes it must not fail then."""

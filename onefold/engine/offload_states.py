@@ -13,6 +13,7 @@ import torch
 
 from onefold.engine.train_state import TrainState
 from onefold.offload.host_memory import page_aligned
+from onefold.offload.param_shard import tensors_of
 
 if TYPE_CHECKING:
     from onefold.engine.core import Engine
@@ -128,10 +129,9 @@ def _tensors(state: TrainState, kinds: set[OffloadStateTypeEnum]) -> Iterator[to
             OffloadStateTypeEnum.lp_grads: param.grad.device_tensors() if param.trainable else [],
         }
         if state.step is not None and param.trainable and not store.steps_on_host:
-            is_slice = param.stays_unsharded and store.param_copy is None  # the flat parameter itself is the master
-            kind = OffloadStateTypeEnum.lp_params if is_slice else OffloadStateTypeEnum.hp_params
-            held.setdefault(kind, []).append(store.master)
-            held[OffloadStateTypeEnum.optim_states] = [s.memory for s in state.step.stepper.held_states(store)]
+            held[OffloadStateTypeEnum.hp_params] = store.own_master()
+            states = state.step.stepper.held_states(store)
+            held[OffloadStateTypeEnum.optim_states] = [part for s in states for part in tensors_of(s.memory)]
         for kind in kinds & held.keys():
             yield from (tensor for tensor in held[kind] if isinstance(tensor, torch.Tensor))
 

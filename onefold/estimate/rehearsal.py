@@ -20,6 +20,7 @@ from onefold.engine import Engine
 from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.on_cuda import as_on_cuda
 from onefold.estimate.trace import AllocationMode, PassTrace
+from onefold.offload.param_shard import tensors_of
 from onefold.optim.choose import choose
 from onefold.optim.steppers import TILE, Step
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
@@ -119,10 +120,11 @@ def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
     for param in (param for unit in engine.state.schedule.units for param in unit.params):
         if param.stays_unsharded:
             yield param.full
-        if with_states and param.trainable and isinstance(param.store.master, torch.Tensor):
-            if param.store.master.untyped_storage()._cdata != param.full.untyped_storage()._cdata:
-                yield param.store.master
-            yield from (state for state in param.store.states.values() if isinstance(state, torch.Tensor))
+        if with_states and param.trainable:
+            held = [*param.store.own_master(), *(p for flat in param.store.states.values() for p in tensors_of(flat))]
+            if param.store.spec.weight_is_master and param.store.param is not None:
+                held.append(param.store.param.values)
+            yield from (part for part in held if isinstance(part, torch.Tensor))
 
 
 def _step_with_passes(

@@ -49,19 +49,22 @@ def page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
 
 
 class Arena:
-    """Host memory of exact size, handed out piece by piece, each at a page, and never taken back."""
+    """Host memory of exact size, handed out piece by piece and never taken back: whole pages from its start, each at a
+    page, and from its end what is smaller, as bytes and scales of encoded states are.
+    """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self._memory = page_aligned(num_bytes, pinned=pinned)
-        self._used = 0
+        self._used, self._left = 0, num_bytes
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = numel * dtype.itemsize
-        assert size % PAGE == 0, "shards end at pages"
-        assert self._used + size <= self._memory.numel(), "the plan counts every byte that is taken"
-        piece = self._memory[self._used : self._used + size].view(dtype)
+        assert self._used + size <= self._left, "the plan counts every byte that is taken"
+        if size % PAGE:
+            self._left -= size
+            return self._memory[self._left : self._left + size].view(dtype)
         self._used += size
-        return piece
+        return self._memory[self._used - size : self._used].view(dtype)
 
 
 def available_bytes() -> int:

@@ -15,9 +15,9 @@ from onefold.comm import Agreement, Ledger, num_ranks_on_node
 from onefold.offload.bus import Arrival, Bus
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
-from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, Flat, HostShard, ParamShard
+from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
-from onefold.plan.memory import master_dtype, stays_unsharded
+from onefold.plan.memory import stays_unsharded
 from onefold.plan.table import Offload
 from onefold.pool import Pool
 
@@ -87,9 +87,10 @@ class Needs:
         parameters: list[Need] = []
         for spec in specs:
             if spec.trainable and spec.residency.states is Tier.NVME:
-                # Where the master is what is gathered, it is reserved among the parameters.
-                num = len(spec.states) + (0 if spec.master_is_shard else 1)
-                states += [(spec.layout.shard_size, master_dtype(spec.dtype))] * num
+                # Where the master, or its weight, is what is gathered, it is reserved among the parameters.
+                parts = () if spec.master_is_shard else spec.parts_of_master()
+                size = spec.layout.shard_size
+                states += [(part.numel(size), part.dtype) for part in (*parts, *spec.parts_of_states())]
             if not stays_unsharded(plan, spec) and spec.residency.parameters is Tier.NVME:
                 parameters.append((spec.layout.shard_size, spec.dtype))
         return Needs(count_bytes(specs, plan, Tier.HOST).total, states, parameters)
@@ -157,8 +158,8 @@ class OffloadMemory:
             self._parameter_buffers = self.buffers(options.buffer_count, size)
         return DiskShard(self._parameters[numel, dtype].pop(0), self._parameter_buffers, self.bus)
 
-    def state(self, tier: Tier, numel: int, dtype: torch.dtype) -> Flat:
-        """Room for a master or an optimizer state below the device, all zero."""
+    def state(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor | DiskTensor:
+        """Room for a master or an optimizer state below the device, or a part of one, all zero."""
         return self._states[numel, dtype].pop(0) if tier is Tier.NVME else self.host(numel, dtype)
 
     def forget_prefetched(self) -> None:

@@ -17,13 +17,14 @@ import torch
 
 from onefold.comm import Source
 from onefold.offload.bus import HERE, Arrival, Bus
+from onefold.offload.encoded import EncodedFlat
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.plan import Tier
 from onefold.plan.memory import master_dtype
 
-# A flat tensor in any tier.
-Flat = torch.Tensor | DiskTensor
+# A flat tensor in any tier and form.
+Flat = torch.Tensor | DiskTensor | EncodedFlat
 
 # Until then the caller's stream may read what is on the device.
 LastUse = torch.cuda.Event | None
@@ -35,15 +36,26 @@ _CAST_SIZE = 1 << 23
 
 
 def read(flat: Flat) -> torch.Tensor:
-    """The values: the tensor itself, or what is on disk."""
+    """The values: the tensor itself, or what is on disk, or what a form holds."""
     return flat if isinstance(flat, torch.Tensor) else flat.load()
 
 
 def write(flat: Flat, values: torch.Tensor) -> None:
     if isinstance(flat, torch.Tensor):
         flat.copy_(values)
+    elif isinstance(flat, EncodedFlat):
+        flat.store(values)
     else:
         flat.store(values.to("cpu", flat.dtype))
+
+
+def tensors_of(flat: Flat) -> list[torch.Tensor | DiskTensor]:
+    """What is held of it: itself, or the parts of its form."""
+    return list(flat.parts) if isinstance(flat, EncodedFlat) else [flat]
+
+
+def held_bytes(flat: Flat) -> int:
+    return sum(part.nbytes for part in tensors_of(flat))
 
 
 class StepOutput:
@@ -68,7 +80,7 @@ class ParamShard:
     """This rank's shard of a flat parameter, in the dtype and tier in which it rests."""
 
     tier: Tier
-    values: Flat
+    values: torch.Tensor | DiskTensor
 
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
         """What fills this rank's slice of a gather. `is_overwritten`: the gather then decodes other values into it."""

@@ -6,7 +6,8 @@ nobody else tests in which tier something rests.
 * `master`: the fp32 values that the optimizer updates, and `states` beside it. The master is the parameter shard itself
   where that can be (`FlatParamSpec.master_is_shard`), and this rank's slice of the flat parameter where that stays
   unsharded and computes in fp32: nothing is held twice. Otherwise it is a tensor of its own, and a step tells what
-  computes of the new values (`push`); what was written from outside is taken over the other way (`pull`).
+  computes of the new values (`push`); what was written from outside is taken over the other way (`pull`). A master in
+  another form ([Note: forms of states]) has the weight as its first part: in the same tier it is what computes itself.
 * `grad`: the reduced gradient.
 
 Each rests in the tier that the plan's `Residency` says. The step of what rests below the device is the host's, on a
@@ -15,7 +16,7 @@ thread of its own: `finish_step` waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -23,10 +24,24 @@ import torch
 
 from onefold.allocator import zeros_apart
 from onefold.offload.bus import HERE, Arrival
+from onefold.offload.encoded import EncodedFlat
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
+from onefold.offload.nvme import DiskTensor
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import DeviceOutput, DeviceShard, Flat, ParamShard, StepOutput, read, write
+from onefold.offload.param_shard import (
+    DeviceOutput,
+    DeviceShard,
+    Flat,
+    ParamShard,
+    StepOutput,
+    held_bytes,
+    read,
+    tensors_of,
+    write,
+)
+from onefold.offload.state_codec import Dither
 from onefold.plan import FlatParamSpec, Plan, Tier
+from onefold.plan.forms import Form, FormPart
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
 
@@ -127,32 +142,44 @@ class ShardStore:
         """What computes, or is gathered, where that is another tensor than the master."""
         if self.param is None:
             return self.computes
-        return self.param.values if self.param.values is not self._master else None
+        return None if self.spec.weight_is_master or self.param.values is self._master else self.param.values
 
     def make_master(self, unsharded: torch.Tensor) -> None:
         """An optimizer will step this shard. `unsharded`: the flat parameter, where it stays unsharded."""
-        used: Flat = self.param.values if self.param is not None else unsharded[self.start : self.stop]
-        wide = master_dtype(self.spec.dtype)
-        if self.steps_on_host and not self.spec.master_is_shard:
-            assert self._memory is not None
-            self._master = self._memory.state(self.state_tier, self.stop - self.start, wide)
+        used = self.param.values if self.param is not None else unsharded[self.start : self.stop]
+        wide, form, size = master_dtype(self.spec.dtype), self.spec.kept.master, self.stop - self.start
+        if form is not None:
+            parts = [self._room(part) for part in self.spec.parts_of_master()]
+            self._master = EncodedFlat(form, [used, *parts] if self.spec.weight_is_master else parts, size)
+            if not self.spec.weight_is_master:
+                write(self._master, read(used))
+        elif self.steps_on_host and not self.spec.master_is_shard:
+            self._master = self._room(FormPart(wide))
             write(self._master, read(used).to(wide))
         else:
             self._master = used if used.dtype == wide else _widened(read(used), wide)
-        if self.param is None and self._master is not used:
+        if self.param is None and self._master is not used and not self.spec.weight_is_master:
             assert isinstance(used, torch.Tensor)
             self.computes = used
         self.take_fingerprint()
 
-    def make_states(self, names: Iterable[str]) -> None:
+    def make_states(self) -> None:
         """Room for the states that a rule keeps beside the master, all zero."""
-        self.states = {}
-        for name in names:
-            if isinstance(self.master, torch.Tensor) and not self.steps_on_host:
-                self.states[name] = zeros_apart(self.master.numel(), self.master.dtype, self.master.device)
-            else:
-                assert self._memory is not None
-                self.states[name] = self._memory.state(self.state_tier, self.master.numel(), self.master.dtype)
+        kept = self.spec.kept
+        self.states = {name: self._state(kept.form_of(name)) for name in kept.names}
+
+    def _state(self, form: Form | None) -> Flat:
+        if form is None:
+            return self._room(FormPart(master_dtype(self.spec.dtype)))
+        return EncodedFlat(form, [self._room(part) for part in form.parts], self.stop - self.start)
+
+    def _room(self, part: FormPart) -> torch.Tensor | DiskTensor:
+        """Where masters and states rest, all zero."""
+        numel = part.numel(self.stop - self.start)
+        if not self.steps_on_host:
+            return zeros_apart(numel, part.dtype, self.device)
+        assert self._memory is not None
+        return self._memory.state(self.state_tier, numel, part.dtype)
 
     def make_grad(self, dtype: torch.dtype, *, in_place: bool) -> GradShard:
         """Where reduced gradients go, in the tier where they are stepped with."""
@@ -233,7 +260,10 @@ class ShardStore:
     def pull(self) -> None:
         """What computes was written from outside: the master becomes it."""
         copy = self.param_copy
-        if copy is not None:
+        if self.spec.weight_is_master:
+            for rest in tensors_of(self.master)[1:]:
+                write(rest, torch.zeros(rest.numel(), dtype=rest.dtype))
+        elif copy is not None:
             if self.param is not None:
                 self.param.refresh()
             write(self.master, read(copy).to(self.master.dtype))
@@ -287,6 +317,19 @@ class ShardStore:
             ]
         return segments
 
+    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]:
+        """A range as it is rounded: parameter by parameter where that is done at random, else in one piece."""
+        kept = self.spec.kept
+        if not any(form is not None and form.is_dithered for form in (kept.master, *kept.forms)):
+            return [(first, last, None)]
+        ranges: list[tuple[int, int, Dither | None]] = []
+        for member in self.spec.layout.members:
+            start, stop = member.start - self.start, round_up(member.stop, PARAMETER_ALIGNMENT) - self.start
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                ranges.append((low, high, Dither(step, member.name, low - start)))
+        return ranges
+
     # -- bytes, and the end -------------------------------------------------------------------------------------
 
     def param_bytes(self, tier: Tier) -> int:
@@ -296,13 +339,24 @@ class ShardStore:
         return self.param.values.nbytes
 
     def master_bytes(self, tier: Tier) -> int:
-        """Of a master that is not a slice of the flat parameter itself."""
+        """Of a master that is not a slice of the flat parameter itself, or its weights."""
+        return sum(part.nbytes for part in self.own_master()) if self.state_tier is tier else 0
+
+    def own_master(self) -> list[torch.Tensor | DiskTensor]:
+        """What is held of the master and is neither a slice of the flat parameter nor its weights."""
+        if self.spec.weight_is_master:
+            return tensors_of(self.master)[1:]
         is_slice = self.param is None and self.computes is None
-        return self.master.nbytes if self.state_tier is tier and not is_slice else 0
+        return [] if is_slice else tensors_of(self.master)
+
+    def state_bytes(self) -> int:
+        return sum(held_bytes(state) for state in self.states.values())
 
     def device_params(self) -> list[torch.Tensor]:
         """Parameters on the device that are not the master."""
         copy, on_device = self.param_copy, self.param is None or self.param.tier is Tier.DEVICE
+        if self.spec.weight_is_master and self.param is not None:
+            copy = self.param.values
         return [copy] if isinstance(copy, torch.Tensor) and on_device else []
 
     def cast(self, dtype: torch.dtype) -> None:

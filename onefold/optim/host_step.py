@@ -22,16 +22,18 @@ from typing import Any, TypeVar
 import torch
 
 from onefold.offload.bus import Arrival
+from onefold.offload.encoded import EncodedFlat
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import LastUse, StepOutput
+from onefold.offload.param_shard import Flat, LastUse, StepOutput, held_bytes, tensors_of
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_rules import WIRE, MatrixRule
 from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
-from onefold.optim.rules import Rule
-from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
+from onefold.optim.rules import MASTER, Rule
+from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, Windows, weights_of, whole_window
 from onefold.plan import Tier
+from onefold.plan.forms import BLOCK
 from onefold.plan.layout import SHARD_ALIGNMENT
 from onefold.recorder import Track, recorded, within
 
@@ -43,7 +45,7 @@ CHUNK = 1 << 22
 
 # Of a shard on disk: its states, and its master.
 _Which = tuple[bool, bool]
-STATES, MASTER, ALL = (True, False), (False, True), (True, True)
+STATES_ALONE, MASTER_ALONE, ALL = (True, False), (False, True), (True, True)
 _Made = TypeVar("_Made")
 
 
@@ -102,7 +104,7 @@ class HostStep:
         last_use = self._memory.bus.now()
         if self._stream is not None:
             for store in stores:
-                self._stream.plan([store], STATES if store.spec.kept.as_matrices else ALL)
+                self._stream.plan([store], STATES_ALONE if store.spec.kept.as_matrices else ALL)
         for store in stores:
             gradient = _gradient_of(store).value
             assert gradient is not None
@@ -142,7 +144,7 @@ class HostStep:
         for window in self._windows(store):
             for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                 self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
-                output.send(window.master[start - window.start : stop - window.start], start, stop)
+                output.send(weights_of(window.master[start - window.start : stop - window.start]), start, stop)
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)
@@ -192,11 +194,11 @@ class HostStep:
         store.wait_for_master()
         output = store.output(gradient, last_use)
         if self._stream is not None:
-            self._stream.plan([store], MASTER)
+            self._stream.plan([store], MASTER_ALONE)
         for window in self._windows(store):
             for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                 self._matrices.finish(below, window, start, stop, output.memory(start, stop), step)
-                output.send(window.master[start - window.start : stop - window.start], start, stop)
+                output.send(weights_of(window.master[start - window.start : stop - window.start]), start, stop)
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)
@@ -239,10 +241,10 @@ class StateStream:
 
     def __init__(self, memory: OffloadMemory, stores: Sequence[ShardStore]) -> None:
         options = memory.options.optimizer
-        per_element = max(sum(flat.itemsize for flat in _parts(store).values()) for store in stores)
+        per_block = max(sum(held_bytes(flat[:BLOCK]) for flat in _held(store).values()) for store in stores)
         longest = max(store.stop - store.start for store in stores)
         self._size = min(longest, max(options.buffer_size // SHARD_ALIGNMENT, 1) * SHARD_ALIGNMENT)
-        self._buffers = memory.buffers(options.buffer_count, self._size * per_element)
+        self._buffers = memory.buffers(options.buffer_count, self._size // BLOCK * per_block)
         self._ahead, self._behind = options.pipeline_read is not False, options.pipeline_write is not False
         self._coming: deque[tuple[ShardStore, int, int, _Which]] = deque()
         self._reading: deque[_Passing] = deque()
@@ -302,27 +304,32 @@ class StateStream:
         self._buffers.give_back(passing.buffer)
 
 
-def _parts(store: ShardStore) -> dict[str, DiskTensor]:
-    parts = {"master": store.master, **store.states}
-    return {name: flat for name, flat in parts.items() if isinstance(flat, DiskTensor)}
+def _held(store: ShardStore) -> dict[str, Flat]:
+    return {MASTER: store.master, **store.states}
 
 
 def _on_disk_and_here(store: ShardStore, window: StateWindow) -> list[tuple[DiskTensor, torch.Tensor]]:
-    here = {"master": window.master, **window.states}
-    pairs = [(flat, here[name]) for name, flat in _parts(store).items() if name in here and here[name].numel()]
-    return [(flat[window.start : window.stop], memory) for flat, memory in pairs]
+    pairs: list[tuple[Any, Any]] = []
+    here = {MASTER: window.master, **window.states}
+    for name, flat in _held(store).items():
+        if name in here and here[name].numel():
+            pairs += zip(tensors_of(flat[window.start : window.stop]), tensors_of(here[name]), strict=True)
+    return pairs
 
 
 def _window(store: ShardStore, start: int, stop: int, buffer: torch.Tensor, which: _Which) -> StateWindow:
     """In the buffer, what is asked for; a master that is not is empty."""
-    found, used = {}, 0
-    for name, flat in _parts(store).items():
-        if not which[name == "master"]:
+    found: dict[str, InMemory] = {}
+    used = 0
+    for name, flat in _held(store).items():
+        if not which[name == MASTER]:
             continue
-        size = (stop - start) * flat.itemsize
-        found[name] = buffer[used : used + size].view(flat.dtype)
-        used += size
-    return StateWindow(start, stop, found.pop("master", buffer[:0]), found)
+        memory = []
+        for part in tensors_of(flat[start:stop]):
+            memory.append(buffer[used : used + part.nbytes].view(part.dtype))
+            used += part.nbytes
+        found[name] = EncodedFlat(flat.form, memory, stop - start) if isinstance(flat, EncodedFlat) else memory[0]
+    return StateWindow(start, stop, found.pop(MASTER, buffer[:0]), found)
 
 
 def _wait(passing: _Passing) -> None:

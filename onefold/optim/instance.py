@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from onefold.optim.rules import Hyper, Tile
+from onefold.optim.rules import EncodedTile, Hyper, Tile
 
 # Methods that change parameters and states outside a step, where a class has them (ScheduleFree).
 METHODS = ("train", "eval")
@@ -248,6 +248,9 @@ class InstanceRule:
         if self.writes:
             call = plain_step if method is None else methodcaller(method)
             _, self._to_each, self._to_itself = self._run(call, torch.zeros(64), torch.zeros(64), {}, 0, groups)
+
+    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+        return False
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         self._over(tile, plain_step, tile.gradient, has_states=step > 1)

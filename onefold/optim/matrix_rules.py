@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from onefold.optim.rules import AdamRule, Hyper, Tile
+from onefold.optim.rules import AdamRule, EncodedTile, Hyper, Tile
 
 # The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one that has other coefficients in
 # each step, which are the best for what the steps before have left (Polar Express, arXiv 2505.16932).
@@ -67,6 +67,9 @@ class MatrixRule(ABC):
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         """What is not stepped as matrices."""
         self.others.apply(tile, hyper, step)
+
+    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+        return self.others.apply_encoded(tile, hyper, step)
 
     @abstractmethod
     def names_of_matrices(self, hyper: Hyper) -> list[str]:

@@ -21,8 +21,8 @@ import torch
 from onefold.comm import PeerExchange
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_rules import WIRE, Kept, MatrixRule
-from onefold.optim.rules import Hyper
-from onefold.optim.steppers import TILE, StateWindow, Step, Tiler, whole_window
+from onefold.optim.rules import MASTER, Hyper
+from onefold.optim.steppers import StateWindow, Step, Tiler, weights_of, whole_window
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
 from onefold.runtime import InFlightCollectives, Unit
 
@@ -203,15 +203,17 @@ class MatrixTiler:
         """The part before, of what a window has the states of. `gradient` and `update` lie along the shard; the second
         may lie in the memory of the first, as many bytes from its start.
         """
-        size = self._tiler.size or TILE[gradient.device.type]
+        size = self._tiler.size(window)
         for segment in store.stepped_segments(window.start, window.stop):
-            for low in range(segment.start, segment.stop, size):
-                high = min(low + size, segment.stop)
-                scaled = self._tiler.scaled(gradient[low:high], step.coefficient, store.master.dtype, size)
-                states = {
-                    name: state[low - window.start : high - window.start] for name, state in window.states.items()
-                }
-                self._rule.prepare(scaled, states, update[low:high], step.groups[segment.group], step.number)
+            for first, last, dither in store.rounded_ranges(segment.start, segment.stop, step.number):
+                for low in range(first, last, size):
+                    high = min(low + size, last)
+                    scaled = self._tiler.scaled(gradient[low:high], step.coefficient, store.master.dtype, size)
+                    inside = slice(low - window.start, high - window.start)
+                    held = {name: state[inside] for name, state in window.states.items()}
+                    at = dither.after(low - first) if dither is not None else None
+                    with self._tiler.opened(held, at) as states:
+                        self._rule.prepare(scaled, states, update[low:high], step.groups[segment.group], step.number)
 
     def finish(
         self, part: TravellingMatrices, window: StateWindow, start: int, stop: int, out: torch.Tensor | None, step: Step
@@ -223,15 +225,18 @@ class MatrixTiler:
             low, high = max(piece.low - store.start, start), min(piece.high - store.start, stop)
             if low >= high:
                 continue
-            master = window.master[low - window.start : high - window.start]
-            if used is not None:
-                self._tiler.writes.take_over(master, used[low:high])
             matrix = part.route.matrices[piece.matrix]
-            self._rule.finish(master, part.update[low:high], matrix.shape, step.groups[members[matrix.member].group])
+            hyper = step.groups[members[matrix.member].group]
+            held = {MASTER: window.master[low - window.start : high - window.start]}
+            for _, _, dither in store.rounded_ranges(low, high, step.number):
+                with self._tiler.opened(held, dither) as values:
+                    if used is not None:
+                        self._tiler.writes.take_over(values[MASTER], used[low:high])
+                    self._rule.finish(values[MASTER], part.update[low:high], matrix.shape, hyper)
         for segment in store.stepped_segments(start, stop) if out is not None else ():
             assert out is not None
-            values = window.master[segment.start - window.start : segment.stop - window.start]
-            out[segment.start - start : segment.stop - start].copy_(values)
+            master = window.master[segment.start - window.start : segment.stop - window.start]
+            out[segment.start - start : segment.stop - start].copy_(weights_of(master))
 
 
 class HostMatrices(Protocol):

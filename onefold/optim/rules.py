@@ -6,11 +6,16 @@ itself to one tile whose parameter, gradient and states have one dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from onefold.gpu_kernels import kernels_of
+from onefold.offload.encoded import EncodedFlat
+from onefold.offload.state_codec import Dither
 
 Hyper = Mapping[str, Any]
 
@@ -27,12 +32,38 @@ class Tile:
     """On the device: 1 leaves everything as it is. Only for rules that say so (`can_skip`)."""
 
 
+# The name of the master among the states of an encoded tile.
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class EncodedTile:
+    """A range of one optimizer group as it is held: states and master in their forms, the gradient unscaled."""
+
+    held: Mapping[str, torch.Tensor | EncodedFlat]
+    gradient: torch.Tensor
+    coefficient: float | torch.Tensor
+    skip: torch.Tensor | None
+    dither: Dither | None
+
+
 class Rule(Protocol):
     can_skip: bool
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]: ...
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None: ...
+
+    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+        """Update a tile as it is held, in one pass. False where there is no kernel for it, and nothing is done."""
+        ...
+
+
+class PlainRule:
+    """A rule without kernels for encoded tiles: they are decoded for it."""
+
+    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+        return False
 
 
 # The step's number where torch wants it as a tensor: one on each device, since host and device step at once.
@@ -45,6 +76,56 @@ def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
         tensor = torch.full((), float(step), device=device)
         _numbers[device] = step, tensor
     return tensor
+
+
+_kernels = kernels_of("onefold.optim.adam_kernels", "AdamW with states in fewer bytes")
+
+
+@dataclass(frozen=True)
+class AdamNumbers:
+    """What a step of Adam multiplies and divides by."""
+
+    decay: float
+    """Of the parameter where it decays apart from the gradient, a factor; else what is added to the gradient of it."""
+    decoupled: bool
+    beta1: float
+    beta2: float
+    step_size: float
+    root: float
+    """By which the root of the average of squares is divided."""
+    eps: float
+    sign: float
+
+    @staticmethod
+    def of(hyper: Hyper, step: int) -> AdamNumbers:
+        beta1, beta2 = (float(beta) for beta in hyper["betas"])
+        rate, decay, decoupled = float(hyper["lr"]), float(hyper["weight_decay"]), hyper["decoupled_weight_decay"]
+        return AdamNumbers(
+            decay=1 - rate * decay if decoupled else decay,
+            decoupled=bool(decoupled),
+            beta1=beta1,
+            beta2=beta2,
+            step_size=rate / (1 - beta1**step),
+            root=math.sqrt(1 - beta2**step),
+            eps=float(hyper["eps"]),
+            sign=-1.0 if hyper.get("maximize") else 1.0,
+        )
+
+
+def adam_in_single_operations(tile: Tile, numbers: AdamNumbers) -> None:
+    """What the kernel for encoded tiles computes between decoding and encoding, to the bit: every operation rounds by
+    itself. torch's fused kernel differs in last bits.
+    """
+    parameter, average, squares = tile.parameter, tile.states["exp_avg"], tile.states["exp_avg_sq"]
+    gradient = tile.gradient * numbers.sign
+    if numbers.decoupled:
+        parameter.mul_(numbers.decay)
+    else:
+        gradient = gradient + parameter * numbers.decay
+    average.mul_(numbers.beta1).add_(gradient * (1 - numbers.beta1))
+    squares.mul_(numbers.beta2).add_((gradient * gradient).mul_(1 - numbers.beta2))
+    divisor = squares.sqrt().div_(torch.full_like(squares, numbers.root)).add_(numbers.eps)
+    parameter.sub_((average / divisor).mul_(numbers.step_size))
 
 
 class AdamRule:
@@ -77,8 +158,17 @@ class AdamRule:
             found_inf=tile.skip,
         )
 
+    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+        moments = tile.held["exp_avg"], tile.held["exp_avg_sq"]
+        if hyper.get("amsgrad") or not all(isinstance(moment, EncodedFlat) for moment in moments):
+            return False
+        kernels = _kernels(tile.gradient)
+        if kernels is not None:
+            kernels.step(tile, AdamNumbers.of(hyper, step))
+        return kernels is not None
 
-class SGDRule:
+
+class SGDRule(PlainRule):
     """SGD with momentum, dampening, Nesterov, by torch's fused kernel."""
 
     can_skip = True
@@ -103,7 +193,7 @@ class SGDRule:
         )
 
 
-class AdagradRule:
+class AdagradRule(PlainRule):
     """Adagrad, with torch's decay of the rate."""
 
     can_skip = False
@@ -124,7 +214,7 @@ class AdagradRule:
         tile.parameter.addcdiv_(gradient, total.sqrt().add_(hyper["eps"]), value=-rate)
 
 
-class LionRule:
+class LionRule(PlainRule):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay."""
 
     can_skip = False

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from onefold.gpu_kernels import kernels_of
-from onefold.offload.param_shard import Flat
+from onefold.offload.encoded import EncodedFlat
+from onefold.offload.nvme import DiskTensor
+from onefold.offload.param_shard import Flat, tensors_of
 from onefold.offload.shard_store import ShardStore, as_integers
+from onefold.offload.state_codec import Dither, host_tile
 from onefold.optim.instance import InstanceRule, plain_step
-from onefold.optim.rules import Hyper, Rule, Tile
+from onefold.optim.rules import MASTER, EncodedTile, Hyper, Rule, Tile
 from onefold.plan import Tier
 from onefold.plan.layout import Segment
 from onefold.recorder import Track, recorded
@@ -31,14 +34,25 @@ _kernels = kernels_of(
 )
 
 
+InMemory = torch.Tensor | EncodedFlat
+"""Values along a shard, not on a disk."""
+
+
 @dataclass(frozen=True)
 class StateWindow:
     """A range of a shard with its master and states in memory."""
 
     start: int
     stop: int
-    master: torch.Tensor
-    states: Mapping[str, torch.Tensor]
+    master: InMemory
+    states: Mapping[str, InMemory]
+
+
+def weights_of(master: InMemory) -> torch.Tensor:
+    """What computes of a master: its rounding is, or the first part of its form."""
+    part = tensors_of(master)[0]
+    assert isinstance(part, torch.Tensor)
+    return part
 
 
 Windows = Callable[[ShardStore], Iterator[StateWindow]]
@@ -46,8 +60,8 @@ Windows = Callable[[ShardStore], Iterator[StateWindow]]
 
 def whole_window(store: ShardStore) -> Iterator[StateWindow]:
     """The only window of a shard that is in memory."""
-    assert isinstance(store.master, torch.Tensor)
-    states = {name: state for name, state in store.states.items() if isinstance(state, torch.Tensor)}
+    assert not isinstance(store.master, DiskTensor)
+    states = {name: state for name, state in store.states.items() if not isinstance(state, DiskTensor)}
     yield StateWindow(0, store.stop - store.start, store.master, states)
 
 
@@ -103,20 +117,28 @@ class Steppable(Protocol):
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
 
+    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]: ...
+
 
 class Tiler:
-    """A rule, tile by tile: cast and scale the gradient, update, cast out, all while in cache. One thread at a time."""
+    """A rule, tile by tile: cast and scale the gradient, update, cast out, all while in cache. What is held in another
+    form is decoded before and encoded after. One thread at a time.
+    """
 
     def __init__(self, rule: Rule, size: int | None = None) -> None:
         self._rule = rule
         self._size = size
-        self._scratch: torch.Tensor | None = None
+        # On a host: for the gradient, and for each of what is decoded.
+        self._scratch: dict[str, torch.Tensor] = {}
         self.writes = WriteCheck()
 
-    @property
-    def size(self) -> int | None:
-        """Elements of a tile; None: as many as the device likes."""
-        return self._size
+    def size(self, window: StateWindow) -> int:
+        """Elements of a tile."""
+        device = window.master.device.type
+        encoded = any(isinstance(flat, EncodedFlat) for flat in (window.master, *window.states.values()))
+        if device == "cpu" and encoded:
+            return host_tile()
+        return self._size or TILE[device]
 
     def step(
         self,
@@ -129,21 +151,49 @@ class Tiler:
         step: Step,
     ) -> None:
         """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
-        size = self._size or TILE[window.master.device.type]
-        used = shard.comparable
+        size, used = self.size(window), shard.comparable
         for segment in shard.stepped_segments(start, stop):
-            for low in range(segment.start, segment.stop, size):
-                high = min(low + size, segment.stop)
-                inside = slice(low - window.start, high - window.start)
-                master = window.master[inside]
-                if used is not None:
-                    self.writes.take_over(master, used[low:high])
-                scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
-                states = {name: state[inside] for name, state in window.states.items()}
-                tile = Tile(master, scaled, states, segment.group, step.skip)
-                self._rule.apply(tile, step.groups[segment.group], step.number)
-                if out is not None:
-                    out[low - start : high - start].copy_(master)
+            hyper = step.groups[segment.group]
+            for first, last, dither in shard.rounded_ranges(segment.start, segment.stop, step.number):
+                for low in range(first, last, size):
+                    high = min(low + size, last)
+                    inside = slice(low - window.start, high - window.start)
+                    held = {name: state[inside] for name, state in window.states.items()}
+                    held[MASTER] = window.master[inside]
+                    at = dither.after(low - first) if dither is not None else None
+                    encoded = EncodedTile(held, gradient[low:high], step.coefficient, step.skip, at)
+                    if used is None and out is None and self._rule.apply_encoded(encoded, hyper, step.number):
+                        continue
+                    with self.opened(held, at) as states:
+                        master = states.pop(MASTER)
+                        if used is not None:
+                            self.writes.take_over(master, used[low:high])
+                        scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
+                        tile = Tile(master, scaled, states, segment.group, step.skip)
+                        self._rule.apply(tile, hyper, step.number)
+                    if out is not None:
+                        out[low - start : high - start].copy_(weights_of(held[MASTER]))
+
+    @contextmanager
+    def opened(self, held: Mapping[str, InMemory], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:
+        """Values that may be changed: those that are held as they are, and others decoded, and encoded afterwards."""
+        values = {name: self._decoded(name, flat) for name, flat in held.items()}
+        yield dict(values)
+        for name, flat in held.items():
+            if isinstance(flat, EncodedFlat):
+                flat.store(values[name], replace(dither, state=name) if dither is not None else None)
+
+    def _decoded(self, name: str, flat: InMemory) -> torch.Tensor:
+        if isinstance(flat, torch.Tensor):
+            return flat
+        return flat.load(None if flat.is_cuda else self._memory(name, flat.numel(), flat.dtype))
+
+    def _memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """On the host; the next tile has the same."""
+        found = self._scratch.get(name)
+        if found is None or found.dtype != dtype or found.numel() < size:
+            found = self._scratch[name] = torch.empty(size, dtype=dtype)
+        return found
 
     def scaled(
         self, gradient: torch.Tensor, coefficient: float | torch.Tensor, dtype: torch.dtype, size: int
@@ -156,10 +206,8 @@ class Tiler:
         if gradient.is_cuda:  # torch's allocator has it again at once, and activations between two steps
             scaled = gradient.to(dtype, copy=True)
             return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
-        if self._scratch is None or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(size, dtype=dtype, device=gradient.device)
         # torch's product of two dtypes on a CPU makes a copy first, in fresh memory.
-        scaled = self._scratch[: gradient.numel()].copy_(gradient)
+        scaled = self._memory("gradient", size, dtype)[: gradient.numel()].copy_(gradient)
         return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
 
 
@@ -180,7 +228,7 @@ class TiledStepper:
         self._rule = rule
         self._stores = stores
         for store in stores:
-            store.make_states(store.spec.states)
+            store.make_states()
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         for window in whole_window(store):
@@ -202,9 +250,10 @@ class TiledStepper:
             for window in windows(store):
                 for segment in store.segments(window.start, window.stop):
                     inside = slice(segment.start - window.start, segment.stop - window.start)
-                    states = {name: state[inside] for name, state in window.states.items()}
-                    tile = Tile(window.master[inside], torch.empty(0), states, segment.group)
-                    self._rule.call(method, tile, has_states=has_states)
+                    held = {**window.states, MASTER: window.master}
+                    with self._tiler.opened({name: flat[inside] for name, flat in held.items()}, None) as states:
+                        tile = Tile(states.pop(MASTER), torch.empty(0), states, segment.group)
+                        self._rule.call(method, tile, has_states=has_states)
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
         """The tensors of one state, each with its place in the shard."""
@@ -233,8 +282,7 @@ class TiledStepper:
         return self._rule.remember() if isinstance(self._rule, InstanceRule) else lambda: None
 
     def state_bytes(self, tier: Tier) -> int:
-        held = [store for store in self._stores if store.state_tier is tier]
-        return sum(state.nbytes for store in held for state in store.states.values())
+        return sum(store.state_bytes() for store in self._stores if store.state_tier is tier)
 
 
 class WholeStepper:

@@ -5,6 +5,7 @@ what is launched when (program), what rests in which tier and how many bytes tha
 # ruff: noqa: F401
 
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
+from onefold.plan.forms import StateFormats
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
     BufferBytes,

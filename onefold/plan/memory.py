@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 import torch
 
+from onefold.plan.forms import Form, FormPart, StateFormats
 from onefold.plan.layout import Layout
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.plan.table import Plan, Tier
@@ -45,6 +46,17 @@ class KeptStates:
 
     names: tuple[str, ...] = ()
     as_matrices: bool = False
+    forms: tuple[Form | None, ...] = ()
+    """Of each name ([Note: forms of states]), None for those in the dtype of the master; empty: none has one."""
+    master: Form | None = None
+
+    def held_as(self, formats: StateFormats, dtype: torch.dtype, numel: int) -> KeptStates:
+        """The same for a parameter of this dtype and size, in the forms that the config asks for."""
+        forms = tuple(formats.of_state(name, dtype, numel) for name in self.names)
+        return replace(self, forms=forms if any(forms) else (), master=formats.of_master(dtype))
+
+    def form_of(self, name: str) -> Form | None:
+        return self.forms[self.names.index(name)] if self.forms else None
 
 
 # In what matrices travel to their owners and back.
@@ -73,10 +85,31 @@ class FlatParamSpec:
         """Whether the master is what a gather starts from, so that no other copy is held: on the device it is cast on
         the way, elsewhere it must have the dtype, and the tier, that the parameters rest in.
         """
-        if not self.trainable:
+        if not self.trainable or self.kept.master is not None:
             return False
         same = master_dtype(self.dtype) == self.dtype and self.residency.states is self.residency.parameters
         return not self.residency.offloads_states or (same and not self.residency.apart)
+
+    @property
+    def weight_is_master(self) -> bool:
+        """Whether the first part of a master that has a form is the weight that computes, or that is gathered: both
+        rest in one tier.
+        """
+        if not self.trainable or self.kept.master is None:
+            return False
+        apart = self.residency.apart and self.residency.offloads_states
+        return self.residency.states is self.residency.parameters and not apart
+
+    def parts_of_master(self) -> tuple[FormPart, ...]:
+        """In what a master is held that is not the parameters themselves, or a part of them."""
+        if self.kept.master is None:
+            return (FormPart(master_dtype(self.dtype)),)
+        return self.kept.master.parts[1 if self.weight_is_master else 0 :]
+
+    def parts_of_states(self) -> tuple[FormPart, ...]:
+        plain = FormPart(master_dtype(self.dtype))
+        forms = self.kept.forms or (None,) * len(self.kept.names)
+        return tuple(part for form in forms for part in (form.parts if form is not None else (plain,)))
 
 
 @dataclass(frozen=True)
@@ -126,11 +159,14 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
                 gradients += layout.shard_size * reduced.itemsize * num
         if tier is residency.states:
             stepped = layout.shard_size if plan.shards_states else layout.total
-            master = master_dtype(spec.dtype)
-            is_slice = unsharded and master == spec.dtype and not residency.offloads_states
-            masters += 0 if is_slice else stepped * master.itemsize
-            states += stepped * master.itemsize * len(spec.states)
+            is_slice = unsharded and master_dtype(spec.dtype) == spec.dtype and not residency.offloads_states
+            masters += 0 if is_slice else _bytes_of(spec.parts_of_master(), stepped)
+            states += _bytes_of(spec.parts_of_states(), stepped)
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
+
+
+def _bytes_of(parts: Iterable[FormPart], num_values: int) -> int:
+    return sum(part.numel(num_values) * part.dtype.itemsize for part in parts)
 
 
 Batches = Sequence[Sequence[FlatParamSpec]]
@@ -242,8 +278,7 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
         return True
     if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE or plan.shards_on_one_rank:
         return False
-    casts_from_master = spec.trainable and not spec.residency.offloads_states and master_dtype(spec.dtype) != spec.dtype
-    return not casts_from_master
+    return not (spec.master_is_shard and master_dtype(spec.dtype) != spec.dtype)
 
 
 def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> bool:
@@ -279,7 +314,9 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
     """
     down = up = read = written = 0
     for spec in specs:
-        shard, master, residency = spec.layout.shard_size, master_dtype(spec.dtype).itemsize, spec.residency
+        shard, residency = spec.layout.shard_size, spec.residency
+        # What goes up of an updated value: the master, or the weight of one that has a form.
+        master = spec.kept.master.parts[0].dtype.itemsize if spec.kept.master else master_dtype(spec.dtype).itemsize
         unsharded = stays_unsharded(plan, spec)
         # With secondary shards only the first gather of a step starts below the device; those of frozen ones stay.
         gathers = (1 if spec.trainable else 0) if plan.node_shard_size > 1 else 2 * num_micro_steps
@@ -295,13 +332,16 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         if spec.kept.as_matrices:  # to the device, where they are worked on, and back
             up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
         up += shard * master if unsharded or residency.parameters is Tier.DEVICE else 0
-        if residency.states is residency.parameters is Tier.HOST and device_casts and not spec.master_is_shard:
+        is_held_twice = not spec.master_is_shard and spec.kept.master is None
+        if residency.states is residency.parameters is Tier.HOST and device_casts and is_held_twice:
             up += shard * (master - spec.dtype.itemsize)
             down += shard * spec.dtype.itemsize
         if residency.states is Tier.NVME:
-            read += shard * master * (1 + len(spec.states))
-            written += shard * master * (1 + len(spec.states))
-        if not unsharded and residency.parameters is Tier.NVME and not spec.master_is_shard:
+            of_step = _bytes_of([*spec.parts_of_master(), *spec.parts_of_states()], shard)
+            if spec.weight_is_master and spec.kept.master is not None:
+                of_step += _bytes_of(spec.kept.master.parts[:1], shard)
+            read, written = read + of_step, written + of_step
+        if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)
 

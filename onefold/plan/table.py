@@ -13,6 +13,7 @@ import torch
 from onefold.config import Config, ConfigError, num_replicas
 from onefold.config.schema import Aio, CheckpointSection, Comet, FileMonitor, Fp16, TraceSection, Wandb
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.forms import StateFormats
 from onefold.plan.program import Limits
 
 
@@ -177,6 +178,7 @@ class Plan:
     stage: int = 0
     """Only to be told."""
     precision: Precision = field(default_factory=Precision)
+    formats: StateFormats = field(default_factory=StateFormats)
     cut: Cut = field(default_factory=Cut)
     scaling: Scaling = field(default_factory=Scaling)
     offload: Offload = field(default_factory=Offload)
@@ -246,6 +248,8 @@ class Plan:
         states = "replicated: every rank steps everything"
         if self.shards_states:
             states = "sharded: every rank holds and steps its own part"
+        if not self.formats.are_plain:
+            states += f", masters as {self.formats.masters}, states as {self.formats.states}"
         if self.delays_host:
             states += ", stepped beside the next forward and backward (INEXACT: delayed_host_step)"
         frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
@@ -308,6 +312,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         states=replace(states, tier=optimizer_tier),
         stage=zero.stage,
         precision=make_precision(config),
+        formats=_formats(config),
         cut=Cut(
             own.units,
             zero.leaf_module,
@@ -388,6 +393,8 @@ def plan_with_less(config: Config, world_size: int) -> dict[str, Plan]:
 def make_precision(config: Config) -> Precision:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     accumulate, communicate = config.data_types.grad_accum_dtype, config.communication_data_type
+    if accumulate is None and config.bf16.bf16_master_weights_and_grads:
+        accumulate = "bf16"
     buffers, autocast = config.data_types.buffer_dtype, config.torch_autocast
     return Precision(
         compute=compute,
@@ -396,6 +403,16 @@ def make_precision(config: Config) -> Precision:
         buffers=DTYPES[buffers] if buffers else None,
         autocast=DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
+    )
+
+
+def _formats(config: Config) -> StateFormats:
+    """DeepSpeed's switches of its bf16 section, or keys of ours."""
+    own, bf16 = config.onefold, config.bf16
+    return StateFormats(
+        states="bf16" if bf16.bf16_optimizer_states else own.state_dtype,
+        masters="bf16" if bf16.bf16_master_weights_and_grads else own.master_dtype,
+        min_numel=own.int8_min_numel,
     )
 
 

@@ -26,6 +26,7 @@ from onefold.log import logger
 from onefold.offload.bus import Bus
 from onefold.offload.host_memory import PAGE, available_bytes, page_aligned
 from onefold.offload.nvme import SwapFiles
+from onefold.offload.state_codec import Dither
 from onefold.optim.host_step import TILE
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
@@ -188,6 +189,9 @@ class _OneGroup:
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         return [Segment(0, first, last)]
+
+    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]:
+        return [(first, last, None)]
 
 
 def measure_products() -> float:

@@ -85,7 +85,9 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: 
             packed = not trainable and not (is_plain_float(parameter.dtype) and plain_class(parameter) is nn.Parameter)
             dtype = parameter.dtype if packed else plan.precision.of_parameter(parameter.dtype)
             of_group = groups[id(parameter)] if trainable else 0
-            kept = states[of_group] if trainable else KeptStates()
+            kept = KeptStates()
+            if trainable:
+                kept = states[of_group].held_as(plan.formats, dtype, math.prod(shapes[name]))
             alike = _Alike(dtype, trainable, name in persistent, packed, kept)
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         params = []

@@ -34,6 +34,7 @@ from onefold.checkpoint.format.safetensors_files import (
     read_header,
     write_header,
 )
+from onefold.offload.encoded import EncodedFlat
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.param_shard import Flat
 
@@ -60,7 +61,7 @@ class Slot:
 
     @property
     def is_on_disk(self) -> bool:
-        return isinstance(self.memory, DiskTensor)
+        return isinstance(self.memory, DiskTensor) or (isinstance(self.memory, EncodedFlat) and self.memory.is_on_disk)
 
     @property
     def entry(self) -> tuple[str, tuple[int, ...]]:
@@ -160,9 +161,9 @@ def write_shard(
 
 def _tiles(memory: Flat) -> Iterator[memoryview]:
     """The bytes of a flat tensor, a checksum's range at a time. From a GPU the next one comes while one is written."""
-    if isinstance(memory, DiskTensor):
+    if not isinstance(memory, torch.Tensor):
         for part in memory.split(RANGE_BYTES // memory.itemsize):
-            yield bytes_of(part.load())
+            yield bytes_of(part.load().cpu())
         return
     pieces = memory.detach().split(RANGE_BYTES // memory.itemsize) if memory.numel() else ()
     if not memory.is_cuda:

@@ -20,7 +20,7 @@ from onefold.checkpoint.format.files import check_whole, require, spell
 from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number, single
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
 from onefold.checkpoint.loading.slots import needed_range, outside_units, state_slots, weight_slots
-from onefold.offload.nvme import DiskTensor
+from onefold.offload.encoded import EncodedFlat
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Member
 from onefold.runtime import Unit
@@ -162,22 +162,26 @@ def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
 
 
 @torch.no_grad()
-def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
-    """Read the values to where they belong."""
+def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> set[str]:
+    """Read the values to where they belong. Returns the names of those that their forms have rounded."""
+    rounded = set()
     for read in reads:
         memory = read.memory
-        if isinstance(memory, DiskTensor):
+        if not isinstance(memory, torch.Tensor):
             first = read.start
             for part in memory.split(RANGE_BYTES // memory.itemsize):
                 values = torch.empty(part.numel(), dtype=memory.dtype)
                 checkpoint.read(read.name, first, first + part.numel(), values)
                 part.store(values)
                 first += part.numel()
+                if isinstance(part, EncodedFlat) and not torch.equal(part.load().cpu(), values):
+                    rounded.add(read.name)
             continue
         flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(memory.numel())
         checkpoint.read(read.name, read.start, read.stop, flat)
         if not memory.is_contiguous():
             memory.copy_(flat.view(memory.shape))
+    return rounded
 
 
 def groups_for(

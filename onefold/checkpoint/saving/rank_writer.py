@@ -41,10 +41,14 @@ from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.files import replace_file
 from onefold.checkpoint.format.shard_files import Slot, write_shard
 from onefold.comm import Board
+from onefold.offload.nvme import DiskTensor
+from onefold.offload.param_shard import read
 
 # A shared file system may show another node's new folder late.
 _VISIBLE_SECONDS = 10.0
 _ALIGNMENT = 64
+# Elements that are copied at once: what is held in another form is decoded first.
+_COPIED = 1 << 24
 
 
 class SaveError(RuntimeError):
@@ -233,15 +237,16 @@ class Staging:
 
 def copy_slots(pairs: Sequence[tuple[Slot, Slot]]) -> None:
     """Copy from slots to their places; on a GPU beside whatever computes there."""
-    devices = {slot.memory.device for slot, _ in pairs if isinstance(slot.memory, torch.Tensor) and slot.memory.is_cuda}
+    devices = {slot.memory.device for slot, _ in pairs if not isinstance(slot.memory, DiskTensor)}
+    devices = {device for device in devices if device.type == "cuda"}
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
         for slot, place in pairs:
-            assert isinstance(slot.memory, torch.Tensor)
-            assert isinstance(place.memory, torch.Tensor)
-            place.memory.copy_(slot.memory, non_blocking=True)
+            for part, memory in zip(slot.memory.split(_COPIED), place.memory.split(_COPIED), strict=True):
+                assert isinstance(memory, torch.Tensor)
+                memory.copy_(read(part), non_blocking=True)
         for stream in streams:
             stream.synchronize()

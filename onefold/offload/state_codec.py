@@ -1,0 +1,159 @@
+"""fp32 values in fewer bytes, and back: what each form of `plan/forms.py` means, in torch. `state_kernels.py` does the
+same in Triton, to the bit: every operation here rounds by itself, and none is a fused one.
+
+[Note: companded bytes]
+A block of 256 values is divided by its largest magnitude, its scale. Linear bytes would have no room for small values,
+and a search in a table is slow on a host, so a byte holds a root: the square root of what has either sign (a value of
+1/16,000 of the largest is not zero yet), the fourth root of squares (1/4,000,000,000). Squares above zero never become
+zero: they are divided by. The largest value comes back as it was, so values that were decoded are encoded to the
+same bytes again: a step that is left out, and a checkpoint in fp32, change nothing.
+
+[Note: split masters]
+An fp32 value is its bf16 rounding, the weight that computes, and the difference of both as whole numbers. It fits into
+16 bits, unless the value lies halfway between two weights and the upper one is odd: such a value, one in 131,072, is
+first made smaller by its last bit. The weight stays torch's rounding of the master, so that a master and its weight may
+be cast from each other anywhere. Of the difference 8 bits may be kept alone.
+
+[Note: dithered rounding]
+A bf16 value that is changed by less than half a unit in its last place would never move. It is rounded up with the
+probability of what is cut off: the cut bits are compared with a number that is made of the step, the parameter's name
+and the place in it, so that it is the same wherever the value is rounded. Values that bf16 can hold stay as they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from onefold.gpu_kernels import kernels_of
+from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_16, SQUARES, Form
+
+# A block below this is zero: its smallest codes would not be normal numbers.
+TINY = 2.0**-90
+
+_kernels = kernels_of("onefold.offload.state_kernels", "states in fewer bytes")
+
+
+def host_tile() -> int:
+    """Values that a host decodes or encodes at once: they stay in the caches of its cores between operations."""
+    return torch.get_num_threads() << 16
+
+
+@dataclass(frozen=True)
+class Dither:
+    """Which random numbers round values: of a step, from a place in a parameter on. Each state has its own."""
+
+    step: int
+    parameter: str
+    start: int
+    state: str = ""
+
+    def after(self, num_values: int) -> Dither:
+        """From so many values later on."""
+        return replace(self, start=self.start + num_values)
+
+    @property
+    def seed(self) -> int:
+        """32 bits, signed."""
+        number = zlib.crc32(f"{self.step} {self.state} {self.parameter}".encode())
+        return number - (1 << 32) if number >= 1 << 31 else number
+
+
+def decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The values into `out`, fp32. All lie along whole blocks."""
+    if kernels := _kernels(out):
+        kernels.decode(form, parts, out)
+        return
+    size = host_tile() if out.device.type == "cpu" else max(out.numel(), 1)
+    for low in range(0, out.numel(), size):
+        inside = slice(low, low + size)
+        _decode(form, [_along(part, made.values, inside) for part, made in zip(parts, form.parts, strict=True)],
+                out[inside])  # fmt: skip
+
+
+def encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None) -> None:
+    """fp32 values into the parts. Without a dither what has to be rounded is rounded to the nearest."""
+    if kernels := _kernels(values):
+        kernels.encode(form, values, parts, dither)
+        return
+    size = host_tile() if values.device.type == "cpu" else max(values.numel(), 1)
+    for low in range(0, values.numel(), size):
+        inside = slice(low, low + size)
+        of_range = [_along(part, made.values, inside) for part, made in zip(parts, form.parts, strict=True)]
+        _encode(form, values[inside], of_range, dither, low)
+
+
+def _along(part: torch.Tensor, per_element: int, inside: slice) -> torch.Tensor:
+    return part[inside.start // per_element : -(-inside.stop // per_element)]
+
+
+def _decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if form is SIGNED:
+        out.copy_(parts[0]).div_(127.0)
+        out.mul_(out.abs())
+        out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
+    elif form is SQUARES:
+        out.copy_(parts[0]).div_(255.0)
+        out.mul_(out).mul_(out)
+        out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
+    elif form is DITHERED:
+        out.copy_(parts[0])
+    else:
+        weight, rest = parts
+        # Where somebody has written zero over a weight, a rest below it would make a NaN.
+        rest = rest.masked_fill((weight == 0) & (rest < 0), 0)
+        out.copy_(weight)
+        out.view(torch.int32).add_(rest, alpha=1 if form is SPLIT_16 else 256)
+
+
+def _encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None, low: int) -> None:
+    if form is SIGNED or form is SQUARES:
+        _companded(form, values, *parts)
+    elif form is DITHERED:
+        _dithered(values, parts[0], dither, low)
+    else:
+        _split(form, values, *parts)
+
+
+def _companded(form: Form, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    blocks = values.view(-1, BLOCK)
+    magnitudes = blocks.abs()
+    largest = magnitudes.amax(1, keepdim=True)
+    usable = (largest >= TINY) & largest.isfinite()
+    scales.view(-1, 1).copy_(torch.where(usable, largest, torch.where(largest < TINY, 0.0, torch.nan)))
+    roots = magnitudes.div_(torch.where(usable, largest, torch.inf)).sqrt_()
+    if form is SIGNED:
+        codes.view(-1, BLOCK).copy_(roots.mul_(127.0).add_(0.5).floor_().copysign_(blocks))
+    else:
+        codes.view(-1, BLOCK).copy_(roots.sqrt_().mul_(255.0).add_(0.5).clamp_(min=1.0).mul_(blocks > 0))
+
+
+def _split(form: Form, values: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
+    bits = values.view(torch.int32)
+    bits = bits - (bits.bitwise_and(0x1FFFF) == 0x8000).to(torch.int32)
+    weight.copy_(bits.view(torch.float32))
+    below = bits.bitwise_left_shift_(16).bitwise_right_shift_(16)  # the lower half, with its sign
+    rest.copy_(below if form is SPLIT_16 else below.add_(128).bitwise_right_shift_(8).clamp_(-127, 127))
+
+
+def _dithered(values: torch.Tensor, out: torch.Tensor, dither: Dither | None, low: int) -> None:
+    nearest = values.to(torch.bfloat16)
+    if dither is None:
+        out.copy_(nearest)
+        return
+    first = dither.start + low
+    places = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
+    bits = values.view(torch.int32) + noise(places, dither.seed)
+    rounded = bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+    out.copy_(torch.where(nearest.isfinite(), rounded, nearest))
+
+
+def noise(places: torch.Tensor, seed: int) -> torch.Tensor:
+    """16 random bits for each place: a mixed product of place and seed, in whole numbers of 32 bits."""
+    mixed = places.mul_(-1640531527).add_(seed)
+    for shift, mask, factor in ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387)):
+        mixed.bitwise_xor_((mixed >> shift).bitwise_and_(mask)).mul_(factor)
+    return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).bitwise_and_(0xFFFF)
