@@ -20,7 +20,16 @@ from onefold.engine import Engine
 from onefold.engine.alike import items_of
 from onefold.engine.reporting import check_reports
 from onefold.log import logger, set_up_logging
-from onefold.optim.choose import Chosen, Optimizers, check_delayed, check_shardable, choose, for_disk
+from onefold.optim.choose import (
+    Chosen,
+    Optimizers,
+    check_delayed,
+    check_formats,
+    check_shardable,
+    choose,
+    for_disk,
+    with_low_bits,
+)
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
@@ -76,9 +85,13 @@ def initialize(
     if is_first:
         for line in _unread(settings, optimizer, lr_scheduler, chosen):
             logger.info("config: %s", line)
+    if chosen is not None:
+        settings = with_low_bits(settings, chosen, model)
     plan = make_plan(settings, world)
     if is_first:
         check_reports(plan.loop)
+    if chosen is not None:
+        check_formats(chosen, plan.formats)
     if chosen is not None and plan.shards_states and plan.num_shards > 1:
         check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
     if chosen is not None and plan.delays_host:
@@ -136,6 +149,8 @@ def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen 
         yield "optimizer: initialize was handed an optimizer, so nothing reads the section"
     if settings.scheduler is not None and lr_scheduler is not None:
         yield "scheduler: initialize was handed an lr_scheduler, so nothing reads the section"
+    if chosen is not None and chosen.is_paged:
+        yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer keeps them on the host"
     if chosen is None and (settings.scheduler is not None or lr_scheduler is not None):
         yield "scheduler: there is no optimizer whose learning rate it could set"
 

@@ -19,6 +19,7 @@ SECONDS = {
     "test_gpu_ranks.py": 90,
     "test_gpu_ranks_models.py": 90,
     "test_gpu_ranks_tiers.py": 70,
+    "test_gpu_states.py": 90,
     "test_gpu_steps.py": 50,
     "test_gpu_timeline.py": 60,
     "test_gpu_wires.py": 50,

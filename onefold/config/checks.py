@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from onefold.config.keys import ConfigError, SectionKey, walk, wrong
+from onefold.config.params import is_8bit
 from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 
@@ -123,7 +124,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         fix = "leave out data_types.param_dtype" if wanted == "fp32" else f"set {wanted}.enabled to true"
         yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled make it {has}; {fix}"
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads; leave both out"
+        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads; set both, or onefold.state_dtype"
+    yield from _state_contradictions(config)
     masters = {"fp16": fp16.fp16_master_weights_and_grads, "bf16": bf16.bf16_master_weights_and_grads}
     for name, on in masters.items():
         if on and zero.stage == 0:
@@ -163,6 +165,22 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits; "
             f"for example train_batch_size {max(1, round(train / product)) * product}"
         )
+
+
+def _state_contradictions(config: Config) -> Iterator[str]:
+    own, bf16 = config.onefold, config.bf16
+    if own.master_dtype != "fp32" and not bf16.enabled:
+        yield (
+            f"onefold.master_dtype = {own.master_dtype} is of bf16 weights, and bf16.enabled is not true; "
+            "set it, or leave master_dtype out"
+        )
+    if bf16.bf16_master_weights_and_grads and own.master_dtype not in ("fp32", "bf16"):
+        yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ; keep one"
+    if bf16.bf16_optimizer_states and own.state_dtype not in ("fp32", "bf16"):
+        yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ; keep one of them"
+    name = config.optimizer.type if config.optimizer is not None else ""
+    if is_8bit(name) and (own.state_dtype == "bf16" or bf16.bf16_optimizer_states):
+        yield f"optimizer.type = {name} has states of 8 bits, and bf16 states are asked for too; keep one of them"
 
 
 # -- support status: a notice or a refusal for each key that is given, in words --------------------------------------

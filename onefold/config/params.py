@@ -5,6 +5,7 @@ The defaults are those of the optimizer; a class of torch is read by its own sig
 """
 # ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule wants.
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -147,6 +148,24 @@ OPTIMIZERS: dict[str, type] = {
 """By the name in lower case: DeepSpeed does not look at the case either."""
 
 
+_8BIT = re.compile(r"(paged_?)?(?P<plain>adamw|adam|lion)_?(bnb_?|torch_?)?8bit", re.IGNORECASE)
+
+
+def plain_name(name: str) -> str:
+    """The optimizer that a `type` means, whatever its states are held in."""
+    match = _8BIT.fullmatch(name)
+    return (match["plain"] if match else name).lower()
+
+
+def is_8bit(name: str) -> bool:
+    """Whether a `type` is one of the names that bitsandbytes, torchao and transformers have for states of 8 bits."""
+    return _8BIT.fullmatch(name) is not None
+
+
+def is_paged(name: str) -> bool:
+    return is_8bit(name) and name.lower().startswith("paged")
+
+
 def check_together(values: Mapping[str, Any], path: str) -> None:
     """What several hyperparameters of one group say together; `values` has them all."""
     if (
@@ -235,4 +254,4 @@ SCHEDULES: dict[str, type] = {
 
 def params_of(section: str, name: str) -> type | None:
     """The keys of `optimizer.params` or `scheduler.params` under a `type`; None where it is not onefold's own."""
-    return OPTIMIZERS.get(name.lower()) if section == "optimizer" else SCHEDULES.get(name)
+    return OPTIMIZERS.get(plain_name(name)) if section == "optimizer" else SCHEDULES.get(name)

@@ -11,7 +11,7 @@ from onefold.config.zero_optimization import ZeroOptimization
 
 _if_enabled = partial(key, switch="enabled")
 _if_compiled = partial(key, switch="deepcompile")
-_MASTERS = "masters are always fp32; leave it out"
+_MASTERS = "small steps of fp16 weights are lost without fp32 masters; leave it out, or compute in bf16"
 _SCOPE = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"
 _COUNTED = "every call and byte is always counted; read engine.ledger"
 _WRITER = "every rank writes its own file, flushed and checked"
@@ -80,7 +80,11 @@ class DataTypes:
 class OptimizerSection:
     """The optimizer that the engine builds."""
 
-    type: str = key("", "Adam, AdamW, SGD, Adagrad, Lion or any class of `torch.optim`. Required.")
+    type: str = key(
+        "",
+        "Adam, AdamW, SGD, Adagrad, Lion, Muon, Shampoo or any class of `torch.optim`. Required. AdamW8bit, adamw_8bit "
+        "and their kin are AdamW with `onefold.state_dtype` int8.",
+    )
     params: dict[str, Any] = key({}, "Handed to the optimizer; keys that are `auto` are dropped.")
     legacy_fusion: bool = noticed(False, "The old fused optimizer.", "there is one optimizer step, over flat shards")
 
@@ -167,6 +171,9 @@ class OnefoldSection:
         "ties; bf16_int8: 8 of these bits; bf16: the weight alone, rounded at random at every step.",
     )
     int8_min_numel: int = key(4096, "Parameters of fewer elements keep fp32 states.", minimum=0)
+    fp32_state_names: tuple[str, ...] = key(
+        (), "Patterns of names of parameters (`*embed*`) whose states stay fp32 whatever `state_dtype` says."
+    )
     delayed_host_step: bool = key(
         False,
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "

@@ -23,7 +23,7 @@ and the place in it, so that it is the same wherever the value is rounded. Value
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,37 +66,49 @@ def decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None
     """The values into `out`, fp32. All lie along whole blocks."""
     if kernels := _kernels(out):
         kernels.decode(form, parts, out)
-        return
-    size = host_tile() if out.device.type == "cpu" else max(out.numel(), 1)
-    for low in range(0, out.numel(), size):
-        inside = slice(low, low + size)
-        _decode(form, [_along(part, made.values, inside) for part, made in zip(parts, form.parts, strict=True)],
-                out[inside])  # fmt: skip
+    else:
+        decode_in_torch(form, parts, out)
 
 
 def encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None) -> None:
     """fp32 values into the parts. Without a dither what has to be rounded is rounded to the nearest."""
     if kernels := _kernels(values):
         kernels.encode(form, values, parts, dither)
-        return
+    else:
+        encode_in_torch(form, values, parts, dither)
+
+
+def decode_in_torch(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    for low, high in _tiles(out):
+        of_range = [_along(part, made.values, low, high) for part, made in zip(parts, form.parts, strict=True)]
+        _decode(form, of_range, out[low:high])
+
+
+def encode_in_torch(
+    form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None
+) -> None:
+    for low, high in _tiles(values):
+        of_range = [_along(part, made.values, low, high) for part, made in zip(parts, form.parts, strict=True)]
+        _encode(form, values[low:high], of_range, dither.after(low) if dither is not None else None)
+
+
+def _tiles(values: torch.Tensor) -> Iterator[tuple[int, int]]:
     size = host_tile() if values.device.type == "cpu" else max(values.numel(), 1)
     for low in range(0, values.numel(), size):
-        inside = slice(low, low + size)
-        of_range = [_along(part, made.values, inside) for part, made in zip(parts, form.parts, strict=True)]
-        _encode(form, values[inside], of_range, dither, low)
+        yield low, min(low + size, values.numel())
 
 
-def _along(part: torch.Tensor, per_element: int, inside: slice) -> torch.Tensor:
-    return part[inside.start // per_element : -(-inside.stop // per_element)]
+def _along(part: torch.Tensor, per_element: int, low: int, high: int) -> torch.Tensor:
+    return part[low // per_element : -(-high // per_element)]
 
 
 def _decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if form is SIGNED:
-        out.copy_(parts[0]).div_(127.0)
+        out.copy_(parts[0]).div_(out.new_full((), 127.0))  # a GPU would multiply by the reciprocal of a number
         out.mul_(out.abs())
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
     elif form is SQUARES:
-        out.copy_(parts[0]).div_(255.0)
+        out.copy_(parts[0]).div_(out.new_full((), 255.0))
         out.mul_(out).mul_(out)
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
     elif form is DITHERED:
@@ -109,11 +121,11 @@ def _decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> Non
         out.view(torch.int32).add_(rest, alpha=1 if form is SPLIT_16 else 256)
 
 
-def _encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None, low: int) -> None:
+def _encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None) -> None:
     if form is SIGNED or form is SQUARES:
         _companded(form, values, *parts)
     elif form is DITHERED:
-        _dithered(values, parts[0], dither, low)
+        _dithered(values, parts[0], dither)
     else:
         _split(form, values, *parts)
 
@@ -139,13 +151,13 @@ def _split(form: Form, values: torch.Tensor, weight: torch.Tensor, rest: torch.T
     rest.copy_(below if form is SPLIT_16 else below.add_(128).bitwise_right_shift_(8).clamp_(-127, 127))
 
 
-def _dithered(values: torch.Tensor, out: torch.Tensor, dither: Dither | None, low: int) -> None:
+def _dithered(values: torch.Tensor, out: torch.Tensor, dither: Dither | None) -> None:
     nearest = values.to(torch.bfloat16)
     if dither is None:
         out.copy_(nearest)
         return
-    first = dither.start + low
-    places = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
+    last = dither.start + values.numel()
+    places = torch.arange(dither.start, last, dtype=torch.int64, device=values.device).to(torch.int32)
     bits = values.view(torch.int32) + noise(places, dither.seed)
     rounded = bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
     out.copy_(torch.where(nearest.isfinite(), rounded, nearest))

@@ -5,21 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from glob import escape
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.config import ConfigError
+from onefold.config import Config, ConfigError
 from onefold.config.keys import entries, read_value, spellings
-from onefold.config.params import OPTIMIZERS, check_together
+from onefold.config.params import OPTIMIZERS, check_together, is_paged, plain_name
 from onefold.config.read import meant_key
 from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs, plain_number
+from onefold.optim.low_bit_classes import LowBitClass, low_bit_class
 from onefold.optim.matrix_groups import divide, read_splits
 from onefold.optim.matrix_rules import MatrixRule, MuonRule, ShampooRule
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 from onefold.optim.signature import build, read_arguments
-from onefold.plan import KeptStates
+from onefold.plan import KeptStates, StateFormats
 from onefold.plan.matrices import Splits
 
 Groups = list[dict[str, Any]]
@@ -66,6 +68,9 @@ class Chosen:
     """Parameters that are several matrices each, by patterns of their names."""
     beside: tuple[torch.optim.Optimizer, ...] = ()
     """Instances that a rule steps together, where the user has handed in several."""
+    low_bits: LowBitClass | None = None
+    """Where the user has handed in one whose class says in how many bits states are held."""
+    is_paged: bool = False
 
     @property
     def instances(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -153,6 +158,33 @@ def check_delayed(chosen: Chosen) -> None:
         )
 
 
+def check_formats(chosen: Chosen, formats: StateFormats) -> None:
+    """Refuse states in fewer bytes where it is the user's own class that steps them."""
+    if chosen.is_stepped and not formats.are_plain:
+        raise ConfigError(
+            f"onefold.state_dtype = {formats.states}, onefold.master_dtype = {formats.masters}: optimizer "
+            f"{chosen.name} steps by its own class, which makes its states itself. Leave these keys out, or use one "
+            "that onefold steps: Adam, AdamW, SGD, Adagrad, Lion, Muon, Shampoo"
+        )
+
+
+def with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config:
+    """The same config, in which states are held as the class that the user has handed in says."""
+    found = chosen.low_bits
+    if found is None or not found.is_8bit:
+        return settings
+    wanted = {id(parameter) for parameter in found.fp32_parameters}
+    names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
+    own = settings.onefold
+    own = replace(
+        own,
+        state_dtype="int8",
+        int8_min_numel=found.min_numel,
+        fp32_state_names=(*own.fp32_state_names, *names),
+    )
+    return replace(settings, onefold=own)
+
+
 def for_disk(chosen: Chosen) -> Chosen:
     """The same optimizer, in a form that never needs all of its states in memory."""
     if chosen.rule is not None:
@@ -186,9 +218,11 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     kind = type(optimizer)
     name = kind.__name__
     _check_anywhere(name)
+    low_bits = low_bit_class(optimizer)
     is_known = kind in _OF_TORCH
     # A class may name the rule that does what its step does; classes that inherit from it may do something else.
     own: str | MatrixRule | None = name.lower() if is_known else vars(kind).get("onefold_rule")
+    own = low_bits.rule if low_bits is not None else own
     _check_own_class(optimizer, has_rule=own is not None)
     if own is None:
         return Chosen(name, optimizer.param_groups, None, optimizer)
@@ -201,13 +235,19 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     rule = RULES[own]
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(rule, AdamRule):
-            group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW)
+            group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW or _decays_apart(optimizer, low_bits))
         if isinstance(rule, MatrixRule):
             group.setdefault(f"use_{rule.name}", True)
         # torch checks what its constructor gets, not what stands in a group.
         _read_group(OPTIMIZERS[own], group, f"optimizer.param_groups[{index}]")
         check_together(group, f"optimizer.param_groups[{index}]")
-    return Chosen(name, optimizer.param_groups, rule, optimizer)
+    paged = low_bits is not None and low_bits.is_paged
+    return Chosen(name, optimizer.param_groups, rule, optimizer, low_bits=low_bits, is_paged=paged)
+
+
+def _decays_apart(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:
+    """bitsandbytes' Adam decays as its AdamW does; torchao's says."""
+    return low_bits is not None and bool(getattr(optimizer, "is_adamw", True))
 
 
 # Of groups beside a rule of the user's that are not stepped as matrices.
@@ -257,12 +297,13 @@ def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> Non
 
 def _of_name(name: str, params: dict[str, Any], groups: Groups, model: nn.Module | None = None) -> Chosen:
     _check_anywhere(name)
-    if isinstance(rule := RULES.get(name.lower()), MatrixRule):
+    plain = plain_name(name)
+    if isinstance(rule := RULES.get(plain), MatrixRule):
         divided = divide(groups, f"use_{rule.name}", model, params.get("adamw_names", ()))
         splits = read_splits(params.get("split_rows", ()), model)
         return Chosen(name, _matrix_groups(rule, params, divided), rule, None, splits)
-    if name.lower() in OPTIMIZERS:
-        return Chosen(name, _own_groups(name.lower(), params, groups), RULES[name.lower()], None)
+    if plain in OPTIMIZERS:
+        return Chosen(name, _own_groups(plain, params, groups), RULES[plain], None, is_paged=is_paged(name))
     kind = _torch_class(name)
     read = read_arguments(kind, params, "optimizer.params", "params")
     for index, group in enumerate(groups):

@@ -11,6 +11,7 @@ What the values of each form are is told by `offload/state_codec.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -72,14 +73,17 @@ class StateFormats:
     masters: MasterDtype = "fp32"
     min_numel: int = 4096
     """Parameters of fewer elements keep fp32 states where others have int8."""
+    fp32_names: tuple[str, ...] = ()
+    """Patterns of names of parameters that keep fp32 states in any case."""
 
     @property
     def are_plain(self) -> bool:
         return self.states == self.masters == "fp32"
 
-    def of_state(self, name: str, dtype: torch.dtype, numel: int) -> Form | None:
+    def of_state(self, name: str, parameter: str, dtype: torch.dtype, numel: int) -> Form | None:
         """None: in the dtype of the masters."""
-        if dtype == torch.float64 or self.states == "fp32":
+        is_plain = dtype == torch.float64 or self.states == "fp32"
+        if is_plain or any(fnmatchcase(parameter, pattern) for pattern in self.fp32_names):
             return None
         if self.states == "bf16":
             return DITHERED

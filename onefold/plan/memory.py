@@ -50,9 +50,9 @@ class KeptStates:
     """Of each name ([Note: forms of states]), None for those in the dtype of the master; empty: none has one."""
     master: Form | None = None
 
-    def held_as(self, formats: StateFormats, dtype: torch.dtype, numel: int) -> KeptStates:
-        """The same for a parameter of this dtype and size, in the forms that the config asks for."""
-        forms = tuple(formats.of_state(name, dtype, numel) for name in self.names)
+    def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> KeptStates:
+        """The same for a parameter of this name, dtype and size, in the forms that the config asks for."""
+        forms = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
         return replace(self, forms=forms if any(forms) else (), master=formats.of_master(dtype))
 
     def form_of(self, name: str) -> Form | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,9 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: 
     parameters = dict(model.named_parameters())
     _check_modules(model)
     check_apart(parameters)
+    for pattern in plan.formats.fp32_names:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise ValueError(f"onefold.fp32_state_names: {pattern!r} is the name of no parameter")
     shapes = {name: tuple(unsharded_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
         {name: math.prod(shape) for name, shape in shapes.items()},
@@ -87,7 +91,7 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: 
             of_group = groups[id(parameter)] if trainable else 0
             kept = KeptStates()
             if trainable:
-                kept = states[of_group].held_as(plan.formats, dtype, math.prod(shapes[name]))
+                kept = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
             alike = _Alike(dtype, trainable, name in persistent, packed, kept)
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         params = []

@@ -1,0 +1,129 @@
+"""One step of Adam or AdamW over values in their forms, in Triton: decoded, updated and encoded in one pass.
+
+What it computes is `adam_in_single_operations` of `rules.py` between the decoding and encoding of `state_codec.py`, to
+the bit: products and sums are kept apart, quotients and roots are rounded as IEEE says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from onefold.offload.encoded import EncodedFlat
+from onefold.offload.state_codec import decode_in_torch, encode_in_torch
+from onefold.offload.state_kernels import (
+    KINDS,
+    OPTIONS,
+    PER_PROGRAM,
+    grid_of,
+    load_values,
+    places_of_blocks,
+    store_values,
+    two_parts,
+)
+from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile, Tile, adam_in_single_operations
+from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES
+
+
+@triton.jit
+def _step(
+    gradient, coefficient, skip,
+    master, master_rest, average, average_rest, squares, squares_rest,
+    size, decay, beta1, one_less_beta1, beta2, one_less_beta2, step_size, root, eps, sign,
+    start, master_seed, average_seed, squares_seed,
+    OF_MASTER: tl.constexpr, OF_AVERAGE: tl.constexpr, OF_SQUARES: tl.constexpr,
+    DECOUPLED: tl.constexpr, SKIPS: tl.constexpr, DITHERS: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    if SKIPS:  # nothing is inside
+        size = tl.where(tl.load(skip) != 0.0, 0, size)
+    block, place = places_of_blocks(PER)
+    g = tl.load(gradient + place, mask=place < size, other=0.0).to(tl.float32) * tl.load(coefficient)
+    g = g * sign
+    p = load_values(master, master_rest, block, place, size, OF_MASTER)
+    m = load_values(average, average_rest, block, place, size, OF_AVERAGE)
+    v = load_values(squares, squares_rest, block, place, size, OF_SQUARES)
+    if DECOUPLED:
+        p = p * decay
+    else:
+        g = g + p * decay
+    m = m * beta1 + g * one_less_beta1
+    v = v * beta2 + (g * g) * one_less_beta2
+    divisor = tl.math.div_rn(tl.math.sqrt_rn(v), root + tl.zeros_like(v)) + eps
+    p = p - tl.math.div_rn(m, divisor) * step_size
+    store_values(m, average, average_rest, block, place, size, average_seed, start, OF_AVERAGE, DITHERS)
+    store_values(v, squares, squares_rest, block, place, size, squares_seed, start, OF_SQUARES, DITHERS)
+    store_values(p, master, master_rest, block, place, size, master_seed, start, OF_MASTER, DITHERS)
+
+
+def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
+    """Update master and moments where they are."""
+    size, device = tile.gradient.numel(), tile.gradient.device
+    factor = tile.coefficient
+    if not isinstance(factor, torch.Tensor):
+        factor = torch.full((), factor, device=device)
+    seeds: list[int] = []
+    held: list[Any] = []
+    for name in (MASTER, "exp_avg", "exp_avg_sq"):
+        flat = tile.held[name]
+        held += two_parts(flat.parts if isinstance(flat, EncodedFlat) else [flat])
+        seeds.append(replace(tile.dither, state=name).seed if tile.dither is not None else 0)
+    kinds = [KINDS[flat.form if isinstance(flat, EncodedFlat) else None] for flat in _in_order(tile)]
+    with torch.cuda.device(device):
+        _step[grid_of(size)](
+            tile.gradient, factor.to(torch.float32), tile.skip if tile.skip is not None else factor, *held, size,
+            numbers.decay, numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2,
+            numbers.step_size, numbers.root, numbers.eps, numbers.sign,
+            tile.dither.start if tile.dither is not None else 0, *seeds,
+            *kinds, numbers.decoupled, tile.skip is not None, tile.dither is not None, PER_PROGRAM, **OPTIONS,
+        )  # fmt: skip
+
+
+def _in_order(tile: EncodedTile) -> list[torch.Tensor | EncodedFlat]:
+    return [tile.held[name] for name in (MASTER, "exp_avg", "exp_avg_sq")]
+
+
+def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
+    """The same by single operations of torch: what `step` has to be equal to."""
+    values = {}
+    for name, flat in tile.held.items():
+        if isinstance(flat, EncodedFlat):
+            values[name] = torch.empty(flat.numel(), device=flat.device)
+            decode_in_torch(flat.form, flat.parts, values[name])  # type: ignore[arg-type]
+        else:
+            values[name] = flat
+    gradient = tile.gradient.to(torch.float32, copy=True).mul_(tile.coefficient)
+    adam_in_single_operations(Tile(values[MASTER], gradient, values), numbers)
+    for name, flat in tile.held.items():
+        if isinstance(flat, EncodedFlat):
+            dither = replace(tile.dither, state=name) if tile.dither is not None else None
+            encode_in_torch(flat.form, values[name], flat.parts, dither)  # type: ignore[arg-type]
+
+
+def try_out() -> None:
+    """Raise where the kernel does not build, run or agree."""
+    numbers = AdamNumbers.of({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
+                              "decoupled_weight_decay": True}, 3)  # fmt: skip
+    gradient = torch.linspace(-1.0, 1.0, 2 * BLOCK, device="cuda")
+    for forms in ((None, SIGNED, SQUARES), (SPLIT_16, SIGNED, SQUARES), (SPLIT_8, SIGNED, SQUARES), (DITHERED,) * 3):
+        tiles = []
+        for _ in range(2):
+            held: dict[str, torch.Tensor | EncodedFlat] = {}
+            for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
+                if form is None:
+                    held[name] = gradient.clone()
+                    continue
+                parts = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in form.parts]
+                held[name] = EncodedFlat(form, parts, 2 * BLOCK)
+            tiles.append(EncodedTile(held, gradient, 0.7, None, None))
+        step(tiles[0], numbers)
+        step_in_torch(tiles[1], numbers)
+        for one, other in zip(_in_order(tiles[0]), _in_order(tiles[1]), strict=True):
+            pairs = zip(
+                *(flat.parts if isinstance(flat, EncodedFlat) else [flat] for flat in (one, other)), strict=True
+            )
+            if not all(torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
+                raise RuntimeError("the kernel of Adam gave other values than torch")

@@ -1,0 +1,185 @@
+"""Masters and states in fewer bytes on a GPU: kernels as specified, the same bits in every stage and tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Trace, batches, config, first_difference, net, precision, start, train
+from test_states import ADAMW, FORMATS, OTHERS, run_stages, run_tiers, spread
+
+from onefold.offload import state_codec
+from onefold.offload.encoded import EncodedFlat
+from onefold.offload.state_codec import Dither
+from onefold.optim import rules
+from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
+from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FORMS = [SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8]
+
+
+def values_of(form: Form | None, numel: int, seed: int = 0) -> torch.Tensor:
+    values = spread(numel, seed).cuda()
+    return values.square() if form is SQUARES else values
+
+
+def room(form: Form, numel: int) -> list[torch.Tensor]:
+    return [torch.zeros(part.numel(numel), dtype=part.dtype, device="cuda") for part in form.parts]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("num_blocks", [1, 7, 8, 1001])
+def test_kernels_equal_the_specification(form: Form, num_blocks: int) -> None:
+    assert state_codec._kernels(torch.empty(1, device="cuda")) is not None
+    values = values_of(form, num_blocks * BLOCK, num_blocks)
+    values[:BLOCK] = 0 if num_blocks > 1 else values[:BLOCK]
+    values[-1] = 1e-38
+    for dither in (None, Dither(17, "blocks.0.weight", 12_345), Dither(2**31, "head", 2**31 - 100, "exp_avg")):
+        found, wanted, on_host = room(form, values.numel()), room(form, values.numel()), None
+        state_codec.encode(form, values, found, dither)
+        state_codec.encode_in_torch(form, values, wanted, dither)
+        on_host = [part.cpu().zero_() for part in wanted]
+        state_codec.encode_in_torch(form, values.cpu(), on_host, dither)
+        assert first_difference(found, wanted) is None
+        assert first_difference([part.cpu() for part in found], on_host) is None, "a host's are the same"
+        state_codec.decode(form, found, one := torch.empty_like(values))
+        state_codec.decode_in_torch(form, found, other := torch.empty_like(values))
+        assert first_difference([one], [other]) is None
+
+
+@pytest.mark.parametrize("form", [SIGNED, SQUARES], ids=lambda form: form.name)
+def test_a_block_with_what_is_not_finite_is_nan(form: Form) -> None:
+    for bad in (torch.inf, torch.nan):
+        values = torch.ones(20 * BLOCK, device="cuda")
+        values[BLOCK + 5] = bad
+        state_codec.encode(form, values, parts := room(form, values.numel()))
+        state_codec.decode(form, parts, found := torch.empty_like(values))
+        assert found.view(-1, BLOCK)[1].isnan().all()
+        assert found.isnan().sum() == BLOCK
+
+
+HELD = {
+    "int8": (None, SIGNED, SQUARES),
+    "int8, split": (SPLIT_16, SIGNED, SQUARES),
+    "int8, 8 bits": (SPLIT_8, SIGNED, SQUARES),
+    "bf16": (DITHERED, DITHERED, DITHERED),
+    "int8, bf16": (DITHERED, SIGNED, SQUARES),
+    "bf16 states": (None, DITHERED, DITHERED),
+}
+
+
+def tile_of(forms: tuple[Form | None, ...], numel: int, **more: Any) -> EncodedTile:
+    held: dict[str, torch.Tensor | EncodedFlat] = {}
+    for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
+        values = values_of(SQUARES if name == "exp_avg_sq" else form, numel, len(held))
+        if form is not None:
+            flat = EncodedFlat(form, room(form, numel), numel)
+            flat.store(values)
+            held[name] = flat
+        else:
+            held[name] = values
+    return EncodedTile(held, **more)
+
+
+def parts_of(tile: EncodedTile) -> dict[str, Any]:
+    return {name: list(flat.parts) if isinstance(flat, EncodedFlat) else [flat] for name, flat in tile.held.items()}
+
+
+@pytest.mark.parametrize("forms", HELD)
+@pytest.mark.parametrize("hyper", [{}, {"decoupled_weight_decay": False}, {"maximize": True, "eps": 1e-3}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_equals_its_specification(forms: str, hyper: dict[str, Any], dtype: torch.dtype) -> None:
+    from onefold.optim import adam_kernels
+
+    numel = 37 * BLOCK
+    plain = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    one = tile_of(HELD[forms], numel, gradient=torch.empty(0), coefficient=1.0, skip=None, dither=None)
+    other = tile_of(HELD[forms], numel, gradient=torch.empty(0), coefficient=1.0, skip=None, dither=None)
+    for step, factor in enumerate([1.0, 0.37, torch.tensor(0.7133, dtype=torch.float64, device="cuda")], 1):
+        numbers = AdamNumbers.of({**plain, **hyper}, step)
+        gradient = values_of(None, numel, 10 + step).to(dtype)
+        dither = Dither(step, "weight", 99) if "bf16" in forms else None
+        for tile, work in ((one, adam_kernels.step), (other, adam_kernels.step_in_torch)):
+            work(EncodedTile(tile.held, gradient, factor, None, dither), numbers)
+        assert first_difference(parts_of(one), parts_of(other)) is None, f"step {step}"
+    before = {name: [part.clone() for part in parts] for name, parts in parts_of(one).items()}
+    for skip in (torch.ones((), device="cuda"), torch.zeros((), device="cuda")):
+        adam_kernels.step(EncodedTile(one.held, gradient, 1.0, skip, dither), numbers)
+        assert (first_difference(parts_of(one), before) is None) == bool(skip)
+
+
+def test_an_engine_uses_the_kernel(on_nccl_ranks):
+    assert on_nccl_ranks(1, kernel_runs) == [True]
+
+
+def kernel_runs() -> bool:
+    calls = []
+    kernels = rules._kernels(torch.empty(1, device="cuda"))
+    step = kernels.step
+    kernels.step = lambda *given: calls.append(1) or step(*given)
+    try:
+        train(start(net(), config(2, onefold=FORMATS["int8, split"], **precision("bf16"))), 1)
+    finally:
+        kernels.step = step
+    return bool(calls)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("formats", ["split", "int8, split", "int8, 8 bits", "bf16"])
+def test_stages_are_bit_equal(on_nccl_ranks, world, formats):
+    results = on_nccl_ranks(world, run_stages, FORMATS[formats], 1, "bf16", {})
+    for traces in results:
+        for stage in (1, 2, 3):
+            assert first_difference(traces[stage], traces[0]) is None, f"stage {stage} beside stage 0"
+
+
+@pytest.mark.parametrize(("world", "formats"), [(1, "split"), (2, "int8, split"), (1, "int8, 8 bits"), (1, "bf16")])
+def test_tiers_below_the_device_are_bit_equal(on_nccl_ranks, tmp_path, world, formats):
+    """A GPU's step rounds differently from a host's, so the device itself is left out."""
+    for told in on_nccl_ranks(world, run_tiers, FORMATS[formats], str(tmp_path), 1, ADAMW, ("device", "half")):
+        assert told == []
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_other_optimizers_step_what_is_decoded_for_them(on_nccl_ranks, optimizer):
+    for traces in on_nccl_ranks(1, run_others, OTHERS[optimizer]):
+        assert first_difference(traces[1], traces[0]) is None
+
+
+def run_others(optimizer: dict[str, Any]) -> list[Trace]:
+    traces = []
+    for stage in (0, 3):
+        settings = config(stage, optimizer=optimizer, onefold=FORMATS["int8, split"], **precision("bf16"))
+        engine = start(net(), settings)
+        traces.append(train(engine, 3))
+        engine.destroy()
+    return traces
+
+
+def skip_steps() -> str | None:
+    """A step with gradients that are not finite leaves everything as it was, also where the device decides."""
+    extra = {"gradient_clipping": 0.3, **precision("bf16")}
+    engine = start(net(), config(2, onefold={**FORMATS["int8, split"], "nonfinite_gradients": "skip"}, **extra))
+    train(engine, 2)
+    store = engine.state.step.stores[0]
+    held = {"master": store.master, **store.states}
+
+    def parts() -> dict[str, Any]:
+        return {n: [p.clone() for p in getattr(flat, "parts", [flat])] for n, flat in held.items()}
+
+    before = parts()
+    (x, y), *_ = batches(1)
+    engine.backward(engine(x, y) * torch.inf)
+    engine.step()
+    assert engine.optimizer.overflow
+    return first_difference(parts(), before)
+
+
+def test_a_step_that_is_left_out_changes_nothing(on_nccl_ranks):
+    assert on_nccl_ranks(2, skip_steps) == [None, None]
