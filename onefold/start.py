@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from glob import escape
 from os import PathLike
 from typing import Any
 
@@ -28,7 +30,6 @@ from onefold.optim.choose import (
     check_shardable,
     choose,
     for_disk,
-    with_low_bits,
 )
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
@@ -86,7 +87,7 @@ def initialize(
         for line in _unread(settings, optimizer, lr_scheduler, chosen):
             logger.info("config: %s", line)
     if chosen is not None:
-        settings = with_low_bits(settings, chosen, model)
+        settings = _with_low_bits(settings, chosen, model)
     plan = make_plan(settings, world)
     if is_first:
         check_reports(plan.loop)
@@ -141,6 +142,23 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     if config is not None and from_args is not None and config != from_args:
         raise ConfigError(f"two configs: config= and --deepspeed_config {from_args}; pass one")
     return given[0]
+
+
+def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config:
+    """The same config, in which states are held as the class that the user has handed in says."""
+    found = chosen.low_bits
+    if found is None or not found.is_8bit:
+        return settings
+    wanted = {id(parameter) for parameter in found.fp32_parameters}
+    names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
+    own = settings.onefold
+    own = replace(
+        own,
+        state_dtype="int8",
+        int8_min_numel=found.min_numel,
+        fp32_state_names=(*own.fp32_state_names, *names),
+    )
+    return replace(settings, onefold=own)
 
 
 def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen | None) -> Iterator[str]:

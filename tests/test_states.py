@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models import Net, Trace, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.config import ConfigError
+from onefold.config import ConfigError, load_config
 from onefold.offload.encoded import EncodedFlat
 from onefold.offload.state_codec import TINY, Dither, decode, encode
 from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
@@ -271,3 +271,342 @@ OTHERS = {
 def test_every_tier_is_bit_equal_and_as_planned(on_ranks, tmp_path, world, formats, accumulation):
     for told in on_ranks(world, run_tiers, FORMATS[formats], str(tmp_path), accumulation, ADAMW):
         assert told == []
+
+
+@pytest.mark.parametrize("optimizer", [more("lion"), more("sgd"), more("adagrad"), more("amsgrad"), "muon"])
+def test_other_optimizers_too(on_ranks, tmp_path, optimizer):
+    for told in on_ranks(2, run_tiers, FORMATS["int8, split"], str(tmp_path), 1, OTHERS[optimizer]):
+        assert told == []
+
+
+# -- beside plain torch ------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """AdamW by torch's fused kernel on fp32 masters, each rounded by its form after every step, in plain torch."""
+
+    def __init__(self, model: torch.nn.Module, masters: Form | None, *, int8: bool) -> None:
+        self.parameters = list(model.parameters())
+        self.forms = {"master": masters, "exp_avg": SIGNED if int8 else None, "exp_avg_sq": SQUARES if int8 else None}
+        self.held = [{"master": padded(p.detach().float())} for p in self.parameters]
+        for held in self.held:
+            held |= {name: torch.zeros_like(held["master"]) for name in ("exp_avg", "exp_avg_sq")}
+        self.number = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.number += 1
+        for parameter, held in zip(self.parameters, self.held, strict=True):
+            gradient = padded(parameter.grad.float())
+            numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+            torch._fused_adamw_(
+                [held["master"]], [gradient], [held["exp_avg"]], [held["exp_avg_sq"]], [],
+                [torch.tensor(float(self.number))], **numbers, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            for name, form in self.forms.items():
+                small = form in (SIGNED, SQUARES) and parameter.numel() < INT8["int8_min_numel"]
+                if form is not None and not small:
+                    held[name] = through(form, held[name])
+            parameter.copy_(held["master"][: parameter.numel()].view(parameter.shape))
+            parameter.grad = None
+
+
+def padded(values: torch.Tensor) -> torch.Tensor:
+    """In whole blocks, so that vector kernels meet no tail."""
+    found = torch.zeros(-(-values.numel() // BLOCK) * BLOCK)
+    found[: values.numel()] = values.flatten()
+    return found
+
+
+def beside_torch(stage: int, formats: dict[str, Any]) -> str | None:
+    torch.manual_seed(3)
+    model, plain = Net(width=64), Net(width=64)
+    plain.load_state_dict(model.state_dict())
+    plain.bfloat16()
+    masters = {"bf16_int16": SPLIT_16, "bf16_int8": SPLIT_8}.get(formats.get("master_dtype", ""))
+    reference = Reference(plain, masters, int8="state_dtype" in formats)
+    engine = start(model, config(stage, onefold=formats, **precision("bf16")))
+    for x, y in batches(6):
+        engine.backward(engine(x, y))
+        engine.step()
+        plain(x, y).backward()
+        reference.step()
+    return first_difference(
+        {n: w for n, w in weights_of(engine.module).items() if n != "scale"},
+        {n: w for n, w in weights_of(plain).items() if n != "scale"},
+    )
+
+
+@pytest.mark.parametrize("formats", ["int8", "split", "int8, 8 bits"])
+@pytest.mark.parametrize("stage", [more(0), 2, more(3)])
+def test_it_is_torchs_adamw_with_values_rounded_between_steps(on_ranks, stage, formats):
+    assert on_ranks(1, beside_torch, stage, FORMATS[formats]) == [None]
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def bytes_a_parameter(stage: int, formats: dict[str, Any], more_config: dict[str, Any]) -> dict[str, float]:
+    engine = start(net(width=256, depth=1), config(stage, onefold=formats, **precision("bf16"), **more_config))
+    for x, y in batches(1):
+        engine.backward(engine(x, y))
+    held, planned = engine.held_bytes(), engine.planned_bytes()
+    assert (held.total, held.gradients) == (planned.total, planned.gradients)
+    total = sum(param.layout.total for unit in engine.state.schedule.units for param in unit.params)
+    kinds = ("parameters", "gradients", "masters", "states")
+    return {kind: getattr(held, kind) / total for kind in kinds} | {"all": held.total / total}
+
+
+def test_eight_bytes_a_parameter_and_seven(on_ranks):
+    """On one rank: 2 of weights, 2 of gradients, 2 or 1 beside the weight, 2 of moments, and their scales."""
+    formats = {"state_dtype": "int8", "master_dtype": "bf16_int16"}
+    for stage in (0, 2, 3):
+        found = on_ranks(1, bytes_a_parameter, stage, formats, {})[0]
+        assert found["all"] == pytest.approx(8, rel=0.02), stage
+        found = on_ranks(1, bytes_a_parameter, stage, {**formats, "master_dtype": "bf16_int8"}, {})[0]
+        assert found["all"] == pytest.approx(7, rel=0.02), stage
+        assert found["masters"] == 1
+    plain = on_ranks(1, bytes_a_parameter, 2, {}, {})[0]
+    assert plain["all"] == 2 + 2 + 4 + 8
+
+
+def test_bf16_masters_are_the_weights(on_ranks):
+    both = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    for world in (1, 2):
+        found = on_ranks(world, whole_bf16, both)[0]
+        assert found == {"masters": 0, "states": 4 / world, "gradients": 2 / world, "parameters": 2}
+
+
+def whole_bf16(given: dict[str, Any]) -> dict[str, float]:
+    engine = start(net(width=256, depth=1), config(2, **given))
+    for x, y in batches(1):
+        engine.backward(engine(x, y))
+    held = engine.held_bytes()
+    total = sum(param.layout.total for unit in engine.state.schedule.units for param in unit.params)
+    return {kind: getattr(held, kind) / total for kind in ("masters", "states", "gradients", "parameters")}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def states_of(engine: onefold.Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[f"{name} master"] = safe_get_full_fp32_param(parameter)
+        for state in ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {state}"] = safe_get_full_optimizer_state(parameter, state)
+    return found
+
+
+def save(folder: str, stage: int, formats: dict[str, Any], zero: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
+    settings = config(stage, onefold=formats, zero_optimization=zero, checkpoint={"async_save": True})
+    engine = start(net(), {**settings, **precision("bf16")})
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    held = states_of(engine)
+    return train(engine, 2, seed=1), held
+
+
+def load(
+    folder: str, stage: int, formats: dict[str, Any], zero: dict[str, Any], caplog: Any = None
+) -> tuple[Trace, dict[str, Any], list[str]]:
+    engine = start(net(seed=9), config(stage, onefold=formats, zero_optimization=zero, **precision("bf16")))
+    told: list[str] = []
+    handler = _Keeping(told)
+    logging.getLogger("onefold").addHandler(handler)
+    engine.load_checkpoint(folder)
+    logging.getLogger("onefold").removeHandler(handler)
+    held = states_of(engine)
+    return train(engine, 2, seed=1), held, [line for line in told if "rounded" in line]
+
+
+class _Keeping(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("formats", [more("int8"), more("split"), "int8, split", more("int8, 8 bits"), "bf16"])
+def test_a_run_goes_on_as_it_was_in_any_stage_and_tier(on_ranks, tmp_path, formats):
+    ends, held = zip(*on_ranks(2, save, str(tmp_path), 2, FORMATS[formats], {}), strict=True)
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}
+    for stage, zero in ((2, {}), (0, {}), (3, HOST), (3, disk)):
+        results = on_ranks(2, load, str(tmp_path), stage, FORMATS[formats], zero)
+        for (trace, found, told), end in zip(results, ends, strict=True):
+            assert told == []
+            assert first_difference(found, held[0]) is None
+            assert first_difference(trace, end) is None, f"stage {stage}"
+
+
+def test_states_reshape_to_other_ranks(on_ranks, tmp_path):
+    _, held = on_ranks(3, save, str(tmp_path), 3, FORMATS["int8, 8 bits"], {})[0]
+    for world in (1, 2):
+        for _, found, told in on_ranks(world, load, str(tmp_path), 2, FORMATS["int8, 8 bits"], {}):
+            assert told == []
+            assert first_difference(found, held) is None
+
+
+@pytest.mark.parametrize(("saved", "loaded", "lossless"), [
+    ("fp32", "int8", False), ("int8", "fp32", True), ("int8, 8 bits", "int8, split", True), ("split", "fp32", True),
+    more("bf16", "fp32", True), more("bf16", "split", True), more("fp32", "bf16", False), more("split", "int8", False),
+])  # fmt: skip
+def test_checkpoints_go_from_any_form_to_any_other(on_ranks, tmp_path, saved, loaded, lossless):
+    formats = {"fp32": {}, **FORMATS}
+    _, held = on_ranks(2, save, str(tmp_path), 2, formats[saved], {})[0]
+    results = on_ranks(2, load, str(tmp_path), 2, formats[loaded], {})
+    for rank, (trace, found, told) in enumerate(results):
+        assert (first_difference(found, held) is None) == lossless
+        assert len(told) == (0 if lossless or rank else 1), told
+        for name, values in held.items():
+            assert torch.allclose(found[name], values, rtol=0.2, atol=0.05 * values.abs().max().item()), name
+        assert all(loss == loss for loss in trace.losses)
+    if not lossless:
+        assert f"states as {formats[loaded].get('state_dtype', 'fp32')}" in results[0][2][0]
+
+
+# -- from outside ------------------------------------------------------------------------------------------------------
+
+
+def look_and_set(stage: int, formats: dict[str, Any], zero: dict[str, Any]) -> list[str]:
+    """Masters and states are read and set as fp32 tensors, whatever they are held in."""
+    engine = start(net(), config(stage, onefold=formats, zero_optimization=zero, **precision("bf16")))
+    train(engine, 2)
+    parameter = engine.module.blocks[1].up.weight
+    master = safe_get_full_fp32_param(parameter)
+    told = []
+    if not torch.equal(master.bfloat16().float(), weights_of(engine.module)["blocks.1.up.weight"].float()):
+        told.append("the weight is not the rounding of its master")
+    safe_set_full_fp32_param(parameter, torch.full_like(master, 0.25))
+    if not (safe_get_full_fp32_param(parameter) == 0.25).all():
+        told.append("the master is not what was set")
+    if not (weights_of(engine.module)["blocks.1.up.weight"] == 0.25).all():
+        told.append("the weight is not what was set")
+    safe_set_full_optimizer_state(parameter, torch.full_like(master, 2.0**-30), "exp_avg")
+    if not (safe_get_full_optimizer_state(parameter, "exp_avg") == 2.0**-30).all():
+        told.append("the state is not what was set")
+    with onefold.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        parameter.fill_(-0.5)
+    if not (safe_get_full_fp32_param(parameter) == -0.5).all():
+        told.append("the master is not what was written to the weight")
+    if stage < 3:
+        with torch.no_grad():
+            parameter.zero_()
+        train(engine, 1)
+        if not (weights_of(engine.module)["blocks.1.up.weight"].abs() < 0.05).all():
+            told.append("what was written did not reach the master")
+    train(engine, 1)
+    return told
+
+
+@pytest.mark.parametrize("formats", ["int8, split", more("int8, 8 bits"), more("bf16")])
+@pytest.mark.parametrize(
+    ("stage", "zero"), [(2, {}), (3, {}), more(3, HOST), more(1, {"offload_optimizer": HOST["offload_optimizer"]})]
+)
+def test_masters_and_states_are_read_and_set_as_fp32(on_ranks, formats, stage, zero):
+    for told in on_ranks(2, look_and_set, stage, FORMATS[formats], zero):
+        assert told == []
+
+
+def park(stage: int, formats: dict[str, Any]) -> str | None:
+    traces = []
+    for parks in (False, True):
+        engine = start(net(), config(stage, onefold=formats, **precision("bf16")))
+        train(engine, 2)
+        if parks:
+            engine.offload_states()
+            engine.reload_states()
+        traces.append(train(engine, 2))
+        engine.destroy()
+    return first_difference(*traces)
+
+
+@pytest.mark.parametrize("stage", [2, more(3)])
+def test_states_may_leave_the_device_for_a_while(on_ranks, stage):
+    assert on_ranks(2, park, stage, FORMATS["int8, split"]) == [None, None]
+
+
+# -- who gets which form -----------------------------------------------------------------------------------------------
+
+
+def forms_of(given: dict[str, Any], optimizer: str = "", **shape: Any) -> dict[str, tuple[str, ...]]:
+    model = net(**shape)
+    handed: dict[str, Any] = {}
+    if optimizer:
+        import bitsandbytes
+
+        handed["optimizer"] = getattr(bitsandbytes.optim, optimizer)(model.parameters(), lr=1e-2, weight_decay=0.1)
+        manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+        manager.register_module_override(model.embed, "weight", {"optim_bits": 32})
+    engine = start(model, {**config(2), **given}, **handed)
+    train(engine, 2)
+    found = {}
+    for store in engine.state.step.stores:
+        for member in store.spec.layout.members:
+            forms = store.spec.kept.forms or (None,) * len(store.spec.kept.names)
+            found[member.name] = tuple(form.name if form else "fp32" for form in forms)
+    return found
+
+
+BYTES = (SIGNED.name, SQUARES.name)
+FP32 = ("fp32", "fp32")
+
+
+def test_small_parameters_and_named_ones_keep_fp32(on_ranks):
+    own = {"state_dtype": "int8", "fp32_state_names": ["*head*"]}
+    for world in (1, 3):  # by the parameter's size, and not by that of a shard
+        found = on_ranks(world, forms_of, {"onefold": own}, width=64)[0]
+        assert found["blocks.0.up.weight"] == BYTES
+        assert found["head.weight"] == found["embed.weight"] == found["blocks.0.up.bias"] == FP32
+    assert on_ranks(1, forms_of, {"onefold": {**own, "int8_min_numel": 0}})[0]["blocks.0.norm.bias"] == BYTES
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "AdamW8bit", "adamw_bnb_8bit"])
+def test_names_of_others_in_a_config(on_ranks, name):
+    found = on_ranks(1, forms_of, {"optimizer": {"type": name, "params": {"lr": 1e-2}}}, width=64)[0]
+    assert found["blocks.0.up.weight"] == BYTES
+    assert found["blocks.0.up.bias"] == FP32
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdamW32bit"])
+def test_classes_of_bitsandbytes_are_taken_as_ours(on_ranks, name):
+    pytest.importorskip("bitsandbytes")
+    found = on_ranks(1, forms_of, {"optimizer": None}, name, width=256)[0]
+    wanted = BYTES[: 1 if "Lion" in name else 2] if "8bit" in name else FP32
+    assert found["blocks.0.up.weight"] == wanted
+    assert set(found["embed.weight"]) == {"fp32"}, "as its manager was told"
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"onefold": {"master_dtype": "bf16_int8"}}, "onefold.master_dtype = bf16_int8 is of bf16 weights"),
+    ({"onefold": {"master_dtype": "bf16_int8"}, "fp16": {"enabled": True}}, "is of bf16 weights"),
+    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "bf16"}}, "type = adamw_8bit has states"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "onefold": {"master_dtype": "bf16_int8"}},
+     "bf16_master_weights_and_grads and onefold.master_dtype = bf16_int8 differ"),
+])  # fmt: skip
+def test_contradictions_are_named(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config({"zero_optimization": {"stage": 1}, **given})
+
+
+def refusal(given: dict[str, Any], own: str = "") -> str:
+    model = net()
+    handed = {"optimizer": getattr(torch.optim, own)(model.parameters())} if own else {}
+    try:
+        start(model, {**config(2), **given}, **handed)
+    except (ConfigError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_refusals_name_key_and_way_out(on_ranks):
+    told = on_ranks(1, refusal, {"onefold": INT8, "optimizer": None}, "NAdam")[0]
+    assert "onefold.state_dtype = int8" in told
+    assert "optimizer NAdam steps by its own class" in told
+    told = on_ranks(1, refusal, {"onefold": {**INT8, "fp32_state_names": ["*nothing*"]}})[0]
+    assert "onefold.fp32_state_names: '*nothing*' is the name of no parameter" in told

@@ -62,6 +62,7 @@ COUNT_ALONE = {
     "activation_checkpointing.synchronize_checkpoint_boundary",
     "activation_checkpointing.profile",
     "checkpoint.async_save",
+    "onefold.state_dtype",
     "checkpoint.keep_last",
     "checkpoint.tag_validation",
 }
@@ -74,6 +75,7 @@ NEEDS_MORE = {
     "fp16.fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads needs zero_optimization.stage",
     "bf16.bf16_master_weights_and_grads": "bf16.bf16_master_weights_and_grads needs zero_optimization.stage",
     "bf16.bf16_optimizer_states": "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads",
+    "onefold.master_dtype": "onefold.master_dtype = bf16_int16 is of bf16 weights",
 }
 
 

@@ -55,6 +55,8 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
     own = config.onefold
     if own.report is not None:
         own = replace(own, report=_folder("onefold.report", own.report))
+    if config.optimizer is not None and is_8bit(config.optimizer.type) and own.state_dtype == "fp32":
+        own = replace(own, state_dtype="int8")
     return replace(
         config,
         onefold=own,
@@ -232,6 +234,10 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: nothing is written without onefold.trace.steps or onefold.trace.memory_snapshot"
+    if "onefold.int8_min_numel" in asked and own.state_dtype != "int8":
+        yield f"onefold.int8_min_numel: nothing reads it without onefold.state_dtype = int8 (it is {own.state_dtype})"
+    if own.fp32_state_names and own.state_dtype == "fp32" and not config.bf16.bf16_optimizer_states:
+        yield "onefold.fp32_state_names: all states are fp32 without onefold.state_dtype"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
         yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:

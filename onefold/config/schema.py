@@ -46,7 +46,7 @@ class Bf16:
         False,
         "No masters beside the bf16 weights, which are rounded at random at every step; gradients accumulate in bf16.",
     )
-    bf16_optimizer_states: bool = _if_enabled(False, "Keep states in bf16, rounded at random at every step.")
+    bf16_optimizer_states: bool = key(False, "Keep states in bf16, rounded at random at every step.")
     loss_scale: float | None = noticed(None, "A loss scale.", "bf16 has the range of fp32 and needs no loss scale")
 
 

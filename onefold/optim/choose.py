@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from glob import escape
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.config import Config, ConfigError
+from onefold.config import ConfigError
 from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, check_together, is_paged, plain_name
 from onefold.config.read import meant_key
@@ -166,23 +165,6 @@ def check_formats(chosen: Chosen, formats: StateFormats) -> None:
             f"{chosen.name} steps by its own class, which makes its states itself. Leave these keys out, or use one "
             "that onefold steps: Adam, AdamW, SGD, Adagrad, Lion, Muon, Shampoo"
         )
-
-
-def with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config:
-    """The same config, in which states are held as the class that the user has handed in says."""
-    found = chosen.low_bits
-    if found is None or not found.is_8bit:
-        return settings
-    wanted = {id(parameter) for parameter in found.fp32_parameters}
-    names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
-    own = settings.onefold
-    own = replace(
-        own,
-        state_dtype="int8",
-        int8_min_numel=found.min_numel,
-        fp32_state_names=(*own.fp32_state_names, *names),
-    )
-    return replace(settings, onefold=own)
 
 
 def for_disk(chosen: Chosen) -> Chosen:

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 
 from onefold.config import Config, ConfigError, num_replicas
-from onefold.config.params import is_8bit
 from onefold.config.schema import Aio, CheckpointSection, Comet, FileMonitor, Fp16, TraceSection, Wandb
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.forms import StateFormats
@@ -408,11 +407,10 @@ def make_precision(config: Config) -> Precision:
 
 
 def _formats(config: Config) -> StateFormats:
-    """DeepSpeed's switches of its bf16 section, an optimizer's name, or keys of ours."""
+    """DeepSpeed's switches of its bf16 section, or keys of ours."""
     own, bf16 = config.onefold, config.bf16
-    by_name = config.optimizer is not None and is_8bit(config.optimizer.type)
     return StateFormats(
-        states="bf16" if bf16.bf16_optimizer_states else "int8" if by_name else own.state_dtype,
+        states="bf16" if bf16.bf16_optimizer_states else own.state_dtype,
         masters="bf16" if bf16.bf16_master_weights_and_grads else own.master_dtype,
         min_numel=own.int8_min_numel,
         fp32_names=own.fp32_state_names,
