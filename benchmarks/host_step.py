@@ -16,7 +16,14 @@ import torch
 from benchmarks.model import GPT, PRESETS, make_batch
 from benchmarks.systems import AUTO, CPU, Workload, zero_config
 from benchmarks.table import format_table
+from onefold.offload import state_codec
+from onefold.offload.encoded import EncodedFlat
 from onefold.offload.host_memory import page_aligned
+from onefold.optim import steppers
+from onefold.optim.rules import AdamRule
+from onefold.optim.steppers import StateWindow, Step, Tiler
+from onefold.plan.forms import SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.report.offload_bench import OneGroup
 
 Update = Callable[[slice], None]
 
@@ -25,6 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_step", description=__doc__)
     parser.add_argument("--millions", type=int, default=192, help="parameters of the casts, in millions")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--forms-only", action="store_true", help="measure states in fewer bytes alone")
     parser.add_argument("--preset", choices=list(PRESETS), default="1.3b", help="the model of the engine's step")
     return parser.parse_args()
 
@@ -77,6 +85,40 @@ def measure_casts(numel: int, rounds: int) -> str:
     return format_table(["G parameters/s", *(f"tiles of {size >> 20}M" for size in sizes)], rows)
 
 
+@torch.no_grad()
+def measure_forms(numel: int, rounds: int) -> str:
+    """Billions of parameters a second of the engine's own tiles, by what masters and states are held in."""
+    hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled_weight_decay": True}
+    gradient = page_aligned(2 * numel).view(torch.bfloat16).fill_(1e-3)
+    shapes = {"fp32": (None, None, None), "int8": (None, SIGNED, SQUARES), "split16": (SPLIT_16, None, None),
+              "int8, split16": (SPLIT_16, SIGNED, SQUARES), "int8, split8": (SPLIT_8, SIGNED, SQUARES)}  # fmt: skip
+    sizes = [torch.get_num_threads() << shift for shift in (14, 15, 16, 17, 18)]
+    rows, of_tile = [], state_codec.host_tile
+    for name, forms in shapes.items():
+        held = [_held(form, numel) for form in forms]
+        window = StateWindow(0, numel, held[0], {"exp_avg": held[1], "exp_avg_sq": held[2]})
+        rates = []
+        for size in sizes:
+            steppers.host_tile = state_codec.host_tile = lambda size=size: size
+            tiler, found = Tiler(AdamRule(), 1 << 22), []
+            for _ in range(rounds + 1):
+                start = time.perf_counter()
+                tiler.step(OneGroup(), window, 0, numel, gradient, None, Step(1, 0.5, [hyper]))
+                found.append(numel / (time.perf_counter() - start) / 1e9)
+            rates.append(f"{statistics.median(found[1:]):.3f}")
+        rows.append([name, *rates])
+    steppers.host_tile = state_codec.host_tile = of_tile
+    per_core = [f"{size // torch.get_num_threads() >> 10}K values a core" for size in sizes]
+    return format_table(["G parameters/s", *per_core], rows)
+
+
+def _held(form: Form | None, numel: int) -> torch.Tensor | EncodedFlat:
+    if form is None:
+        return page_aligned(4 * numel).view(torch.float32)
+    parts = [torch.zeros(part.numel(numel), dtype=part.dtype) for part in form.parts]
+    return EncodedFlat(form, parts, numel)
+
+
 def measure_cores(preset: str, rounds: int) -> str:
     """Seconds a step of the engine, with all cores and with some left to the trainer, taking turns."""
     import onefold
@@ -120,7 +162,11 @@ def _seconds_a_step(engine: object, shape: object, workload: Workload, device: t
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.forms_only:
+        print(measure_forms(arguments.millions << 20, arguments.rounds))
+        return
     print(measure_casts(arguments.millions << 20, arguments.rounds))
+    print("\n" + measure_forms(arguments.millions << 20, arguments.rounds))
     if torch.cuda.is_available():
         print("\n" + measure_cores(arguments.preset, arguments.rounds))
 

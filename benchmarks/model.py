@@ -32,6 +32,7 @@ PRESETS = {
     "6.7b": ModelShape(num_layers=32, width=4096, num_heads=32, vocabulary=32000, max_sequence=2048),
     "15b": ModelShape(num_layers=48, width=5120, num_heads=40, vocabulary=32000, max_sequence=1024),
     "20b": ModelShape(num_layers=44, width=6144, num_heads=48, vocabulary=32000, max_sequence=1024),
+    "30b": ModelShape(num_layers=56, width=6656, num_heads=52, vocabulary=32000, max_sequence=1024),
 }
 
 

@@ -7,6 +7,7 @@ in the others. Gradients are then added in fp32, or, where the name ends so (FSD
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import tempfile
@@ -62,8 +63,10 @@ MUON = {
 }
 
 
-def _torch_loop(model: nn.Module, workload: Workload, autocast: bool, *, with_muon: bool = False) -> Step:
-    optimizers = muon(model) if with_muon else [adamw(model)]
+def _torch_loop(
+    model: nn.Module, workload: Workload, autocast: bool, optimizers: list[torch.optim.Optimizer] | None = None
+) -> Step:
+    optimizers = optimizers or [adamw(model)]
 
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(workload.device, torch.bfloat16) if autocast else nullcontext()
@@ -85,7 +88,20 @@ def _plain(construct: Construct, workload: Workload) -> Step:
 
 
 def _plain_muon(construct: Construct, workload: Workload) -> Step:
-    return _torch_loop(construct(), workload, autocast=workload.dtype == "bf16", with_muon=True)
+    model = construct()
+    return _torch_loop(model, workload, workload.dtype == "bf16", muon(model))
+
+
+def _plain_8bit(module: str) -> Callable[[Construct, Workload], Step]:
+    """`AdamW8bit` of bitsandbytes or torchao on fp32 weights under autocast."""
+
+    def build(construct: Construct, workload: Workload) -> Step:
+        kind = importlib.import_module(module).AdamW8bit
+        model = construct()
+        settings = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+        return _torch_loop(model, workload, workload.dtype == "bf16", [kind(model.parameters(), **settings)])
+
+    return build
 
 
 def _ddp(construct: Construct, workload: Workload) -> Step:
@@ -188,13 +204,19 @@ AUTO = {"device": "cpu", "ratio": "auto"}
 # Whatever fits under the budget stays on the device: parameters at 2 bytes, states and gradients at 14, and what is on
 # its way down. Of 1.3B parameters 72% leaves the states of 8 blocks, 30%, on the host.
 SOME_BUDGET, ROOMY_BUDGET, LARGEST_BUDGET = "bytes of 72% of the states", 60.0, 118.0
+# Masters and states in fewer bytes.
+INT8 = {"state_dtype": "int8"}
+SPLIT_16, SPLIT_8 = {"master_dtype": "bf16_int16"}, {"master_dtype": "bf16_int8"}
+BF16 = {"state_dtype": "bf16", "master_dtype": "bf16"}
 
 
-def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) -> Callable[[Construct, Workload], Step]:
+def _offloaded(
+    stage: int, budget: float | str | None = None, own: dict[str, Any] | None = None, **offload: Any
+) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
-        config = zero_config(stage, workload)
+        config = {**zero_config(stage, workload), "onefold": dict(own or {})}
         config["zero_optimization"] |= {"overlap_comm": True, **offload}
         with onefold.zero.Init(config_dict_or_path=config, enabled=stage == 3):
             model = construct()
@@ -202,7 +224,8 @@ def _offloaded(stage: int, budget: float | str | None = None, **offload: Any) ->
             from onefold.runtime import unsharded_shape
 
             num = sum(unsharded_shape(parameter).numel() for parameter in model.parameters())
-            config["onefold"] = {"device_memory": budget if isinstance(budget, float) else (2 + 0.72 * 14) * num / 1e9}
+            room = budget if isinstance(budget, float) else (2 + 0.72 * 14) * num / 1e9
+            config["onefold"]["device_memory"] = room
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
 
@@ -232,16 +255,28 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "muon-onefold-0": _onefold(0, optimizer=MUON),
     "muon-onefold-2": _onefold(2, optimizer=MUON),
     "muon-onefold-3": _onefold(3, NOTHING_KEPT, optimizer=MUON),
+    "8bit-bitsandbytes": _plain_8bit("bitsandbytes.optim"),
+    "8bit-torchao": _plain_8bit("torchao.optim"),
+    "8bit-onefold-2": _onefold(2, **INT8),
+    "8bit-onefold-2-split": _onefold(2, **INT8, **SPLIT_16),
+    "8bit-onefold-2-split8": _onefold(2, **INT8, **SPLIT_8),
+    "8bit-onefold-3": _onefold(3, NOTHING_KEPT, **INT8, **SPLIT_8),
+    "split-onefold-2": _onefold(2, **SPLIT_16),
+    "bf16-onefold-2": _onefold(2, **BF16),
     "offload-fsdp2": _fsdp2(reshard=True, offload=True),
     "offload-deepspeed-2": _deepspeed(2, offload_optimizer=CPU),
     "offload-deepspeed-3": _deepspeed(3, offload_optimizer=CPU, offload_param=CPU),
     "offload-deepspeed-disk": _deepspeed(3, offload_optimizer={**DISK, "pipeline_read": True, "pipeline_write": True}),
     "offload-onefold-2": _offloaded(2, offload_optimizer=CPU),
+    "offload-onefold-2-8bit": _offloaded(2, None, INT8, offload_optimizer=CPU),
     "offload-onefold-3": _offloaded(3, offload_optimizer=CPU, offload_param=CPU),
     "offload-onefold-auto": _offloaded(2, SOME_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-roomy": _offloaded(2, ROOMY_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-disk": _offloaded(3, offload_optimizer=DISK),
     "offload-onefold-largest": _offloaded(3, LARGEST_BUDGET, offload_optimizer=AUTO),
+    "offload-onefold-largest-8bit": _offloaded(
+        3, LARGEST_BUDGET, {**INT8, **SPLIT_8}, offload_optimizer=AUTO, offload_param=CPU
+    ),
     **REDUCING_IN_BF16,
 }
 

@@ -114,24 +114,45 @@ def test_adam_equals_its_specification(forms: str, hyper: dict[str, Any], dtype:
         assert (first_difference(parts_of(one), before) is None) == bool(skip)
 
 
-def test_an_engine_uses_the_kernel(on_nccl_ranks):
-    assert on_nccl_ranks(1, kernel_runs) == [True]
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_adam_takes_over_what_was_written_and_leaves_the_weights(takes_over: bool) -> None:
+    from onefold.optim import adam_kernels
+
+    numel, hyper = 9 * BLOCK, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    numbers = AdamNumbers.of({**hyper, "decoupled_weight_decay": True}, 1)
+    gradient, tiles = values_of(None, numel, 5), []
+    for work in (adam_kernels.step, adam_kernels.step_in_torch):
+        tile = tile_of(HELD["int8"], numel, gradient=gradient, coefficient=1.0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            tile.held[name].store(torch.zeros(numel, device="cuda"))
+        weights = tile.held[MASTER].bfloat16()
+        weights[::7] = 0.125
+        tiles.append(EncodedTile(tile.held, gradient, 1.0, weights=weights, takes_over=takes_over))
+        work(tiles[-1], numbers)
+        assert torch.equal(weights, tile.held[MASTER].bfloat16())
+        assert ((tile.held[MASTER][::7] - 0.125).abs() < 0.05).all() == takes_over
+    assert first_difference(parts_of(tiles[0]), parts_of(tiles[1])) is None
 
 
-def kernel_runs() -> bool:
+@pytest.mark.parametrize("formats", ["int8", "int8, split"])
+def test_an_engine_uses_the_kernel(on_nccl_ranks, formats):
+    assert on_nccl_ranks(1, kernel_runs, formats) == [True]
+
+
+def kernel_runs(formats: str) -> bool:
     calls = []
     kernels = rules._kernels(torch.empty(1, device="cuda"))
     step = kernels.step
     kernels.step = lambda *given: calls.append(1) or step(*given)
     try:
-        train(start(net(), config(2, onefold=FORMATS["int8, split"], **precision("bf16"))), 1)
+        train(start(net(), config(2, onefold=FORMATS[formats], **precision("bf16"))), 1)
     finally:
         kernels.step = step
     return bool(calls)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("formats", ["split", "int8, split", "int8, 8 bits", "bf16"])
+@pytest.mark.parametrize("formats", ["int8", "split", "int8, split", "int8, 8 bits", "bf16"])
 def test_stages_are_bit_equal(on_nccl_ranks, world, formats):
     results = on_nccl_ranks(world, run_stages, FORMATS[formats], 1, "bf16", {})
     for traces in results:

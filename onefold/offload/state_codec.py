@@ -4,14 +4,14 @@ same in Triton, to the bit: every operation here rounds by itself, and none is a
 [Note: companded bytes]
 A block of 256 values is divided by its largest magnitude, its scale. Linear bytes would have no room for small values,
 and a search in a table is slow on a host, so a byte holds a root: the square root of what has either sign (a value of
-1/16,000 of the largest is not zero yet), the fourth root of squares (1/4,000,000,000). Squares above zero never become
-zero: they are divided by. The largest value comes back as it was, so values that were decoded are encoded to the
-same bytes again: a step that is left out, and a checkpoint in fp32, change nothing.
+1/16,000 of the largest is not zero yet), the fourth root of squares (1/4,000,000,000). Among squares nothing becomes
+zero, unless all of the block is: they are divided by. The largest value comes back as it was, so values that were
+decoded are encoded to the same bytes again: a step that is left out, and a checkpoint in fp32, change nothing.
 
 [Note: split masters]
 An fp32 value is its bf16 rounding, the weight that computes, and the difference of both as whole numbers. It fits into
-16 bits, unless the value lies halfway between two weights and the upper one is odd: such a value, one in 131,072, is
-first made smaller by its last bit. The weight stays torch's rounding of the master, so that a master and its weight may
+16 bits, unless the value lies halfway between two weights and the upper one is odd: such a value, one in 131,072,
+loses its last bit. The weight stays torch's rounding of the master, so that a master and its weight may
 be cast from each other anywhere. Of the difference 8 bits may be kept alone.
 
 [Note: dithered rounding]
@@ -22,6 +22,7 @@ and the place in it, so that it is the same wherever the value is rounded. Value
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from onefold.gpu_kernels import kernels_of
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_16, SQUARES, Form
+from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
 
 # A block below this is zero: its smallest codes would not be normal numbers.
 TINY = 2.0**-90
@@ -39,7 +40,7 @@ _kernels = kernels_of("onefold.offload.state_kernels", "states in fewer bytes")
 
 def host_tile() -> int:
     """Values that a host decodes or encodes at once: they stay in the caches of its cores between operations."""
-    return torch.get_num_threads() << 16
+    return torch.get_num_threads() << 18
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,19 @@ def _tiles(values: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield low, min(low + size, values.numel())
 
 
+_of_thread = threading.local()
+
+
+def _scratch(like: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """fp32 memory of a tile's size: on a host the same every time, as fresh memory is slow, and each thread's own."""
+    if like.device.type != "cpu":
+        return torch.empty_like(like)
+    memory: dict[int, torch.Tensor] = vars(_of_thread).setdefault("memory", {})
+    if number not in memory or memory[number].numel() < like.numel():
+        memory[number] = torch.empty(like.numel())
+    return memory[number][: like.numel()]
+
+
 def _along(part: torch.Tensor, per_element: int, low: int, high: int) -> torch.Tensor:
     return part[low // per_element : -(-high // per_element)]
 
@@ -105,7 +119,7 @@ def _along(part: torch.Tensor, per_element: int, low: int, high: int) -> torch.T
 def _decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if form is SIGNED:
         out.copy_(parts[0]).div_(out.new_full((), 127.0))  # a GPU would multiply by the reciprocal of a number
-        out.mul_(out.abs())
+        out.mul_(torch.abs(out, out=_scratch(out)))
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
     elif form is SQUARES:
         out.copy_(parts[0]).div_(out.new_full((), 255.0))
@@ -115,10 +129,13 @@ def _decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> Non
         out.copy_(parts[0])
     else:
         weight, rest = parts
+        bits = out.copy_(weight).view(torch.int32)
+        below = _scratch(out).view(torch.int32).copy_(rest)
+        if form is SPLIT_8:
+            below.mul_(256)
         # Where somebody has written zero over a weight, a rest below it would make a NaN.
-        rest = rest.masked_fill((weight == 0) & (rest < 0), 0)
-        out.copy_(weight)
-        out.view(torch.int32).add_(rest, alpha=1 if form is SPLIT_16 else 256)
+        least = torch.bitwise_and(bits, 0x7FFFFFFF, out=_scratch(out, 1).view(torch.int32)).neg_()
+        bits.add_(torch.maximum(below, least, out=below))
 
 
 def _encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None) -> None:
@@ -131,24 +148,27 @@ def _encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dit
 
 
 def _companded(form: Form, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    blocks = values.view(-1, BLOCK)
-    magnitudes = blocks.abs()
+    # On a host fresh memory, comparisons and choices are slow: only scales are compared.
+    blocks, roots = values.view(-1, BLOCK), _scratch(values).view(-1, BLOCK)
+    magnitudes = torch.abs(blocks, out=roots) if form is SIGNED else blocks
     largest = magnitudes.amax(1, keepdim=True)
     usable = (largest >= TINY) & largest.isfinite()
     scales.view(-1, 1).copy_(torch.where(usable, largest, torch.where(largest < TINY, 0.0, torch.nan)))
-    roots = magnitudes.div_(torch.where(usable, largest, torch.inf)).sqrt_()
+    torch.div(magnitudes, torch.where(usable, largest, torch.inf), out=roots).sqrt_()
     if form is SIGNED:
-        codes.view(-1, BLOCK).copy_(roots.mul_(127.0).add_(0.5).floor_().copysign_(blocks))
+        codes.view(-1, BLOCK).copy_(roots.mul_(127.0).add_(0.5).copysign_(blocks))
     else:
-        codes.view(-1, BLOCK).copy_(roots.sqrt_().mul_(255.0).add_(0.5).clamp_(min=1.0).mul_(blocks > 0))
+        whole = _scratch(values, 1).view(torch.int16)[: values.numel()].view(-1, BLOCK)  # torch is slow at bytes alone
+        codes.view(-1, BLOCK).copy_(whole.copy_(roots.sqrt_().mul_(255.0).add_(0.5).clamp_(min=1.0)))
 
 
 def _split(form: Form, values: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
-    bits = values.view(torch.int32)
-    bits = bits - (bits.bitwise_and(0x1FFFF) == 0x8000).to(torch.int32)
-    weight.copy_(bits.view(torch.float32))
-    below = bits.bitwise_left_shift_(16).bitwise_right_shift_(16)  # the lower half, with its sign
-    rest.copy_(below if form is SPLIT_16 else below.add_(128).bitwise_right_shift_(8).clamp_(-127, 127))
+    below = _scratch(values).copy_(weight.copy_(values)).view(torch.int32)
+    torch.sub(values.view(torch.int32), below, out=below)
+    if form is SPLIT_16:
+        rest.copy_(below.clamp_(-32768, 32767))
+    else:
+        rest.copy_(below.add_(128).bitwise_right_shift_(8).clamp_(-127, 127))
 
 
 def _dithered(values: torch.Tensor, out: torch.Tensor, dither: Dither | None) -> None:

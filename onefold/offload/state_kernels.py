@@ -72,13 +72,13 @@ def store_values(value, first, second, block, place, inside, seed, start, KIND: 
             tl.store(first + place, code.to(tl.int8), mask=place < inside)
         else:
             code = (tl.math.sqrt_rn(root) * 255.0 + 0.5).to(tl.int32)
-            code = tl.where(value > 0.0, tl.maximum(code, 1), 0)
-            tl.store(first + place, code.to(tl.uint8), mask=place < inside)
+            tl.store(first + place, tl.maximum(code, 1).to(tl.uint8), mask=place < inside)
     elif KIND >= SPLIT_TO_16:
-        bits = bits - ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
-        tl.store(first + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=place < inside)
-        rest = (bits << 16) >> 16
+        weight = value.to(tl.bfloat16)
+        tl.store(first + place, weight, mask=place < inside)
+        rest = bits - weight.to(tl.float32).to(tl.int32, bitcast=True)
         if KIND == SPLIT_TO_16:
+            rest = tl.minimum(tl.maximum(rest, -32768), 32767)
             tl.store(second + place, rest.to(tl.int16), mask=place < inside)
         else:
             rest = (rest + 128) >> 8

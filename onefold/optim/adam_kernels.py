@@ -31,12 +31,13 @@ from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUAR
 
 @triton.jit
 def _step(
-    gradient, coefficient, skip,
+    gradient, coefficient, skip, weights,
     master, master_rest, average, average_rest, squares, squares_rest,
     size, decay, beta1, one_less_beta1, beta2, one_less_beta2, step_size, root, eps, sign,
     start, master_seed, average_seed, squares_seed,
     OF_MASTER: tl.constexpr, OF_AVERAGE: tl.constexpr, OF_SQUARES: tl.constexpr,
-    DECOUPLED: tl.constexpr, SKIPS: tl.constexpr, DITHERS: tl.constexpr, PER: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, TAKES_OVER: tl.constexpr, DECOUPLED: tl.constexpr, SKIPS: tl.constexpr,
+    DITHERS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     if SKIPS:  # nothing is inside
         size = tl.where(tl.load(skip) != 0.0, 0, size)
@@ -46,6 +47,9 @@ def _step(
     p = load_values(master, master_rest, block, place, size, OF_MASTER)
     m = load_values(average, average_rest, block, place, size, OF_AVERAGE)
     v = load_values(squares, squares_rest, block, place, size, OF_SQUARES)
+    if TAKES_OVER:
+        weight = tl.load(weights + place, mask=place < size, other=0.0)
+        p = tl.where(p.to(weight.dtype) != weight, weight.to(tl.float32), p)
     if DECOUPLED:
         p = p * decay
     else:
@@ -57,6 +61,8 @@ def _step(
     store_values(m, average, average_rest, block, place, size, average_seed, start, OF_AVERAGE, DITHERS)
     store_values(v, squares, squares_rest, block, place, size, squares_seed, start, OF_SQUARES, DITHERS)
     store_values(p, master, master_rest, block, place, size, master_seed, start, OF_MASTER, DITHERS)
+    if HAS_WEIGHTS:
+        tl.store(weights + place, p.to(weights.dtype.element_ty), mask=place < size)
 
 
 def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
@@ -74,11 +80,13 @@ def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
     kinds = [KINDS[flat.form if isinstance(flat, EncodedFlat) else None] for flat in _in_order(tile)]
     with torch.cuda.device(device):
         _step[grid_of(size)](
-            tile.gradient, factor.to(torch.float32), tile.skip if tile.skip is not None else factor, *held, size,
+            tile.gradient, factor.to(torch.float32), tile.skip if tile.skip is not None else factor,
+            tile.weights if tile.weights is not None else factor, *held, size,
             numbers.decay, numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2,
             numbers.step_size, numbers.root, numbers.eps, numbers.sign,
             tile.dither.start if tile.dither is not None else 0, *seeds,
-            *kinds, numbers.decoupled, tile.skip is not None, tile.dither is not None, PER_PROGRAM, **OPTIONS,
+            *kinds, tile.weights is not None, tile.takes_over, numbers.decoupled,
+            tile.skip is not None, tile.dither is not None, PER_PROGRAM, **OPTIONS,
         )  # fmt: skip
 
 
@@ -96,11 +104,16 @@ def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
         else:
             values[name] = flat
     gradient = tile.gradient.to(torch.float32, copy=True).mul_(tile.coefficient)
+    if tile.takes_over and tile.weights is not None:
+        written = values[MASTER].to(tile.weights.dtype) != tile.weights
+        values[MASTER].copy_(torch.where(written, tile.weights.to(torch.float32), values[MASTER]))
     adam_in_single_operations(Tile(values[MASTER], gradient, values), numbers)
     for name, flat in tile.held.items():
         if isinstance(flat, EncodedFlat):
             dither = replace(tile.dither, state=name) if tile.dither is not None else None
             encode_in_torch(flat.form, values[name], flat.parts, dither)  # type: ignore[arg-type]
+    if tile.weights is not None:
+        tile.weights.copy_(values[MASTER])
 
 
 def try_out() -> None:

@@ -43,8 +43,14 @@ class EncodedTile:
     held: Mapping[str, torch.Tensor | EncodedFlat]
     gradient: torch.Tensor
     coefficient: float | torch.Tensor
-    skip: torch.Tensor | None
-    dither: Dither | None
+    skip: torch.Tensor | None = None
+    dither: Dither | None = None
+    weights: torch.Tensor | None = None
+    """What computes, where it is another tensor than the master: its rounding in the end."""
+    takes_over: bool = False
+    """Weights that are not the master's rounding before are the master's value ([Note: a write that no counter
+    shows]).
+    """
 
 
 class Rule(Protocol):
@@ -160,7 +166,8 @@ class AdamRule:
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         moments = tile.held["exp_avg"], tile.held["exp_avg_sq"]
-        if hyper.get("amsgrad") or not all(isinstance(moment, EncodedFlat) for moment in moments):
+        encoded_twice = tile.weights is not None and isinstance(tile.held[MASTER], EncodedFlat)
+        if hyper.get("amsgrad") or encoded_twice or not all(isinstance(moment, EncodedFlat) for moment in moments):
             return False
         kernels = _kernels(tile.gradient)
         if kernels is not None:

@@ -161,8 +161,11 @@ class Tiler:
                     held = {name: state[inside] for name, state in window.states.items()}
                     held[MASTER] = window.master[inside]
                     at = dither.after(low - first) if dither is not None else None
-                    encoded = EncodedTile(held, gradient[low:high], step.coefficient, step.skip, at)
-                    if used is None and out is None and self._rule.apply_encoded(encoded, hyper, step.number):
+                    weights = out[low - start : high - start] if out is not None else None
+                    encoded = EncodedTile(
+                        held, gradient[low:high], step.coefficient, step.skip, at, weights, used is not None
+                    )
+                    if self._rule.apply_encoded(encoded, hyper, step.number):
                         continue
                     with self.opened(held, at) as states:
                         master = states.pop(MASTER)
@@ -171,8 +174,8 @@ class Tiler:
                         scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
                         tile = Tile(master, scaled, states, segment.group, step.skip)
                         self._rule.apply(tile, hyper, step.number)
-                    if out is not None:
-                        out[low - start : high - start].copy_(weights_of(held[MASTER]))
+                    if weights is not None:
+                        weights.copy_(weights_of(held[MASTER]))
 
     @contextmanager
     def opened(self, held: Mapping[str, InMemory], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:

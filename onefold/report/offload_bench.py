@@ -179,10 +179,10 @@ def measure_adam(num_bytes: int) -> float:
     # Scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():
-        return _best(lambda: tiler.step(_OneGroup(), window, 0, numel, gradient, None, step), numel)
+        return _best(lambda: tiler.step(OneGroup(), window, 0, numel, gradient, None, step), numel)
 
 
-class _OneGroup:
+class OneGroup:
     """Elements of one optimizer group, none of them frozen: what the tiler asks of an optimizer shard."""
 
     comparable = None
