@@ -12,7 +12,7 @@ from test_states import ADAMW, FORMATS, OTHERS, run_stages, run_tiers, spread
 from onefold.offload import state_codec
 from onefold.offload.encoded import EncodedFlat
 from onefold.offload.state_codec import Dither
-from onefold.optim import rules
+from onefold.optim import device_pass, rules
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
 from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
 
@@ -161,10 +161,43 @@ def test_stages_are_bit_equal(on_nccl_ranks, world, formats):
 
 
 @pytest.mark.parametrize(("world", "formats"), [(1, "split"), (2, "int8, split"), (1, "int8, 8 bits"), (1, "bf16")])
-def test_tiers_below_the_device_are_bit_equal(on_nccl_ranks, tmp_path, world, formats):
-    """A GPU's step rounds differently from a host's, so the device itself is left out."""
-    for told in on_nccl_ranks(world, run_tiers, FORMATS[formats], str(tmp_path), 1, ADAMW, ("device", "half")):
+def test_every_tier_is_bit_equal(on_nccl_ranks, tmp_path, world, formats):
+    """What passes through the device is stepped by its kernels."""
+    for told in on_nccl_ranks(world, run_tiers, FORMATS[formats], str(tmp_path), 1, ADAMW):
         assert told == []
+
+
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (1, 2)])
+def test_fp32_may_pass_through_the_device(on_nccl_ranks, tmp_path, world, accumulation):
+    passes = {"offloaded_step": "device"}
+    for told in on_nccl_ranks(world, run_tiers, passes, str(tmp_path), accumulation, ADAMW):
+        assert [line for line in told if accumulation == 1 or "norm" not in line] == []
+
+
+def test_a_host_can_step_bytes_by_itself(on_nccl_ranks, tmp_path):
+    """A GPU's step rounds differently from a host's, so the device itself is left out."""
+    steps = {**FORMATS["int8, split"], "offloaded_step": "host"}
+    for told in on_nccl_ranks(1, run_tiers, steps, str(tmp_path), 1, ADAMW, ("device", "half")):
+        assert told == []
+
+
+def chunks() -> str | None:
+    """Many chunks, more than are under way at a time, as one."""
+    traces = []
+    for size in (device_pass.CHUNK, 2048):
+        device_pass.CHUNK = size
+        zero = {"offload_optimizer": {"device": "cpu"}}
+        engine = start(
+            net(width=64), config(2, onefold=FORMATS["int8, split"], zero_optimization=zero, **precision("bf16"))
+        )
+        traces.append(train(engine, 4))
+        engine.destroy()
+    device_pass.CHUNK = 1 << 22
+    return first_difference(*traces)
+
+
+def test_chunks_take_turns(on_nccl_ranks):
+    assert on_nccl_ranks(1, chunks) == [None]
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)

@@ -245,8 +245,11 @@ def run_tiers(
         planned = engine.planned_crossing()
         moved = {row.operation: row.bytes for row in engine.ledger.since(before).rows()}
         crossed = {way: moved.get(way, 0) for way in ("down", "read", "write")}
-        if crossed != {"down": planned.down, "read": planned.read, "write": planned.written}:
-            told.append(f"{name}: {crossed} moved, planned {planned}")
+        expected = {"down": planned.down, "read": planned.read, "write": planned.written}
+        if zero["stage"] < 3:  # elsewhere what the program keeps unsharded saves a gather
+            crossed["up"], expected["up"] = moved.get("up", 0), planned.up
+        if crossed != expected:
+            told.append(f"{name}: {crossed} moved, planned {expected}")
         for tier in onefold.plan.Tier:
             held, plan = engine.held_bytes(tier), engine.planned_bytes(tier)
             if (held.masters, held.states, held.parameters) != (plan.masters, plan.states, plan.parameters):

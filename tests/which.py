@@ -104,6 +104,7 @@ TESTS = {
     "offload/state_kernels.py": "gpu_states",
     "offload/swap_folder.py": "nvme offload_faults",
     "optim/adam_kernels.py": "gpu_states",
+    "optim/device_pass.py": "gpu_states",
     "optim/choose.py": "reference optimizers engine cases",
     "optim/host_step.py": "offload_waits offload offload_cases gpu_offload",
     "optim/instance.py": "optimizers engine reference cases",

@@ -238,6 +238,10 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield f"onefold.int8_min_numel: nothing reads it without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and own.state_dtype == "fp32" and not config.bf16.bf16_optimizer_states:
         yield "onefold.fp32_state_names: all states are fp32 without onefold.state_dtype"
+    if own.offloaded_step != "auto" and (zero.offload_optimizer.device == "none" or own.delayed_host_step):
+        cause = "with" if own.delayed_host_step else "without"
+        other = "onefold.delayed_host_step" if own.delayed_host_step else "zero_optimization.offload_optimizer"
+        yield f"onefold.offloaded_step: nothing reads it {cause} {other}"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
         yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:

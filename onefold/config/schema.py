@@ -174,6 +174,12 @@ class OnefoldSection:
     fp32_state_names: tuple[str, ...] = key(
         (), "Patterns of names of parameters (`*embed*`) whose states stay fp32 whatever `state_dtype` says."
     )
+    offloaded_step: Literal["auto", "host", "device"] = key(
+        "auto",
+        "Who steps states below a GPU. host: its cores, where they rest; device: they pass through the GPU, gradient, "
+        "master and states up, master and states down. auto: the GPU steps those in fewer bytes, which a host is slow "
+        "at, and the host all others.",
+    )
     delayed_host_step: bool = key(
         False,
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "

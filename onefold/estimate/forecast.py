@@ -28,6 +28,7 @@ from onefold.plan import (
     count_crossing,
     make_plan,
 )
+from onefold.plan.memory import bytes_of_step, passes_device
 from onefold.plan.table import TABLE
 
 MIB = 1 << 20
@@ -347,9 +348,11 @@ def _times(
     passes = max(passes, work.num_ops * machine.launch) * micro_steps
     passes += sum(spec.trainable for spec in specs) * machine.boundary
     passes += found.matrix_flops / (gpu.flops * machine.efficiency)
-    stepped = {True: 0, False: 0}
+    stepped, through = {True: 0, False: 0}, 0
     for spec in specs:
-        if spec.trainable:
+        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
+            through += bytes_of_step(spec)
+        elif spec.trainable:
             stepped[spec.residency.offloads_states] += (
                 spec.layout.shard_size if plan.shards_states else spec.layout.total
             )
@@ -361,13 +364,15 @@ def _times(
         "computation": passes + device_step,
         "links inside": traffic.inside / (0.8 * gpu.link) + traffic.calls * machine.call if machine.gpus > 1 else 0.0,
         "links across": traffic.across / (0.8 * machine.across) if machine.nodes > 1 else 0.0,
-        "bus": max(crossing.down, crossing.up) / gpu.bus,
+        "bus": (max(crossing.down, crossing.up) - through) / gpu.bus,
+        "states over the bus": through / gpu.bus,
         "host's step": host_step,
         "disk": (crossing.read + crossing.written) * machine.gpus / machine.disk,
     }
     seconds = {name: value for name, value in seconds.items() if value}
-    beside = [value for name, value in seconds.items() if name not in ("host's step", "disk")]
-    after = max(seconds.get("host's step", 0.0), seconds.get("disk", 0.0))
+    of_step = ("states over the bus", "host's step", "disk")
+    beside = [value for name, value in seconds.items() if name not in of_step]
+    after = max(seconds.get(name, 0.0) for name in of_step)
     if (not plan.overlap and machine.world > 1) or machine.is_cpu:  # cores do not exchange while they compute
         return seconds, sum(beside) + after
     return seconds, max(beside) + after

@@ -22,7 +22,7 @@ from onefold.estimate.on_cuda import as_on_cuda
 from onefold.estimate.trace import AllocationMode, PassTrace
 from onefold.offload.param_shard import tensors_of
 from onefold.optim.choose import choose
-from onefold.optim.steppers import TILE, Step
+from onefold.optim.steppers import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 
@@ -162,7 +162,8 @@ def _step(engine: Engine, *, offloads: bool) -> None:
             if matrices is not None and store in matrices.matrices:
                 matrices.start(store, gradient, _NO_STEP)
             elif not offloads:
-                torch.empty(min(gradient.numel(), TILE["cuda"]), dtype=torch.float32, device=META)  # scaled, a tile
+                size = min(gradient.numel(), TILE["cuda"]) * num_tiles(store.spec.kept)
+                torch.empty(size, dtype=torch.float32, device=META)
         list(matrices.end_batch(batch, _NO_STEP) if matrices is not None else ())
     list(matrices.end_step() if matrices is not None else ())
     if engine.plan.shards_states:

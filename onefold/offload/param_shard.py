@@ -68,6 +68,12 @@ class StepOutput:
     def send(self, master: torch.Tensor, start: int, stop: int) -> None:
         """These elements of the master are updated, and cast."""
 
+    def send_from_device(self, weights: torch.Tensor, start: int, stop: int) -> bool:
+        """These elements were updated on the device, in the order of the caller's stream. False where they do not rest
+        there: they are sent when the master is below again.
+        """
+        return False
+
     def leave(self) -> None:
         """The master's memory may be used for other elements next."""
 
@@ -317,6 +323,15 @@ class DeviceOutput(StepOutput):
             self._arrival = self._bus.up(master, self._target[start:stop], self._last_use)
         else:
             self._bus.count("up", master.nbytes)
+
+    def send_from_device(self, weights: torch.Tensor, start: int, stop: int) -> bool:
+        if self._last_use is not None:
+            torch.cuda.current_stream().wait_event(self._last_use)
+        self._target[start:stop].copy_(weights)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._arrival = Arrival(event)
+        return True
 
     def leave(self) -> None:
         self._arrival.wait()

@@ -28,13 +28,15 @@ from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import Flat, LastUse, StepOutput, held_bytes, tensors_of
 from onefold.offload.shard_store import ShardStore
+from onefold.optim.device_pass import DevicePass
 from onefold.optim.matrix_rules import WIRE, MatrixRule
 from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
 from onefold.optim.rules import MASTER, Rule
 from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, Windows, weights_of, whole_window
-from onefold.plan import Tier
+from onefold.plan import Plan, Tier
 from onefold.plan.forms import BLOCK
 from onefold.plan.layout import SHARD_ALIGNMENT
+from onefold.plan.memory import passes_device
 from onefold.recorder import Track, recorded, within
 
 # Elements of a tile where many cores share it.
@@ -52,17 +54,19 @@ _Made = TypeVar("_Made")
 class HostStep:
     """Steps the shards whose master and states do not rest on the device."""
 
-    def __init__(self, rule: Rule, memory: OffloadMemory, stores: Sequence[ShardStore], *, delays: bool) -> None:
+    def __init__(self, rule: Rule, memory: OffloadMemory, stores: Sequence[ShardStore], plan: Plan) -> None:
         size = TILE if torch.get_num_threads() > 2 else None
         self._tiler = Tiler(rule, size)
         self._matrices = MatrixTiler(rule, size) if isinstance(rule, MatrixRule) else None
         # What the host has made of gradients, for whole matrices, in the memory of these.
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
-        self._memory = memory
+        self._memory, self._plan = memory, plan
+        # Where the device steps what rests below it.
+        self._pass = DevicePass(rule, memory.bus) if memory.bus.crosses else None
         on_disk = [store for store in stores if store.state_tier is Tier.NVME]
         self._stream = StateStream(memory, on_disk) if on_disk else None
         self._failed: BaseException | None = None
-        self._delays = delays
+        self._delays = plan.delays_host
         self._late: list[tuple[ShardStore, Future[Arrival]]] = []
         # What the last step asked for, also once it has been waited for: other threads may ask at any time.
         self._asked: list[Future[Arrival]] = []
@@ -142,9 +146,12 @@ class HostStep:
         store.wait_for_master()
         output = StepOutput() if self._delays else store.output(gradient, last_use)
         for window in self._windows(store):
-            for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
-                self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
-                output.send(weights_of(window.master[start - window.start : stop - window.start]), start, stop)
+            if self._pass is not None and passes_device(self._plan, store.spec):
+                self._pass.step(store, window, gradient, output, step, last_use)
+            else:
+                for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
+                    self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
+                    output.send(weights_of(window.master[start - window.start : stop - window.start]), start, stop)
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)

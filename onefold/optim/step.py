@@ -84,7 +84,7 @@ class ShardedStep:
         self._host: HostStep | None = None
         if on_host and chosen.rule is not None:
             assert memory is not None
-            self._host = HostStep(chosen.rule, memory, on_host, delays=plan.delays_host)
+            self._host = HostStep(chosen.rule, memory, on_host, plan)
         self.matrices: MatrixSteps | None = None
         if isinstance(chosen.rule, MatrixRule):
             self.matrices = MatrixSteps(

@@ -19,7 +19,7 @@ from onefold.offload.shard_store import ShardStore, as_integers
 from onefold.offload.state_codec import Dither, host_tile
 from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import MASTER, EncodedTile, Hyper, Rule, Tile
-from onefold.plan import Tier
+from onefold.plan import KeptStates, Tier
 from onefold.plan.layout import Segment
 from onefold.recorder import Track, recorded
 from onefold.runtime import Unit
@@ -107,6 +107,15 @@ class WriteCheck:
         if self._scratch is None or not fits or self._scratch.numel() < master.numel():
             self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
         return self._scratch[: master.numel()].copy_(master)
+
+
+def num_tiles(kept: KeptStates) -> int:
+    """fp32 tiles that a GPU has in memory while it steps: the scaled gradient and what is decoded. Adam's kernel for
+    values in other forms needs none.
+    """
+    if {"exp_avg", "exp_avg_sq"} == set(kept.names) and kept.forms and all(kept.forms):
+        return 0
+    return 1 + sum(form is not None for form in (kept.master, *kept.forms))
 
 
 class Steppable(Protocol):

@@ -292,6 +292,19 @@ def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> b
     return whole == plan.precision.of_reduced(spec.dtype, num_micro_steps, num_ranks)
 
 
+def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Whether a GPU steps what rests below it ([Note: states that pass through the device])."""
+    if plan.delays_host or spec.kept.as_matrices or plan.offloaded_step == "host":
+        return False
+    return plan.offloaded_step == "device" or bool(spec.kept.forms) or spec.kept.master is not None
+
+
+def bytes_of_step(spec: FlatParamSpec) -> int:
+    """What a step reads and writes of a shard: its master, with the weights in it, and its states."""
+    weight = spec.kept.master.parts[:1] if spec.weight_is_master and spec.kept.master is not None else ()
+    return _bytes_of([*weight, *spec.parts_of_master(), *spec.parts_of_states()], spec.layout.shard_size)
+
+
 @dataclass(frozen=True)
 class Crossing:
     """Bytes that one rank moves between tiers in one step: to the host and back, from disk and to it. `up` and `read`
@@ -309,8 +322,8 @@ class Crossing:
 
 
 def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool) -> Crossing:
-    """The plan's arithmetic of a step with so many micro-steps. `device_casts`: shards on the host beside their masters
-    take a GPU's cast of them, which is gathered from the master then.
+    """The plan's arithmetic of a step with so many micro-steps. `device_casts`: the device is a GPU. Shards on the host
+    beside their masters take its cast of them, which is gathered from the master then.
     """
     down = up = read = written = 0
     for spec in specs:
@@ -331,15 +344,17 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         down += num_micro_steps * shard * travels.itemsize
         if spec.kept.as_matrices:  # to the device, where they are worked on, and back
             up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
-        up += shard * master if unsharded or residency.parameters is Tier.DEVICE else 0
+        of_step = bytes_of_step(spec)
+        if device_casts and passes_device(plan, spec):
+            held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
+            up, down = up + of_step + shard * held.itemsize, down + of_step
+        elif unsharded or residency.parameters is Tier.DEVICE:
+            up += shard * master
         is_held_twice = not spec.master_is_shard and spec.kept.master is None
         if residency.states is residency.parameters is Tier.HOST and device_casts and is_held_twice:
             up += shard * (master - spec.dtype.itemsize)
             down += shard * spec.dtype.itemsize
         if residency.states is Tier.NVME:
-            of_step = _bytes_of([*spec.parts_of_master(), *spec.parts_of_states()], shard)
-            if spec.weight_is_master and spec.kept.master is not None:
-                of_step += _bytes_of(spec.kept.master.parts[:1], shard)
             read, written = read + of_step, written + of_step
         if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize

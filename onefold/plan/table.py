@@ -206,6 +206,8 @@ class Plan:
     overlap: bool = False
     honours_writes: bool = True
     """The step looks for writes to unsharded parameters and takes them over into masters."""
+    offloaded_step: Literal["auto", "host", "device"] = "auto"
+    """Who steps what rests below a GPU."""
     delays_host: bool = False
     """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
     reduce_bucket: int = 500_000_000
@@ -349,6 +351,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None else None,
         overlap=overlap,
         honours_writes=own.honour_writes,
+        offloaded_step=own.offloaded_step,
         delays_host=own.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=zero.allgather_bucket_size,
