@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from parts import files_of
 from ranks import RankPool, start_mps, stop_mps
 
 # Ranks are forked from this process: no thread pool may exist here yet.
 torch.set_num_threads(1)
+
+# How long a case takes is no assertion.
+settings.register_profile("onefold", deadline=None)
+settings.load_profile("onefold")
 
 _pools: dict[int, RankPool] = {}
 

@@ -631,7 +631,7 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         ({"optimizer": {"type": "adam", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam = true: one"),
         (
             {"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}},
-            "optimizer.params.fp32_optimizer_states = false: states are in fp32",
+            "optimizer.params.fp32_optimizer_states = false: onefold.state_dtype",
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": "false"}}},

@@ -52,7 +52,7 @@ class AdamParams(_TorchSwitches, _Params):
     decoupled_weight_decay: bool = key(True, "Decay apart from the gradient.", aliases=("adam_w_mode", "adamw_mode"))
     bias_correction: bool = refused(True, "Correct for the start at zero.", "only true is implemented; leave it out")
     torch_adam: bool = noticed(False, "torch's Adam instead of DeepSpeed's.", _KERNEL)
-    fp32_optimizer_states: bool = noticed(True, "States in fp32.", "states are in fp32 whatever the compute format")
+    fp32_optimizer_states: bool = noticed(True, "States in fp32.", "onefold.state_dtype says what states are held in")
     set_grad_none: bool = noticed(True, "Drop gradients instead of zeroing.", "the engine drops gradients")
 
 

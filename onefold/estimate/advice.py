@@ -88,6 +88,10 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
         text += " Recomputing activations (--recompute) takes most of them away."
     if lack > 0 and device.gathered > lack:
         text += " A smaller stage3_max_live_parameters and stage3_prefetch_bucket_size keep fewer parameters unsharded."
+    in_fp32 = 0 if "state_dtype" in question.config.get("onefold", {}) else device.states + closest.host.states
+    if in_fp32:
+        where = "each GPU" if device.states else "the host, for each GPU"
+        text += f" onefold.state_dtype int8 takes {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states off {where}."
     if lack > 0:
         text += f" GPUs of {-(-device.total // GB)} GB would do, or more GPUs to shard over."
     elif _host_lack(question, closest):

@@ -30,7 +30,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=OrOfEngine):
         if not bias_correction:
             raise ValueError(f"{type(self).__name__}: bias_correction=False is not offered; torch's kernels correct")
         if not fp32_optimizer_states:
-            raise ValueError(f"{type(self).__name__}: states are always fp32; leave fp32_optimizer_states out")
+            raise ValueError(f"{type(self).__name__}: leave fp32_optimizer_states out, and set onefold.state_dtype")
         self.adam_w_mode = adamw_mode
         super().__init__(
             model_params,

@@ -24,7 +24,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPULion: states are always fp32; leave fp32_optimizer_states out")
+            raise ValueError("DeepSpeedCPULion: leave fp32_optimizer_states out, and set onefold.state_dtype")
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
