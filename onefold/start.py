@@ -31,6 +31,7 @@ from onefold.optim.choose import (
     choose,
     for_disk,
 )
+from onefold.optim.matrix_rules import MatrixRule
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
@@ -86,9 +87,13 @@ def initialize(
     if is_first:
         for line in _unread(settings, optimizer, lr_scheduler, chosen):
             logger.info("config: %s", line)
+    if optimizer is not None:
+        settings = replace(settings, optimizer=None)  # and nothing that its type says counts
     if chosen is not None:
         settings = _with_low_bits(settings, chosen, model)
     plan = make_plan(settings, world)
+    if chosen is not None and chosen.rule is None:
+        plan = replace(plan, offloaded_step="host")  # by the user's class
     if is_first:
         check_reports(plan.loop)
     if chosen is not None:
@@ -149,6 +154,16 @@ def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config
     found = chosen.low_bits
     if found is None or not found.is_8bit:
         return settings
+    default = Config().onefold
+    if settings.state_dtype == "bf16" or settings.onefold.int8_min_numel not in (
+        default.int8_min_numel,
+        found.min_numel,
+    ):
+        raise ConfigError(
+            f"optimizer {chosen.name} keeps states of 8 bits for parameters of {found.min_numel} elements or more, and "
+            f"the config asks for {settings.state_dtype} states (onefold.state_dtype, bf16.bf16_optimizer_states) and "
+            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}: leave these keys out, or hand in another one"
+        )
     wanted = {id(parameter) for parameter in found.fp32_parameters}
     names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
     own = settings.onefold
@@ -167,6 +182,9 @@ def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen 
         yield "optimizer: initialize was handed an optimizer, so nothing reads the section"
     if settings.scheduler is not None and lr_scheduler is not None:
         yield "scheduler: initialize was handed an lr_scheduler, so nothing reads the section"
+    own_class = chosen is not None and (chosen.rule is None or isinstance(chosen.rule, MatrixRule))
+    if own_class and settings.onefold.offloaded_step == "device":
+        yield "onefold.offloaded_step: the GPU steps what onefold's own elementwise rules step; the host all else"
     if chosen is not None and chosen.is_paged:
         yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer keeps them on the host"
     if chosen is None and (settings.scheduler is not None or lr_scheduler is not None):

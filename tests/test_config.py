@@ -408,7 +408,7 @@ def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
         ({"data_types": {"param_dtype": "bf16"}}, "set bf16.enabled to true"),
         ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "leave out data_types.param_dtype"),
-        ({"bf16": {"bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "stage 1, 2 or 3"),
         (zero(stage=3, offload_param={"device": "nvme"}), "add zero_optimization.offload_param.nvme_path"),
         (

@@ -55,8 +55,13 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
     own = config.onefold
     if own.report is not None:
         own = replace(own, report=_folder("onefold.report", own.report))
-    if config.optimizer is not None and is_8bit(config.optimizer.type) and own.state_dtype == "fp32":
-        own = replace(own, state_dtype="int8")
+    if config.optimizer is not None and is_8bit(config.optimizer.type):
+        asked = given.values.get("onefold.state_dtype", "int8")
+        if asked != "int8":
+            raise ConfigError(
+                f"optimizer.type = {config.optimizer.type} has states of 8 bits, and onefold.state_dtype = {asked}; "
+                "keep one of them"
+            )
     return replace(
         config,
         onefold=own,
@@ -125,7 +130,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if wanted is not None and wanted != has:
         fix = "leave out data_types.param_dtype" if wanted == "fp32" else f"set {wanted}.enabled to true"
         yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled make it {has}; {fix}"
-    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+    if bf16.enabled and bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads; set both, or onefold.state_dtype"
     yield from _state_contradictions(config)
     masters = {"fp16": fp16.fp16_master_weights_and_grads, "bf16": bf16.bf16_master_weights_and_grads}
@@ -176,13 +181,13 @@ def _state_contradictions(config: Config) -> Iterator[str]:
             f"onefold.master_dtype = {own.master_dtype} is of bf16 weights, and bf16.enabled is not true; "
             "set it, or leave master_dtype out"
         )
-    if bf16.bf16_master_weights_and_grads and own.master_dtype not in ("fp32", "bf16"):
+    if bf16.enabled and bf16.bf16_master_weights_and_grads and own.master_dtype not in ("fp32", "bf16"):
         yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ; keep one"
-    if bf16.bf16_optimizer_states and own.state_dtype not in ("fp32", "bf16"):
+    if bf16.enabled and bf16.bf16_optimizer_states and own.state_dtype not in ("fp32", "bf16"):
         yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ; keep one of them"
     name = config.optimizer.type if config.optimizer is not None else ""
-    if is_8bit(name) and (own.state_dtype == "bf16" or bf16.bf16_optimizer_states):
-        yield f"optimizer.type = {name} has states of 8 bits, and bf16 states are asked for too; keep one of them"
+    if is_8bit(name) and bf16.enabled and bf16.bf16_optimizer_states:
+        yield f"optimizer.type = {name} has states of 8 bits, and bf16.bf16_optimizer_states is set; keep one of them"
 
 
 # -- support status: a notice or a refusal for each key that is given, in words --------------------------------------
@@ -234,9 +239,9 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: nothing is written without onefold.trace.steps or onefold.trace.memory_snapshot"
-    if "onefold.int8_min_numel" in asked and own.state_dtype != "int8":
+    if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
         yield f"onefold.int8_min_numel: nothing reads it without onefold.state_dtype = int8 (it is {own.state_dtype})"
-    if own.fp32_state_names and own.state_dtype == "fp32" and not config.bf16.bf16_optimizer_states:
+    if own.fp32_state_names and config.state_dtype == "fp32":
         yield "onefold.fp32_state_names: all states are fp32 without onefold.state_dtype"
     if own.offloaded_step != "auto" and (zero.offload_optimizer.device == "none" or own.delayed_host_step):
         cause = "with" if own.delayed_host_step else "without"

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from onefold.config.keys import Dtype, Key, key, noticed, refused, section
+from onefold.config.params import is_8bit
 from onefold.config.zero_optimization import ZeroOptimization
 
 _if_enabled = partial(key, switch="enabled")
@@ -46,7 +47,7 @@ class Bf16:
         False,
         "No masters beside the bf16 weights, which are rounded at random at every step; gradients accumulate in bf16.",
     )
-    bf16_optimizer_states: bool = key(False, "Keep states in bf16, rounded at random at every step.")
+    bf16_optimizer_states: bool = _if_enabled(False, "Keep states in bf16, rounded at random at every step.")
     loss_scale: float | None = noticed(None, "A loss scale.", "bf16 has the range of fp32 and needs no loss scale")
 
 
@@ -557,3 +558,12 @@ class Config:
         if self.fp16.enabled:
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def state_dtype(self) -> Literal["fp32", "int8", "bf16"]:
+        """What optimizer states are held in: as DeepSpeed's switch, the name of the optimizer, or our key says."""
+        if self.bf16.enabled and self.bf16.bf16_optimizer_states:
+            return "bf16"
+        if self.optimizer is not None and is_8bit(self.optimizer.type):
+            return "int8"
+        return self.onefold.state_dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onefold.config import load_config
 from onefold.estimate.forecast import HOST_SHARE, Forecast, Question
 from onefold.estimate.machines import GB
 
@@ -88,7 +89,8 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
         text += " Recomputing activations (--recompute) takes most of them away."
     if lack > 0 and device.gathered > lack:
         text += " A smaller stage3_max_live_parameters and stage3_prefetch_bucket_size keep fewer parameters unsharded."
-    in_fp32 = 0 if "state_dtype" in question.config.get("onefold", {}) else device.states + closest.host.states
+    is_fp32 = load_config(question.document(closest.setting, 1)).state_dtype == "fp32"
+    in_fp32 = device.states + closest.host.states if is_fp32 else 0
     if in_fp32:
         where = "each GPU" if device.states else "the host, for each GPU"
         text += f" onefold.state_dtype int8 takes {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states off {where}."

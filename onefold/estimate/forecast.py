@@ -16,6 +16,7 @@ from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import Rehearsal, rehearse
 from onefold.estimate.trace import MemoryMoment
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+from onefold.optim.device_pass import CHUNK, UNDER_WAY
 from onefold.plan import (
     Crossing,
     FlatParamSpec,
@@ -314,10 +315,21 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
         "states": rest.states,
         "activations": activations,
         "logits": fullest.logits,
-        "workspace": WORKSPACE if found.trace is not None else 0,
+        "workspace": (WORKSPACE if found.trace is not None else 0) + _passing_through(question.machine, plan, specs),
     }
     reserve = found.trace.reserve if found.trace is not None else int(sum(kinds.values()) * FRAGMENTATION)
     return DeviceBytes(**kinds, reserve=reserve, context=CONTEXT + (NCCL if question.machine.world > 1 else 0))
+
+
+def _passing_through(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec]) -> int:
+    """Chunks of states on the device, where these rest below it and the device steps them."""
+    largest = 0
+    for spec in specs:
+        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
+            gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
+            size = spec.layout.shard_size
+            largest = max(largest, min(CHUNK, size) * (bytes_of_step(spec) // size + gradient))
+    return UNDER_WAY * largest
 
 
 def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:
@@ -353,7 +365,8 @@ def _times(
         if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
             through += bytes_of_step(spec)
         elif spec.trainable:
-            stepped[spec.residency.offloads_states] += (
+            slower = _HOST_OVER_BYTES if spec.kept.forms and spec.residency.offloads_states else 1
+            stepped[spec.residency.offloads_states] += slower * (
                 spec.layout.shard_size if plan.shards_states else spec.layout.total
             )
     device_step = stepped[False] * _STEP_BYTES / (0.8 * gpu.bandwidth)
@@ -378,6 +391,8 @@ def _times(
     return seconds, max(beside) + after
 
 
+# A host steps states in fewer bytes so many times slower than fp32 (`python -m benchmarks.host_step --forms-only`).
+_HOST_OVER_BYTES = 5
 # Bytes that an element's update reads and writes on a device.
 _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 

@@ -50,7 +50,7 @@ def page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
 
 class Arena:
     """Host memory of exact size, handed out piece by piece and never taken back: whole pages from its start, each at a
-    page, and from its end what is smaller, as bytes and scales of encoded states are.
+    page, and from its end what is no whole number of pages, as bytes and scales of encoded states may be.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:

@@ -54,6 +54,10 @@ def tensors_of(flat: Flat) -> list[torch.Tensor | DiskTensor]:
     return list(flat.parts) if isinstance(flat, EncodedFlat) else [flat]
 
 
+def is_on_disk(flat: Flat) -> bool:
+    return any(isinstance(part, DiskTensor) for part in tensors_of(flat))
+
+
 def held_bytes(flat: Flat) -> int:
     return sum(part.nbytes for part in tensors_of(flat))
 

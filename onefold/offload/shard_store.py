@@ -86,8 +86,10 @@ class ShardStore:
         self.param: ParamShard | None = None
         self.grad: GradShard | None = None
         self.states: dict[str, Flat] = {}
-        # Trained parameters that the user has frozen since, by their place: the step leaves them out.
+        # Trained parameters that the user has frozen since, by their place: the step leaves them out,
         self.frozen: set[int] = set()
+        # and so they were when it was asked for: the host may still be at it when they change.
+        self._frozen_in_step: frozenset[int] = frozenset()
         # What this rank steps.
         self.start, self.stop = spec.layout.shard_range(rank) if plan.shards_states else (0, spec.layout.total)
         self._plan, self._memory, self._rank = plan, memory, rank
@@ -303,10 +305,14 @@ class ShardStore:
         found = self.spec.layout.segments(self.start + first, stop)
         return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
 
+    def begin_step(self) -> None:
+        """A step is asked for, of what is not frozen now."""
+        self._frozen_in_step = frozenset(self.frozen)
+
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
-        """The same without what the user has frozen."""
+        """The same without what the user had frozen when the step began."""
         segments = self.segments(first, last)
-        for index in sorted(self.frozen):
+        for index in sorted(self._frozen_in_step):
             member = self.spec.layout.members[index]
             low, high = member.start - self.start, round_up(member.stop, PARAMETER_ALIGNMENT) - self.start
             segments = [

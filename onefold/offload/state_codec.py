@@ -10,8 +10,8 @@ decoded are encoded to the same bytes again: a step that is left out, and a chec
 
 [Note: split masters]
 An fp32 value is its bf16 rounding, the weight that computes, and the difference of both as whole numbers. It fits into
-16 bits, unless the value lies halfway between two weights and the upper one is odd: such a value, one in 131,072,
-loses its last bit. The weight stays torch's rounding of the master, so that a master and its weight may
+16 bits, unless the value lies halfway between two weights: such a value, one in 65,536, moves by its last bit towards
+its weight. The weight stays torch's rounding of the master, so that a master and its weight may
 be cast from each other anywhere. Of the difference 8 bits may be kept alone.
 
 [Note: dithered rounding]
@@ -108,7 +108,7 @@ def _scratch(like: torch.Tensor, number: int = 0) -> torch.Tensor:
         return torch.empty_like(like)
     memory: dict[int, torch.Tensor] = vars(_of_thread).setdefault("memory", {})
     if number not in memory or memory[number].numel() < like.numel():
-        memory[number] = torch.empty(like.numel())
+        memory[number] = torch.empty(like.numel(), dtype=torch.float32)
     return memory[number][: like.numel()]
 
 
@@ -166,7 +166,7 @@ def _split(form: Form, values: torch.Tensor, weight: torch.Tensor, rest: torch.T
     below = _scratch(values).copy_(weight.copy_(values)).view(torch.int32)
     torch.sub(values.view(torch.int32), below, out=below)
     if form is SPLIT_16:
-        rest.copy_(below.clamp_(-32768, 32767))
+        rest.copy_(below.clamp_(-32767, 32767))
     else:
         rest.copy_(below.add_(128).bitwise_right_shift_(8).clamp_(-127, 127))
 

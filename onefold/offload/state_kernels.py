@@ -78,7 +78,7 @@ def store_values(value, first, second, block, place, inside, seed, start, KIND: 
         tl.store(first + place, weight, mask=place < inside)
         rest = bits - weight.to(tl.float32).to(tl.int32, bitcast=True)
         if KIND == SPLIT_TO_16:
-            rest = tl.minimum(tl.maximum(rest, -32768), 32767)
+            rest = tl.minimum(tl.maximum(rest, -32767), 32767)
             tl.store(second + place, rest.to(tl.int16), mask=place < inside)
         else:
             rest = (rest + 128) >> 8
@@ -146,7 +146,7 @@ def encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dith
 
 def try_out() -> None:
     """Raise where the kernels do not build, run or agree."""
-    values = torch.linspace(-1.0, 1.0, 2 * BLOCK, device="cuda")
+    values = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
     for form in (SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8):
         of_form = values.abs() if form is SQUARES else values
         found = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in form.parts]

@@ -70,7 +70,7 @@ def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
     size, device = tile.gradient.numel(), tile.gradient.device
     factor = tile.coefficient
     if not isinstance(factor, torch.Tensor):
-        factor = torch.full((), factor, device=device)
+        factor = torch.full((), factor, dtype=torch.float32, device=device)
     seeds: list[int] = []
     held: list[Any] = []
     for name in (MASTER, "exp_avg", "exp_avg_sq"):
@@ -99,7 +99,7 @@ def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
     values = {}
     for name, flat in tile.held.items():
         if isinstance(flat, EncodedFlat):
-            values[name] = torch.empty(flat.numel(), device=flat.device)
+            values[name] = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
             decode_in_torch(flat.form, flat.parts, values[name])  # type: ignore[arg-type]
         else:
             values[name] = flat
@@ -120,7 +120,7 @@ def try_out() -> None:
     """Raise where the kernel does not build, run or agree."""
     numbers = AdamNumbers.of({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
                               "decoupled_weight_decay": True}, 3)  # fmt: skip
-    gradient = torch.linspace(-1.0, 1.0, 2 * BLOCK, device="cuda")
+    gradient = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
     for forms in ((None, SIGNED, SQUARES), (SPLIT_16, SIGNED, SQUARES), (SPLIT_8, SIGNED, SQUARES), (DITHERED,) * 3):
         tiles = []
         for _ in range(2):

@@ -239,6 +239,11 @@ _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_we
 def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
     """torch's Muon for some parameters and its AdamW for the others: one optimizer with the groups of both."""
     chosen = [_of_instance(optimizer) for optimizer in optimizers]
+    if any(each.low_bits is not None for each in chosen):
+        raise ConfigError(
+            "optimizer: one of bitsandbytes or torchao was given in a list; give torch.optim.AdamW in its place, and "
+            "onefold.state_dtype int8 in the config"
+        )
     rules = [each.rule for each in chosen]
     matrix = next((rule for rule in rules if isinstance(rule, MatrixRule)), None)
     if matrix is None or not all(isinstance(rule, MatrixRule | AdamRule) for rule in rules):

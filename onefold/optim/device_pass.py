@@ -4,8 +4,8 @@
 torch has one kernel that updates fp32 values on a host, as fast as its memory is. Values in fewer bytes need some
 forty passes there, and a host is several times slower with them, while a bus carries them in a fraction of that time.
 So they go up with their gradient, a chunk at a time, are stepped by the device's own kernel and come down again. A few
-chunks are under way: one comes up while one is stepped and one goes down. The host's thread only starts the copies,
-and its promises are the same as when it steps by itself. Bits are those of states that rest on the device.
+chunks are under way: one comes up while one is stepped and one goes down. The host's thread only starts the copies; as
+when it steps by itself, a shard is stepped when its task ends. Bits are those of states that rest on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onefold.plan.layout import Segment, round_up
 # Elements that go up, are stepped and come down together.
 CHUNK = 1 << 22
 # Chunks that are under way at a time, each in memory of its own on the device.
-_UNDER_WAY = 3
+UNDER_WAY = 3
 # Parts of a chunk begin at multiples of so many bytes.
 _ALIGNMENT = 256
 
@@ -57,10 +57,12 @@ class _Slot:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._used = 0
 
-    def begin(self, num_bytes: int) -> None:
-        """A chunk of so many bytes comes; nothing of the last one is under way."""
+    def reserve(self, num_bytes: int) -> None:
         if self._memory.numel() < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+
+    def begin(self) -> None:
+        """Another chunk comes; nothing of the last one is under way."""
         self._used = 0
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
@@ -85,7 +87,7 @@ class DevicePass:
     def __init__(self, rule: Rule, bus: Bus) -> None:
         self._tiler, self._bus = Tiler(rule), bus
         self._stream = torch.cuda.Stream(bus.device)
-        self._slots = [_Slot(bus.device) for _ in range(_UNDER_WAY)]
+        self._slots = [_Slot(bus.device) for _ in range(UNDER_WAY)]
         self._number = 0
 
     def step(
@@ -99,15 +101,26 @@ class DevicePass:
     ) -> None:
         """All of a window; returns when it is in host memory again. `gradient` lies along the shard."""
         under_way: deque[_Chunk] = deque()
+        self._reserve(window, gradient)
         for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
-            if len(under_way) == _UNDER_WAY:
+            if len(under_way) == UNDER_WAY:
                 self._finish(window, output, under_way.popleft())
-            slot = self._slots[self._number % _UNDER_WAY]
+            slot = self._slots[self._number % UNDER_WAY]
             self._number += 1
             with torch.cuda.stream(self._stream):
                 under_way.append(self._start(slot, store, window, (start, stop), gradient, output, step, last_use))
         while under_way:
             self._finish(window, output, under_way.popleft())
+
+    def _reserve(self, window: StateWindow, gradient: torch.Tensor) -> None:
+        """While nothing is under way: what the step's stream has freed may be in use there still, and copies up do not
+        wait for that stream.
+        """
+        size = min(CHUNK, window.stop - window.start)
+        parts = [part for flat in (window.master, *window.states.values()) for part in tensors_of(flat[:size])]
+        with torch.cuda.stream(self._stream):
+            for slot in self._slots:
+                slot.reserve(sum(round_up(part.nbytes, _ALIGNMENT) for part in (gradient[:size], *parts)))
 
     def _start(
         self,
@@ -127,8 +140,7 @@ class DevicePass:
         on_host = {
             name: [part for part in tensors_of(flat) if isinstance(part, torch.Tensor)] for name, flat in held.items()
         }
-        below = [part for parts in on_host.values() for part in parts]
-        slot.begin(sum(round_up(part.nbytes, _ALIGNMENT) for part in (gradient[start:stop], *below)))
+        slot.begin()
         arrival = self._bus.up(gradient[start:stop], scaled := slot.room(gradient[start:stop]), last_use)
         on_device: dict[str, list[torch.Tensor]] = {}
         for name, parts in on_host.items():

@@ -36,7 +36,9 @@ def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
     name = kind.__name__.lower()
     rule = name.removeprefix("paged").removesuffix("8bit").removesuffix("32bit")
     if rule not in ("adam", "adamw", "lion"):
-        raise ConfigError(f"optimizer {kind.__module__}.{kind.__name__}: onefold has no update like it. {_INSTEAD}")
+        raise ConfigError(
+            f"optimizer {kind.__module__}.{kind.__name__}: only its Adam, AdamW and Lion are taken. {_INSTEAD}"
+        )
     if home.startswith("bitsandbytes"):
         return _of_bitsandbytes(optimizer, rule)
     if not name.endswith("8bit"):
@@ -50,13 +52,19 @@ def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
 
 def _of_bitsandbytes(optimizer: Any, rule: str) -> LowBitClass:
     """What its constructor was given, and the exceptions that its manager was told of, as transformers does."""
-    given = optimizer.args
-    for name in ("max_unorm", "skip_zeros"):
-        if getattr(given, name, 0):
+    given, manager = optimizer.args, optimizer.mng
+    for name, default in (("max_unorm", 0), ("skip_zeros", False), ("percentile_clipping", 100), ("block_wise", True)):
+        if getattr(given, name, default) != default:
             raise ConfigError(f"optimizer {type(optimizer).__name__}: {name} is not offered; leave it out")
-    in_fp32 = [
-        getattr(module, name)
-        for module, name, config in optimizer.mng.module_weight_config_triple
-        if config.get("optim_bits") == 32
-    ]
+    parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    changed = {id(getattr(module, name)): values for module, name, values in manager.module_weight_config_triple}
+    changed |= manager.pid2config
+    in_fp32 = []
+    for key in changed.keys() & parameters.keys():
+        if changed[key] != {"optim_bits": 32}:
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__}: bitsandbytes' manager was told {changed[key]} of a parameter; "
+                "only optim_bits = 32 is offered. Use parameter groups for other rates"
+            )
+        in_fp32.append(parameters[key])
     return LowBitClass(rule, given.optim_bits == 8, given.min_8bit_size, bool(optimizer.is_paged), tuple(in_fp32))

@@ -72,15 +72,17 @@ class PlainRule:
         return False
 
 
-# The step's number where torch wants it as a tensor: one on each device, since host and device step at once.
-_numbers: dict[torch.device, tuple[int, torch.Tensor]] = {}
+# The step's number where torch wants it as a tensor: one for each device and stream, since host and device step at
+# once, and the device on two streams where states pass through it.
+_numbers: dict[tuple[torch.device, int], tuple[int, torch.Tensor]] = {}
 
 
 def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
-    number, tensor = _numbers.get(device, (0, None))
+    key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    number, tensor = _numbers.get(key, (0, None))
     if tensor is None or number != step:
-        tensor = torch.full((), float(step), device=device)
-        _numbers[device] = step, tensor
+        tensor = torch.full((), float(step), dtype=torch.float32, device=device)
+        _numbers[key] = step, tensor
     return tensor
 
 

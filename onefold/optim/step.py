@@ -137,6 +137,8 @@ class ShardedStep:
             self._host.collect()
             self._pull_writes()
         step = Step(self.num_steps + 1, coefficient, self._groups_now(), skip)
+        for store in self.stores:
+            store.begin_step()
         rule = self._rule if isinstance(self._rule, InstanceRule) else None
         if rule is not None:
             rule.begin(step.groups)

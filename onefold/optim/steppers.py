@@ -49,7 +49,7 @@ class StateWindow:
 
 
 def weights_of(master: InMemory) -> torch.Tensor:
-    """What computes of a master: its rounding is, or the first part of its form."""
+    """What weights are copied from: the first part of a master that has a form, or the master itself."""
     part = tensors_of(master)[0]
     assert isinstance(part, torch.Tensor)
     return part

@@ -3,8 +3,9 @@
 [Note: forms of states]
 A form holds fp32 values along a shard in one or two flat tensors, its parts: `int8` as a byte a value and a scale for
 every 256 of them, a split master as the 16-bit weight and what is left of the fp32 value beside it. Forms are decided
-parameter by parameter, by its dtype and size alone, and a block of 256 values never crosses a parameter or a rank: so
-whatever the stage, the ranks, the cut or the tier, the same values are rounded in the same way, and bits stay equal.
+parameter by parameter, by its name, dtype and size alone, and a block of 256 values never crosses a parameter or a
+rank: so whatever the stage, the ranks, the cut or the tier, the same values are rounded in the same way, and bits stay
+equal.
 What the values of each form are is told by `offload/state_codec.py`.
 """
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import torch
 
-from onefold.plan.forms import Form, FormPart, StateFormats
+from onefold.plan.forms import SIGNED, SQUARES, Form, FormPart, StateFormats
 from onefold.plan.layout import Layout
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.plan.table import Plan, Tier
@@ -53,6 +53,8 @@ class KeptStates:
     def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> KeptStates:
         """The same for a parameter of this name, dtype and size, in the forms that the config asks for."""
         forms = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
+        if self.as_matrices:  # a rule of the user's may call anything by these names
+            forms = tuple(SIGNED if form is SQUARES else form for form in forms)
         return replace(self, forms=forms if any(forms) else (), master=formats.of_master(dtype))
 
     def form_of(self, name: str) -> Form | None:
@@ -92,7 +94,7 @@ class FlatParamSpec:
 
     @property
     def weight_is_master(self) -> bool:
-        """Whether the first part of a master that has a form is the weight that computes, or that is gathered: both
+        """Whether the bf16 part of a master that has a form is the very tensor that computes, or that is gathered: both
         rest in one tier.
         """
         if not self.trainable or self.kept.master is None:
@@ -101,7 +103,7 @@ class FlatParamSpec:
         return self.residency.states is self.residency.parameters and not apart
 
     def parts_of_master(self) -> tuple[FormPart, ...]:
-        """In what a master is held that is not the parameters themselves, or a part of them."""
+        """What is held of a master beside the weights, where these are a part of it."""
         if self.kept.master is None:
             return (FormPart(master_dtype(self.dtype)),)
         return self.kept.master.parts[1 if self.weight_is_master else 0 :]

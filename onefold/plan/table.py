@@ -396,7 +396,7 @@ def plan_with_less(config: Config, world_size: int) -> dict[str, Plan]:
 def make_precision(config: Config) -> Precision:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     accumulate, communicate = config.data_types.grad_accum_dtype, config.communication_data_type
-    if accumulate is None and config.bf16.bf16_master_weights_and_grads:
+    if accumulate is None and config.bf16.enabled and config.bf16.bf16_master_weights_and_grads:
         accumulate = "bf16"
     buffers, autocast = config.data_types.buffer_dtype, config.torch_autocast
     return Precision(
@@ -410,11 +410,11 @@ def make_precision(config: Config) -> Precision:
 
 
 def _formats(config: Config) -> StateFormats:
-    """DeepSpeed's switches of its bf16 section, or keys of ours."""
+    """DeepSpeed's switches of its bf16 section, an optimizer's name, or keys of ours."""
     own, bf16 = config.onefold, config.bf16
     return StateFormats(
-        states="bf16" if bf16.bf16_optimizer_states else own.state_dtype,
-        masters="bf16" if bf16.bf16_master_weights_and_grads else own.master_dtype,
+        states=config.state_dtype,
+        masters="bf16" if bf16.enabled and bf16.bf16_master_weights_and_grads else own.master_dtype,
         min_numel=own.int8_min_numel,
         fp32_names=own.fp32_state_names,
     )

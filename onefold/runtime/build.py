@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from onefold.comm import Agreement, Group, Ledger, broadcast_from
+from onefold.config import ConfigError
 from onefold.offload.offload_memory import OffloadMemory, make_memory, place
 from onefold.plan import FlatParamSpec, KeptStates, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
 from onefold.runtime.flat_param import FlatParam
@@ -69,7 +70,10 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: 
     check_apart(parameters)
     for pattern in plan.formats.fp32_names:
         if not any(fnmatchcase(name, pattern) for name in parameters):
-            raise ValueError(f"onefold.fp32_state_names: {pattern!r} is the name of no parameter")
+            raise ConfigError(
+                f"onefold.fp32_state_names: {pattern!r} is the name of no parameter; names are such as "
+                f"{next(iter(parameters), '')!r}, and * stands for any part of one"
+            )
     shapes = {name: tuple(unsharded_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
         {name: math.prod(shape) for name, shape in shapes.items()},

@@ -34,9 +34,7 @@ from onefold.checkpoint.format.safetensors_files import (
     read_header,
     write_header,
 )
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.nvme import DiskTensor
-from onefold.offload.param_shard import Flat
+from onefold.offload.param_shard import Flat, is_on_disk
 
 # A folder in which a job removes old checkpoints is looked at so many times before a reader gives up.
 TRIES = 10
@@ -61,7 +59,7 @@ class Slot:
 
     @property
     def is_on_disk(self) -> bool:
-        return isinstance(self.memory, DiskTensor) or (isinstance(self.memory, EncodedFlat) and self.memory.is_on_disk)
+        return is_on_disk(self.memory)
 
     @property
     def entry(self) -> tuple[str, tuple[int, ...]]:

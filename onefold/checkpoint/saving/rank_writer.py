@@ -244,7 +244,7 @@ def copy_slots(pairs: Sequence[tuple[Slot, Slot]]) -> None:
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
-        for slot, place in pairs:
+        for slot, place in (pair for pair in pairs if pair[0].memory.numel()):
             for part, memory in zip(slot.memory.split(_COPIED), place.memory.split(_COPIED), strict=True):
                 assert isinstance(memory, torch.Tensor)
                 memory.copy_(read(part), non_blocking=True)

@@ -15,7 +15,8 @@ from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.engine.train_state import TrainState
-from onefold.offload.param_shard import read
+from onefold.offload.param_shard import Flat, is_on_disk, read
+from onefold.offload.shard_store import ShardStore
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.optim.sharded import ShardedOptimizer as DeepSpeedOptimizer
 from onefold.optim.step import ShardedStep
@@ -48,7 +49,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def learn(self, state: TrainState, stands_for: type[torch.optim.Optimizer]) -> None:
         """What the engine lays it over, for those who ask."""
         self.plan, self.stands_for = state.plan, stands_for
-        self.state: Mapping[torch.Tensor, Any] = _States(self.sharded)  # type: ignore[assignment]
+        self._states = _States(self.sharded)
+        self.state: Mapping[torch.Tensor, Any] = self._states  # type: ignore[assignment]
         self._train_state = weakref.ref(state)
         if self.sharded.instance is None:
             self.optimizer = self._basic_optimizer()
@@ -67,8 +69,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's fp32 masters, a flat tensor for each shard."""
-        return [read(store.master) for store in self.sharded.stores]
+        """This rank's fp32 masters, a flat tensor for each shard: a copy where they are held in another form or on a
+        disk, so write them by `safe_set_full_fp32_param`.
+        """
+        return [self._states.master_of(store) for store in self.sharded.stores]
 
     single_partition_of_fp32_groups = fp32_groups_flat_partition = fp32_groups_flat = fp32_partitioned_groups_flat
 
@@ -102,7 +106,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """
         self.sharded.wait_for_host()
         stores, stepper = self.sharded.stores, self.sharded.stepper
-        states = [{held.name: held.memory for held in stepper.held_states(store)} for store in stores]
+        states = [{held.name: _decoded(held.memory) for held in stepper.held_states(store)} for store in stores]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         masters, states_key = "single_partition_of_fp32_groups", "base_optimizer_state"
         if self.plan.shards_parameters:
@@ -115,7 +119,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             "loss_scale": self.loss_scale,
             "ds_version": VERSION,
             states_key: {"state": dict(enumerate(states)), "param_groups": groups},
-            masters: [store.master for store in stores],
+            masters: [_decoded(store.master) for store in stores],
         }
 
     def _set_fp32_optimizer_param_groups(self) -> None:
@@ -204,6 +208,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engine_state.model)}
 
 
+def _decoded(flat: Flat) -> Any:
+    """What is held in another form as a tensor; what is on a disk as what loads it."""
+    return flat if is_on_disk(flat) else read(flat)
+
+
 class _States(Mapping[torch.Tensor, dict[str, Any]]):
     """The states of each shard, by its fp32 master, and the steps that were taken. Read when they are asked for.
 
@@ -212,10 +221,28 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
     def __init__(self, step: ShardedStep) -> None:
         self._step = step
+        # Masters that are held in another form, as they were after so many steps.
+        self._decoded: dict[ShardStore, tuple[int, torch.Tensor]] = {}
+
+    def master_of(self, store: ShardStore) -> torch.Tensor:
+        """The tensor itself, or a copy: of one in another form the same until the next step, so that it is a key."""
+        if isinstance(store.master, torch.Tensor):
+            return store.master
+        self._step.wait_for_host()
+        if is_on_disk(store.master):
+            return read(store.master)
+        number, found = self._decoded.get(store, (-1, None))
+        if found is None or number != self._step.num_steps:
+            found = read(store.master)
+            self._decoded[store] = self._step.num_steps, found
+        return found
+
+    def _is_master(self, store: ShardStore, key: torch.Tensor) -> bool:
+        return store.master is key or self._decoded.get(store, (-1, None))[1] is key
 
     def __getitem__(self, key: torch.Tensor) -> dict[str, Any]:
         self._step.wait_for_host()
-        store = next((store for store in self._step.stores if store.master is key), None)
+        store = next((store for store in self._step.stores if self._is_master(store, key)), None)
         parts: dict[str, list[torch.Tensor]] = {}
         if store is not None:
             for held in self._step.stepper.held_states(store):
@@ -231,7 +258,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         return _Shown({"step": self._step.num_steps, **found} if found else {})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (store.master for store in self._step.stores if isinstance(store.master, torch.Tensor))
+        return (self.master_of(store) for store in self._step.stores if not is_on_disk(store.master))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
