@@ -727,7 +727,8 @@ def test_deepspeeds_names_show_fp32_tensors(on_ranks):
 
 def freeze_at_once(stage: int, formats: dict[str, Any], zero: dict[str, Any]) -> Trace:
     """A parameter is frozen right after a step that the host may still be at."""
-    engine = start(net(width=128), config(stage, onefold=formats, zero_optimization=zero, **precision("bf16")))
+    model = net(width=128)
+    engine = start(model, config(stage, onefold=formats, zero_optimization=zero, **precision("bf16")))
     train(engine, 1)
     for number in range(4):
         (x, y), *_ = batches(1, seed=number)
@@ -735,7 +736,8 @@ def freeze_at_once(stage: int, formats: dict[str, Any], zero: dict[str, Any]) ->
         if (memory := engine.state.schedule.memory) is not None:
             memory.worker.submit(time.sleep, 0.1)  # the host begins later
         engine.step()
-        engine.module.blocks[number % 3].up.weight.requires_grad = number % 2 == 1
+        weight = model.blocks[number % 3].up.weight  # reading engine.module would wait for the step
+        weight.requires_grad = number % 2 == 1
     return train(engine, 1)
 
 
