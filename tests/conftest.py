@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_cases_to_the_slow_tier(items: list[pytest.Item]) -> None:
-    """Of a test on ranks with more than two cases the first tier has the one in the middle and the last."""
+    """Of a test on ranks with several cases the first tier has the one in the middle."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         on_ranks = {"on_ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
@@ -64,7 +64,7 @@ def _leave_cases_to_the_slow_tier(items: list[pytest.Item]) -> None:
             cases.setdefault(_function(item), []).append(item)
     for some in cases.values():
         for place, item in enumerate(some):
-            if len(some) > 2 and place not in (len(some) // 2, len(some) - 1):
+            if place != len(some) // 2:
                 item.add_marker("slow")
 
 

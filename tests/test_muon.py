@@ -714,12 +714,15 @@ def test_the_rule_of_the_page_trains_alike_in_all_stages(on_ranks):
         assert sharded == whole
 
 
-def run_config_of_page() -> tuple[float, float]:
-    (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    losses = train(start(wide(), json.loads(text)), 8).losses
-    return losses[0], losses[-1]
+def run_configs_of_page() -> list[tuple[float, float]]:
+    found = []
+    for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL):
+        losses = train(start(wide(), json.loads(text)), 8).losses
+        found.append((losses[0], losses[-1]))
+    return found
 
 
-def test_the_config_of_the_page_learns(on_ranks):
-    first, last = on_ranks(2, run_config_of_page)[0]
-    assert last < first
+def test_the_configs_of_the_page_learn(on_ranks):
+    found = on_ranks(2, run_configs_of_page)[0]
+    assert len(found) == 2
+    assert all(last < first for first, last in found)
