@@ -250,6 +250,7 @@ def never_comes() -> tuple[str, str, float, str]:
     return heard(lambda: start(net(), config(2)))
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_in_a_warning_then_in_an_error(own_ranks):
     name, text, _, said = own_ranks(2, never_comes)[0]
     assert name == "Disagreement"

@@ -82,6 +82,7 @@ def test_registering_answers_imports_and_metadata():
     check(2 * register + textwrap.dedent(QUESTIONS))
 
 
+@pytest.mark.slow
 def test_the_distribution_answers_imports_and_metadata(installed):
     check(QUESTIONS, installed)
 
@@ -366,6 +367,7 @@ def deepspeed(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_ranks_with_their_number_and_the_environment_file(tmp_path):
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=yes\n# COMMENT=1\n")
     (tmp_path / "script.py").write_text(
@@ -395,6 +397,7 @@ def test_the_launcher_names_what_it_cannot_do(tmp_path, arguments, text):
     assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_the_launcher_reaches_the_nodes_of_a_hostfile_by_ssh(tmp_path):
     """`ssh` is a script here that runs the command on this machine and writes down the node."""
     ssh = tmp_path / "ssh"

@@ -1600,6 +1600,7 @@ def whole_of(folder: Path, tag: str) -> Arrays:
         return {name: checkpoint.tensor(name).numpy() for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [["0", "3"], *slower(["1"], ["2"])])
 def test_a_program_that_saves_on_rank_0_alone_runs_to_its_end(tmp_path: Path, stages: list[str]) -> None:
     code, words = launch(tmp_path, EPOCHS, str(tmp_path), *stages)

@@ -216,6 +216,7 @@ def test_the_network_figures_are_those_of_the_reports():
 # -- scripts, configs, commands ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_story_runs_from_top_to_bottom(tmp_path):
     """The script, on two ranks and then on one, and every command on what it leaves."""
     write_files(tmp_path)

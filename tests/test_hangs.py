@@ -134,6 +134,7 @@ def tries_again(at: int) -> Heard:
     return heard(act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_retry_on_one_rank_gets_advice_that_fits(own_ranks, at):
     for name, text, seconds, _ in own_ranks(2, tries_again, at):

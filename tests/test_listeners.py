@@ -62,6 +62,7 @@ def addresses(folder: Path, *command: str) -> list[set[str]]:
     return [set(json.loads(path.read_text())) for path in sorted(folder.glob("rank*.json"))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 def test_one_rank_and_launched_ranks_listen_on_loopback_only(tmp_path):
     (alone,) = addresses(tmp_path, "-W", "error")

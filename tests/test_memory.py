@@ -75,6 +75,7 @@ def live_tensors() -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, more(1), 2])
 @pytest.mark.parametrize("overlap", [more(False), True])
 def test_nothing_grows_from_step_to_step(on_ranks, stage, overlap):

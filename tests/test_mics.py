@@ -67,6 +67,7 @@ def test_parts_of_two_add_branches_of_the_tree_of_all_ranks(on_ranks, dtype):
             assert first_difference(found[name], weight) is None, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
 @pytest.mark.parametrize("accumulation", [1, more(2)])
 def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, accumulation):

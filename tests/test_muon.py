@@ -126,6 +126,7 @@ def run_wires(zero: dict[str, Any]) -> Trace:
     return train(start(wide(), config(3, optimizer=muon(), zero_optimization=zero, **precision("bf16"))), 3)
 
 
+@pytest.mark.slow
 def test_replica_groups_and_secondary_shards_go_with_it(on_ranks):
     plain, hpz, mics = (
         on_ranks(4, run_wires, zero) for zero in ({}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2})

@@ -175,6 +175,7 @@ def test_thinning_keeps_the_ends_and_the_extremes(length, num_columns):
     assert max(gaps) <= 4 * math.ceil(length / (MAX_POINTS // (2 * num_columns)))
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_small_page_with_its_worst_step(tmp_path):
     steps = [row(n, loss=1.0 + (n == 7777) * 100) for n in range(20_000)]
     write_run(tmp_path, facts(), *steps)

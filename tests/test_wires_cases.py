@@ -788,6 +788,7 @@ def detour(token: str, names: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_parts_late_catches_up_with_second_shards(on_ranks, tmp_path):
     found = on_ranks(4, detour, f"{tmp_path}", ["stage 3", "hpZ", "all"])
     for each in found:
