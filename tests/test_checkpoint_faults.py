@@ -464,6 +464,7 @@ def digest_of_all(engine: onefold.Engine) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tag", "background"), [more("last", False), (None, False), more("last", True)])
 def test_however_full_the_disk_what_was_saved_stays(
     on_ranks: OnRanks, disk: Path, tag: str | None, background: bool

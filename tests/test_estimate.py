@@ -154,6 +154,7 @@ def test_recomputing_takes_activations_away_and_attention_keeps_no_scores():
     assert kept.device.activations < 14 * 4 * 256 * 832 * 2 * 20 + scores  # twenty rows a token and layer, no scores
 
 
+@pytest.mark.slow
 def test_offload_and_stages_move_bytes_and_never_make_any():
     question = Question(find_model("25m"), find_machine("4xA100"), DEFAULT_CONFIG, 1, 128)
     found = {each.setting.name: each for each in forecast(question, settings_for(question.machine))}

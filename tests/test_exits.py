@@ -28,6 +28,7 @@ def ends(folder: Path, stage: int, count: int, *paths: str) -> dict[str, dict[st
     return found
 
 
+@pytest.mark.slow
 def test_programs_end_with_their_own_exit_codes(tmp_path):
     found = ends(tmp_path, 3, 1, *FEW)
     assert found == {path: {json.dumps(PATHS[path]): 1} for path in FEW}

@@ -149,6 +149,7 @@ def test_so_are_those_with_activations(tmp_path, command, said):
     assert as_printed(said, run(command, tmp_path)) == said
 
 
+@pytest.mark.slow
 def test_a_row_of_those_with_activations(tmp_path):
     """One setting of many, quickly."""
     pytest.importorskip("transformers")

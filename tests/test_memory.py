@@ -115,6 +115,7 @@ def peak_while_building() -> tuple[int, int]:
     return peak[0] - total, block
 
 
+@pytest.mark.slow
 def test_building_holds_one_unit_twice_at_most(on_ranks):
     extra, block = on_ranks(1, peak_while_building)[0]
     assert block // 2 < extra < block * 3 // 2  # lines are padded

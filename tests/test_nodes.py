@@ -62,6 +62,7 @@ def results(folder: Path) -> list[dict[str, object]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_job_over_two_hosts_equals_one_on_a_single_host(hosts, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)

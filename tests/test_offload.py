@@ -94,6 +94,7 @@ def test_every_tier_is_bit_equal(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 1, True, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [more(1), 2, more(3), more(4)])
 @pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
 def test_every_tier_is_bit_equal_with_accumulation(on_ranks, world, dtype):

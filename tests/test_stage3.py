@@ -200,6 +200,7 @@ def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, accumulation
             assert got["operations"] <= {"gather", "reduce-scatter", "meet"}
 
 
+@pytest.mark.slow
 def test_a_bare_backward_sends_the_same(on_ranks):
     for zero in LIMITS.values():
         mine, bare = on_ranks(2, traffic, "bf16", 2, zero)[0], on_ranks(2, traffic, "bf16", 2, zero, bare=True)[0]

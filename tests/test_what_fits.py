@@ -248,6 +248,7 @@ def test_a_gpu_at_its_fullest_is_as_rehearsed(seed):
         assert formulas.gathered(case) == pytest.approx(found.device.gathered, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["Llama 7B", pytest.param("Llama 13B", marks=pytest.mark.slow)])
 def test_large_blocks_are_gathered_within_the_limits(name, recompute):
