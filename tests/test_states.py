@@ -17,6 +17,7 @@ from onefold.config import ConfigError, load_config
 from onefold.offload import state_codec
 from onefold.offload.encoded import EncodedFlat
 from onefold.offload.state_codec import TINY, Dither, decode, encode
+from onefold.optim import steppers
 from onefold.plan import make_plan
 from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
 from onefold.utils import (
@@ -298,6 +299,20 @@ def test_every_tier_is_bit_equal_and_as_planned(on_ranks, tmp_path, world, forma
 def test_other_optimizers_too(on_ranks, tmp_path, optimizer):
     for told in on_ranks(2, run_tiers, FORMATS["int8, split"], str(tmp_path), 1, OTHERS[optimizer]):
         assert told == []
+
+
+def tiles_of(size: int) -> dict[str, torch.Tensor]:
+    """A run whose tiles have so many elements."""
+    steppers.host_tile, before = (lambda: size), steppers.host_tile
+    try:
+        engine = start(net(width=64), config(2, onefold=FORMATS["bf16"], **precision("bf16")))
+        return train(engine, 3).weights
+    finally:
+        steppers.host_tile = before
+
+
+def test_dithered_tiles_of_any_size_give_the_same_bits(on_ranks):
+    assert first_difference(on_ranks(1, tiles_of, 512), on_ranks(1, tiles_of, 1 << 18)) is None
 
 
 # -- beside plain torch ------------------------------------------------------------------------------------------------
