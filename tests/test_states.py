@@ -301,6 +301,17 @@ def test_other_optimizers_too(on_ranks, tmp_path, optimizer):
         assert told == []
 
 
+def run_wires(zero: dict[str, Any]) -> Trace:
+    settings = config(3, onefold=FORMATS["int8, 8 bits"], zero_optimization=zero, **precision("bf16"))
+    return train(start(net(), settings), 3)
+
+
+@pytest.mark.parametrize("zero", [{"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}], ids=["hpZ", "MiCS"])
+def test_secondary_shards_and_replica_groups_go_with_them(on_ranks, zero):
+    plain, found = on_ranks(4, run_wires, {}), on_ranks(4, run_wires, zero)
+    assert [first_difference(*pair) for pair in zip(found, plain, strict=True)] == [None] * 4
+
+
 def tiles_of(size: int) -> dict[str, torch.Tensor]:
     """A run whose tiles have so many elements."""
     steppers.host_tile, before = (lambda: size), steppers.host_tile
