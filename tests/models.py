@@ -112,6 +112,21 @@ def precision(name: str) -> dict[str, Any]:
     }[name]
 
 
+def tiers_of(folder: str) -> dict[str, dict[str, Any]]:
+    """Where states and parameters may rest: `zero_optimization` by a name. Disks are in the folder."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    return {
+        "device": {"stage": 2},
+        "host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "half": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        "host and parameters": {
+            "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
+        },
+        "disk": {"stage": 3, "offload_optimizer": {**disk, "buffer_size": 4096}},
+        "all on disk": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},
+    }  # fmt: skip
+
+
 def start(model: nn.Module, settings: dict[str, Any], **more: Any) -> onefold.Engine:
     # CPUs without bf16 units say so at length for every kind of matrix product.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

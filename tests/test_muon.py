@@ -12,7 +12,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Net, Trace, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
+from models import (
+    Net,
+    Trace,
+    batches,
+    config,
+    first_difference,
+    more,
+    net,
+    precision,
+    rank,
+    start,
+    tiers_of,
+    train,
+    weights_of,
+)
 from torch import nn
 
 import onefold
@@ -218,19 +232,8 @@ def test_a_matrix_may_be_frozen_for_a_while(on_ranks):
 
 def run_tiers(dtype: str, folder: str, accumulation: int) -> tuple[dict[str, Trace], dict[str, tuple[Any, Any]]]:
     """States and parameters in each tier, and what crosses between tiers beside what is planned."""
-    disk = {"device": "nvme", "nvme_path": folder}
-    tiers: dict[str, dict[str, Any]] = {
-        "device": {"stage": 2},
-        "host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "half": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-        "host and parameters": {
-            "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
-        },
-        "disk": {"stage": 3, "offload_optimizer": {**disk, "buffer_size": 4096}},
-        "all on disk": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},
-    }  # fmt: skip
     traces, crossings = {}, {}
-    for name, zero in tiers.items():
+    for name, zero in tiers_of(folder).items():
         extra = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.3, **precision(dtype)}
         engine = start(wide(), config(2, optimizer=muon(), zero_optimization=zero, **extra))
         traces[name] = train(engine, 3 * accumulation)

@@ -10,7 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Net, Trace, batches, config, first_difference, more, net, precision, start, train, weights_of
+from models import (
+    Net,
+    Trace,
+    batches,
+    config,
+    first_difference,
+    more,
+    net,
+    precision,
+    start,
+    tiers_of,
+    train,
+    weights_of,
+)
 
 import onefold
 from onefold.config import ConfigError, load_config
@@ -236,20 +249,10 @@ def run_tiers(
     formats: dict[str, Any], folder: str, accumulation: int, optimizer: dict[str, Any], left_out: tuple[str, ...] = ()
 ) -> list[str]:
     """In words, where states and parameters in one tier differ from another, or from what is planned."""
-    disk = {"device": "nvme", "nvme_path": folder}
-    tiers: dict[str, dict[str, Any]] = {
-        "device": {"stage": 2},
-        "host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "half": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-        "host and parameters": {
-            "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
-        },
-        "disk": {"stage": 3, "offload_optimizer": {**disk, "buffer_size": 4096}},
-        "all on disk": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},
-        "parameters on disk": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": disk},
-    }  # fmt: skip
+    on_disk = {"device": "nvme", "nvme_path": folder}
+    parameters = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": on_disk}
     told, first = [], None
-    for name, zero in tiers.items():
+    for name, zero in {**tiers_of(folder), "parameters on disk": parameters}.items():
         extra = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.3, **precision("bf16")}
         engine = start(net(), config(2, onefold=formats, zero_optimization=zero, optimizer=optimizer, **extra))
         trace = train(engine, 3 * accumulation)
@@ -283,6 +286,7 @@ OTHERS = {
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
     "amsgrad": {"type": "Adam", "params": {"lr": 1e-2, "amsgrad": True}},
     "muon": {"type": "Muon", "params": {"lr": 1e-2}},
+    "shampoo": {"type": "Shampoo", "params": {"lr": 1e-2}},
 }
 
 
@@ -295,7 +299,9 @@ def test_every_tier_is_bit_equal_and_as_planned(on_ranks, tmp_path, world, forma
         assert told == []
 
 
-@pytest.mark.parametrize("optimizer", [more("lion"), more("sgd"), more("adagrad"), more("amsgrad"), "muon"])
+@pytest.mark.parametrize(
+    "optimizer", [more("lion"), more("sgd"), more("adagrad"), more("amsgrad"), more("shampoo"), "muon"]
+)
 def test_other_optimizers_too(on_ranks, tmp_path, optimizer):
     for told in on_ranks(2, run_tiers, FORMATS["int8, split"], str(tmp_path), 1, OTHERS[optimizer]):
         assert told == []
@@ -676,6 +682,29 @@ def test_what_an_8bit_instance_says_is_kept_or_refused(on_ranks):
     assert "AdamW8bit keeps states of 8 bits" in told
     told = on_ranks(1, of_bitsandbytes, {"onefold": {"int8_min_numel": 7}}, "", None)[0]
     assert "onefold.int8_min_numel = 7" in told
+
+
+def of_torchao(name: str, arguments: dict[str, Any]) -> str:
+    from torchao import optim
+
+    model = net(width=64)
+    try:
+        engine = start(
+            model, config(2, optimizer=None), optimizer=getattr(optim, name)(model.parameters(), **arguments)
+        )
+    except ConfigError as error:
+        return str(error)
+    return f"{engine.plan.formats.states}, decoupled {engine.optimizer.param_groups[0]['decoupled_weight_decay']}"
+
+
+@pytest.mark.parametrize(("name", "arguments", "told"), [
+    ("AdamW8bit", {}, "int8, decoupled True"), ("Adam8bit", {}, "int8, decoupled False"),
+    ("AdamW4bit", {}, "only its Adam, AdamW and Lion"), ("AdamW8bit", {"block_size": 128}, "block_size = 128"),
+    ("AdamW8bit", {"bf16_stochastic_round": True}, "onefold.master_dtype bf16"),
+])  # fmt: skip
+def test_classes_of_torchao_are_taken_as_ours_or_refused(own_ranks, name, arguments, told):
+    pytest.importorskip("torchao")
+    assert told in own_ranks(1, of_torchao, name, arguments)[0]
 
 
 def save_without_elements(folder: str) -> bool:

@@ -55,7 +55,7 @@ def tensors_of(flat: Flat) -> list[torch.Tensor | DiskTensor]:
 
 
 def is_on_disk(flat: Flat) -> bool:
-    return any(isinstance(part, DiskTensor) for part in tensors_of(flat))
+    return flat.is_on_disk if isinstance(flat, EncodedFlat) else isinstance(flat, DiskTensor)
 
 
 def held_bytes(flat: Flat) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.config import ConfigError
+from onefold.plan.forms import BLOCK
 
 _HOMES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
 _INSTEAD = "Leave the optimizer to the config (AdamW with onefold.state_dtype int8), or hand in AdamW8bit"
@@ -46,6 +47,10 @@ def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
     if getattr(optimizer, "bf16_stochastic_round", False):
         raise ConfigError(
             f"optimizer {kind.__name__}: bf16_stochastic_round is onefold.master_dtype bf16 here; leave it out"
+        )
+    if (size := getattr(optimizer, "block_size", BLOCK)) != BLOCK:
+        raise ConfigError(
+            f"optimizer {kind.__name__}: block_size = {size}; blocks have {BLOCK} values here, leave it out"
         )
     return LowBitClass(rule, True, 4096)
 
