@@ -41,7 +41,7 @@ from onefold.comm import (
 )
 from onefold.config import Config, load_config
 from onefold.engine.offload_states import OffloadStateTypeEnum
-from onefold.offload.shard_store import fingerprint
+from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape

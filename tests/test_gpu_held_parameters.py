@@ -6,7 +6,7 @@ import pytest
 import test_held_parameters as held
 import torch
 
-from onefold.offload.shard_store import fingerprint
+from onefold.offload.fingerprint import fingerprint
 from onefold.optim.steppers import WriteCheck
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

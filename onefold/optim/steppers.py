@@ -13,9 +13,10 @@ from torch import nn
 
 from onefold.gpu_kernels import kernels_of
 from onefold.offload.encoded import EncodedFlat
+from onefold.offload.fingerprint import as_integers
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.param_shard import Flat, tensors_of
-from onefold.offload.shard_store import ShardStore, as_integers
+from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither, host_tile
 from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import MASTER, EncodedTile, Hyper, Rule, Tile

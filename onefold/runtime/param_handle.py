@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Agreement, Collective, Ledger, agree, broadcast_from
-from onefold.offload.shard_store import fingerprint
+from onefold.offload.fingerprint import fingerprint
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
 from onefold.runtime.order import Request
