@@ -10,6 +10,7 @@ from models import Net, Trace, batches, config, first_difference, precision, sta
 from test_muon import WIDTH, muon, run_tiers
 
 from onefold.comm import local_device
+from onefold.optim import matrix_rules
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,79 @@ def beside_torch(stage: int) -> str | None:
     told = first_difference(weights_of(engine.module), weights_of(plain))
     engine.destroy()
     return told
+
+
+@pytest.mark.parametrize("momentum", [0.95, 0.3])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_averages_are_those_of_torch(momentum: float, nesterov: bool, dtype: torch.dtype, on_gpu: bool) -> None:
+    kernels = matrix_rules._kernels(torch.empty(1, device="cuda"))
+    assert kernels is not None
+    gradient, mean = torch.randn(100_003, device="cuda").to(dtype), torch.randn(100_003, device="cuda")
+    update, wanted = torch.empty_like(mean, dtype=torch.bfloat16), mean.clone()
+    factor = torch.tensor(0.37, device="cuda") if on_gpu else 0.37
+    kernels.average(gradient, factor, None, mean, update, momentum, nesterov=nesterov)
+    scaled = gradient.float() * 0.37
+    wanted.lerp_(scaled, 1 - momentum)
+    assert torch.equal(mean, wanted)
+    assert torch.equal(update, (scaled.lerp(wanted, momentum) if nesterov else wanted).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_moves_are_those_of_torch(dtype: torch.dtype | None) -> None:
+    """With weights that were written from outside, where there are weights."""
+    kernels = matrix_rules._kernels(torch.empty(1, device="cuda"))
+    master, update = torch.randn(100_003, device="cuda"), torch.randn(100_003, device="cuda").bfloat16()
+    weights, wanted = master.to(dtype) if dtype else None, master.clone()
+    if weights is not None:
+        weights[::1000] = 0.5
+        wanted[::1000] = torch.where(wanted[::1000].to(dtype) == 0.5, wanted[::1000], 0.5)
+    kernels.move(master, update, weights, None, 0.9997, -0.0213, takes_over=weights is not None)
+    wanted.mul_(0.9997).add_(update, alpha=-0.0213)
+    assert torch.equal(master, wanted)
+    assert weights is None or torch.equal(weights, wanted.to(dtype))
+
+
+def skipped(has_kernels: bool, zero: dict[str, Any]) -> tuple[str | None, int, bool, Trace]:
+    """A step with gradients that are not finite: what it has changed, how many there were, whether the device decides,
+    and the steps after it.
+    """
+    usual = matrix_rules._kernels
+    if not has_kernels:
+        matrix_rules._kernels = lambda tensor: None
+    own = {"nonfinite_gradients": "skip"}
+    settings = config(2, gradient_clipping=0.3, optimizer=muon(), zero_optimization=zero, onefold=own)
+    engine = start(on_device(), {**settings, **precision("bf16")})
+    train(engine, 2)
+
+    def held() -> list[torch.Tensor]:
+        engine.wait_for_step()
+        stores = engine.state.step.stores
+        return [flat.clone() for store in stores for flat in (store.master, *store.states.values())]
+
+    before = held()
+    (x, y), *_ = batches(1)
+    engine.backward(engine(x, y) * torch.inf)
+    engine.step()
+    told = first_difference(held(), before)
+    queued = engine.state.step.can_be_decided_later(engine.optimizer)
+    trace, num_skipped = train(engine, 2), engine.skipped_steps
+    engine.destroy()
+    matrix_rules._kernels = usual
+    return told, num_skipped, queued, trace
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+def test_a_step_that_is_none_changes_nothing(on_nccl_ranks, zero):
+    traces = []
+    for has_kernels in (True, False):
+        ((told, num_skipped, queued, trace),) = on_nccl_ranks(1, skipped, has_kernels, zero)
+        assert told is None
+        assert num_skipped == 1
+        assert queued == (not zero)
+        traces.append(trace)
+    assert first_difference(*traces) is None
 
 
 @pytest.mark.parametrize("stage", [0, 3])

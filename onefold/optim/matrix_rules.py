@@ -14,10 +14,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from onefold.gpu_kernels import kernels_of
+from onefold.offload.encoded import EncodedFlat
 from onefold.optim.rules import AdamRule, EncodedTile, Hyper, Tile
 
 # The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one that has other coefficients in
@@ -42,11 +45,38 @@ Kept = dict[str, torch.Tensor]
 # In what pieces of matrices travel (`plan.memory.MATRIX_ITEMSIZE` bytes).
 WIRE = torch.bfloat16
 
+_kernels = kernels_of("onefold.optim.matrix_kernels", "the elementwise parts of Muon and Shampoo")
+
+
+@dataclass(frozen=True)
+class RawPiece:
+    """What a rule prepares with, as it is held: the gradient has not been cast and scaled."""
+
+    gradient: torch.Tensor
+    coefficient: float | torch.Tensor
+    skip: torch.Tensor | None
+    """On the device: 1 where this is no step after all."""
+    states: Mapping[str, torch.Tensor | EncodedFlat]
+    update: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MovedPiece:
+    """What a rule finishes: a piece of a master, and its rounding where that computes."""
+
+    master: torch.Tensor | EncodedFlat
+    update: torch.Tensor
+    weights: torch.Tensor | None
+    skip: torch.Tensor | None
+    takes_over: bool
+    """Weights that are not the master's rounding have been written from outside, and become the master's."""
+
 
 class MatrixRule(ABC):
     """A rule of whole matrices, for the groups that ask for it; others are stepped by AdamW."""
 
     can_skip = False
+    """Whether a step may be queued before anybody knows that it is one: `work` then leaves no trace of bad values."""
     name: ClassVar[str]
     """The key of a group that says whether it is stepped as matrices: `use_` and this."""
 
@@ -91,6 +121,14 @@ class MatrixRule(ABC):
     def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
         """The elementwise part after, on a piece of a matrix of that shape."""
 
+    def prepare_at_once(self, piece: RawPiece, hyper: Hyper) -> bool:
+        """Scale and `prepare` in one pass over memory. False: there is no kernel for such a piece."""
+        return False
+
+    def finish_at_once(self, piece: MovedPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
+        """`finish`, and all that is done with masters and weights around it, in one pass over memory."""
+        return False
+
     @abstractmethod
     def cost(self, rows: int, columns: int) -> float:
         """Of `work`, in any unit: by it owners are chosen."""
@@ -104,26 +142,54 @@ class MatrixRule(ABC):
         return 0.0
 
 
-class MuonRule(MatrixRule):
-    """Muon: the momentum of each matrix, orthogonalised. As torch's, to the bit, where that has the same settings."""
-
-    name = "muon"
+class MomentumRule(MatrixRule):
+    """Matrices are made of an average of gradients, and parameters decay and move along what becomes of it."""
 
     def names_of_matrices(self, hyper: Hyper) -> list[str]:
         return ["momentum_buffer"]
 
+    def ratio(self, shape: tuple[int, int], hyper: Hyper) -> float:
+        """By how much the rate of a matrix of that shape is larger."""
+        return ratio_of(shape, hyper.get("adjust_lr_fn"))
+
     def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
         momentum, average = float(hyper["momentum"]), states["momentum_buffer"]
         average.lerp_(gradient, 1 - momentum)
-        update.copy_(gradient.lerp(average, momentum) if hyper["nesterov"] else average)
-
-    def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
-        return orthogonalize(matrix, coefficients_of(hyper), _limit(hyper), float(hyper["eps"]))
+        update.copy_(gradient.lerp(average, momentum) if hyper.get("nesterov") else average)
 
     def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
         rate = float(hyper["lr"])
         parameter.mul_(1 - rate * float(hyper["weight_decay"]))
-        parameter.add_(update, alpha=-rate * ratio_of(shape, hyper.get("adjust_lr_fn")))
+        parameter.add_(update, alpha=-rate * self.ratio(shape, hyper))
+
+    def prepare_at_once(self, piece: RawPiece, hyper: Hyper) -> bool:
+        average, kernels = piece.states["momentum_buffer"], _kernels(piece.gradient)
+        if kernels is None or not isinstance(average, torch.Tensor) or average.dtype != torch.float32:
+            return False
+        momentum, nesterov = float(hyper["momentum"]), bool(hyper.get("nesterov"))
+        kernels.average(
+            piece.gradient, piece.coefficient, piece.skip, average, piece.update, momentum, nesterov=nesterov
+        )
+        return True
+
+    def finish_at_once(self, piece: MovedPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
+        kernels = _kernels(piece.update)
+        if kernels is None or not isinstance(piece.master, torch.Tensor) or piece.master.dtype != torch.float32:
+            return False
+        rate = float(hyper["lr"])
+        decay, along = 1 - rate * float(hyper["weight_decay"]), -rate * self.ratio(shape, hyper)
+        kernels.move(piece.master, piece.update, piece.weights, piece.skip, decay, along, takes_over=piece.takes_over)
+        return True
+
+
+class MuonRule(MomentumRule):
+    """Muon: the momentum of each matrix, orthogonalised. As torch's, to the bit, where that has the same settings."""
+
+    can_skip = True
+    name = "muon"
+
+    def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
+        return orthogonalize(matrix, coefficients_of(hyper), _limit(hyper), float(hyper["eps"]))
 
     def cost(self, rows: int, columns: int) -> float:
         short, long = sorted((rows, columns))
@@ -137,21 +203,13 @@ class MuonRule(MatrixRule):
         return int(hyper["ns_steps"]) * self.cost(rows, columns)
 
 
-class ShampooRule(MatrixRule):
+class ShampooRule(MomentumRule):
     """Shampoo: the momentum of each matrix between the inverse fourth roots of its rows' and columns' covariances, as
     long as Muon's, which it would be if covariances were those of the last step alone: rates are alike. What is kept of
     a matrix is both covariances and both roots, on its owner.
     """
 
     name = "shampoo"
-
-    def names_of_matrices(self, hyper: Hyper) -> list[str]:
-        return ["momentum_buffer"]
-
-    def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
-        average = states["momentum_buffer"]
-        average.lerp_(gradient, 1 - float(hyper["momentum"]))
-        update.copy_(average)
 
     def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
         wide, decay, eps = matrix.float(), float(hyper["covariance_decay"]), float(hyper["covariance_eps"])
@@ -164,11 +222,6 @@ class ShampooRule(MatrixRule):
         length = update.norm().clamp_(min=torch.finfo(torch.float32).tiny)
         scaled: torch.Tensor = update.mul_(math.sqrt(min(matrix.shape))).div_(length).to(matrix.dtype)
         return scaled
-
-    def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
-        rate = float(hyper["lr"])
-        parameter.mul_(1 - rate * float(hyper["weight_decay"]))
-        parameter.add_(update, alpha=-rate * ratio_of(shape, None))
 
     def cost(self, rows: int, columns: int) -> float:
         return 30.0 * (rows**3 + columns**3)  # of finding eigenvectors, beside which products are nothing

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ import torch
 
 from onefold.comm import PeerExchange
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.matrix_rules import WIRE, Kept, MatrixRule
+from onefold.optim.matrix_rules import WIRE, Kept, MatrixRule, MovedPiece, RawPiece
 from onefold.optim.rules import MASTER, Hyper
 from onefold.optim.steppers import StateWindow, Step, Tiler, weights_of, whole_window
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
@@ -205,15 +206,19 @@ class MatrixTiler:
         """
         size = self._tiler.size(window)
         for segment in store.stepped_segments(window.start, window.stop):
+            hyper = step.groups[segment.group]
             for first, last, dither in store.rounded_ranges(segment.start, segment.stop, step.number):
                 for low in range(first, last, size):
                     high = min(low + size, last)
-                    scaled = self._tiler.scaled(gradient[low:high], step.coefficient, store.master.dtype, size)
                     inside = slice(low - window.start, high - window.start)
                     held = {name: state[inside] for name, state in window.states.items()}
+                    raw = RawPiece(gradient[low:high], step.coefficient, step.skip, held, update[low:high])
+                    if self._rule.prepare_at_once(raw, hyper):
+                        continue
+                    scaled = self._tiler.scaled(raw.gradient, step.coefficient, store.master.dtype, size)
                     at = dither.after(low - first) if dither is not None else None
-                    with self._tiler.opened(held, at) as states:
-                        self._rule.prepare(scaled, states, update[low:high], step.groups[segment.group], step.number)
+                    with self._tiler.opened(held, at) as states, unless(step.skip, states.values()):
+                        self._rule.prepare(scaled, states, raw.update, hyper, step.number)
 
     def finish(
         self, part: TravellingMatrices, window: StateWindow, start: int, stop: int, out: torch.Tensor | None, step: Step
@@ -227,16 +232,29 @@ class MatrixTiler:
                 continue
             matrix = part.route.matrices[piece.matrix]
             hyper = step.groups[members[matrix.member].group]
-            held = {MASTER: window.master[low - window.start : high - window.start]}
+            master = window.master[low - window.start : high - window.start]
+            weights = out[low - start : high - start] if out is not None else None
+            moved = MovedPiece(master, part.update[low:high], weights, step.skip, used is not None)
+            if self._rule.finish_at_once(moved, matrix.shape, hyper):
+                continue
             for _, _, dither in store.rounded_ranges(low, high, step.number):
-                with self._tiler.opened(held, dither) as values:
+                with self._tiler.opened({MASTER: master}, dither) as values:
                     if used is not None:
                         self._tiler.writes.take_over(values[MASTER], used[low:high])
-                    self._rule.finish(values[MASTER], part.update[low:high], matrix.shape, hyper)
-        for segment in store.stepped_segments(start, stop) if out is not None else ():
-            assert out is not None
-            master = window.master[segment.start - window.start : segment.stop - window.start]
-            out[segment.start - start : segment.stop - start].copy_(weights_of(master))
+                    with unless(step.skip, values.values()):
+                        self._rule.finish(values[MASTER], moved.update, matrix.shape, hyper)
+            if weights is not None:
+                weights.copy_(weights_of(master))
+
+
+@contextmanager
+def unless(skip: torch.Tensor | None, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """What happens inside changes these tensors, unless the device says `skip`."""
+    before = [(tensor, tensor.clone()) for tensor in tensors] if skip is not None else []
+    yield
+    for tensor, old in before:
+        assert skip is not None
+        tensor.copy_(torch.where(skip != 0, old, tensor))
 
 
 class HostMatrices(Protocol):
