@@ -269,6 +269,7 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "offload-deepspeed-disk": _deepspeed(3, offload_optimizer={**DISK, "pipeline_read": True, "pipeline_write": True}),
     "offload-onefold-2": _offloaded(2, offload_optimizer=CPU),
     "offload-onefold-2-8bit": _offloaded(2, None, INT8, offload_optimizer=CPU),
+    "offload-onefold-2-host": _offloaded(2, None, {"offloaded_step": "host"}, offload_optimizer=CPU),
     "offload-onefold-2-through": _offloaded(2, None, {"offloaded_step": "device"}, offload_optimizer=CPU),
     "offload-onefold-3": _offloaded(3, offload_optimizer=CPU, offload_param=CPU),
     "offload-onefold-auto": _offloaded(2, SOME_BUDGET, offload_optimizer=AUTO),

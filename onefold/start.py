@@ -183,7 +183,7 @@ def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen 
     if settings.scheduler is not None and lr_scheduler is not None:
         yield "scheduler: initialize was handed an lr_scheduler, so nothing reads the section"
     own_class = chosen is not None and (chosen.rule is None or isinstance(chosen.rule, MatrixRule))
-    if own_class and settings.onefold.offloaded_step == "device":
+    if own_class and settings.onefold.offloaded_step in ("device", "both"):
         yield "onefold.offloaded_step: the GPU steps what onefold's own elementwise rules step; the host all else"
     if chosen is not None and chosen.is_paged:
         yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer keeps them on the host"

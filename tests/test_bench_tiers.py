@@ -179,14 +179,15 @@ def test_a_damaged_file_is_told_and_replaced(cache: Path, caplog: pytest.LogCapt
 
 # Multiples of P: device, host and disk at rest; down, up, read, written in a step; seconds of bus, host Adam, disk. At
 # the rates above a step that moves P down takes 1 s, 2P up 1 s, and 2P both ways 1 s; Adam takes 2 s; 4P read take 1 s,
-# 2P written 1 s, and 3P both ways 1 s.
+# 2P written 1 s, and 3P both ways 1 s. The device steps 0.6 of all, and 0.2 of the last 0.3: 14 go up for it, 12 down.
 BY_HAND = {
     "all on the device": ((16, 0, 0), (0, 0, 0, 0), (0, 0, 0), None),
-    "optimizer cpu, ratio 0.3": ((2 + 0.7 * 14, 0.3 * 14, 0), (0.6, 1.2, 0, 0), (0.9, 0.6, 0), "bus"),
-    "optimizer cpu": ((2, 14, 0), (2, 4, 0, 0), (3, 2, 0), "bus"),
-    "optimizer and param cpu": ((0, 16, 0), (2 + 2, 4 + 2, 0, 0), (5, 2, 0), "bus"),
-    "optimizer nvme": ((2, 2, 12), (2, 4, 12, 12), (3, 2, 8), "disk"),
-    "optimizer and param nvme": ((0, 2, 14), (2, 4, 12 + 4, 12 + 2), (3, 2, 10), "disk"),
+    "optimizer cpu, ratio 0.3": ((2 + 0.7 * 14, 0.3 * 14, 0), (0.6 + 2.4, 0.4 + 2.8, 0, 0), (3.1, 0.2, 0), "bus"),
+    "optimizer cpu": ((2, 14, 0), (2 + 7.2, 1.6 + 8.4, 0, 0), (9.6, 0.8, 0), "bus"),
+    "optimizer cpu, stepped by the host": ((2, 14, 0), (2, 4, 0, 0), (3, 2, 0), "bus"),
+    "optimizer and param cpu": ((0, 16, 0), (2 + 2 + 7.2, 4 + 2 + 8.4, 0, 0), (12.8, 0.8, 0), "bus"),
+    "optimizer nvme": ((2, 2, 12), (2 + 7.2, 1.6 + 8.4, 12, 12), (9.6, 0.8, 8), "bus"),
+    "optimizer and param nvme": ((0, 2, 14), (2 + 7.2, 4 + 8.4, 12 + 4, 12 + 2), (10.8, 0.8, 10), "bus"),
 }
 
 

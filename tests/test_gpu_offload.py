@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from typing import Any
 
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
 
+from onefold.offload.bus import Bus
+from onefold.offload.param_shard import StepOutput
+from onefold.optim.device_pass import DevicePass
+from onefold.optim.rules import AdamRule
+from onefold.optim.steppers import StateWindow, Step, Tiler
 from onefold.plan import Tier
+from onefold.report.offload_bench import OneGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +25,7 @@ pytestmark = [
 CPU = {"device": "cpu"}
 
 
-def run_tiers(dtype: str, accumulation: int, collective: str) -> dict[str, Any]:
+def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "auto") -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +46,7 @@ def run_tiers(dtype: str, accumulation: int, collective: str) -> dict[str, Any]:
                 gradient_accumulation_steps=accumulation,
                 gradient_clipping=0.3,
                 zero_optimization={**keys, "overlap_comm": True},
-                onefold={"collective": collective},
+                onefold={"collective": collective, "offloaded_step": who} if keys else {"collective": collective},
                 **precision(dtype),
             )
             engine = start(net(width=64, depth=6), settings)
@@ -62,10 +69,12 @@ def run_tiers(dtype: str, accumulation: int, collective: str) -> dict[str, Any]:
     return found
 
 
-def check_tiers(results: list[dict[str, Any]]) -> None:
+def check_tiers(results: list[dict[str, Any]], who: str = "auto") -> None:
     for found in results:
         device, _half = found.pop("device"), found.pop("2 half")
         losses, weights, *_ = found["2 cpu"]
+        if who == "device":
+            found["device"] = device
         # A GPU's fused kernel rounds differently from a CPU's: close, not equal.
         assert losses == pytest.approx(device[0], rel=2e-3)
         for name, (theirs, other, planned, held) in found.items():
@@ -85,6 +94,115 @@ def test_tiers_below_the_device_are_bit_equal(request, world, dtype, accumulatio
     check_tiers(pool.run(run_tiers, dtype, accumulation, "exchange"))
 
 
+@pytest.mark.parametrize("who", ["host", "device"])
+def test_whoever_steps_them(nccl, who):
+    """Where the device steps them all, they have the bits of states that rest there."""
+    check_tiers(nccl.run(run_tiers, "bf16", 1, "exchange", who), who)
+
+
+def who_steps(who: str) -> dict[str, tuple[int, int]]:
+    """Elements that the device and the host step, by stage."""
+    found = {}
+    for stage in (1, 3):
+        zero = {"offload_optimizer": CPU}
+        engine = start(
+            net(width=64, depth=6),
+            config(stage, bf16={"enabled": True}, onefold={"offloaded_step": who}, zero_optimization=zero),
+        )
+        host, numel = engine.state.step._host, [0, 0]
+        for number, tiler in enumerate((host._pass._tiler, host._tiler)):
+
+            def count(*given: Any, number: int = number, step: Any = tiler.step, numel: list[int] = numel) -> None:
+                numel[number] += given[3] - given[2]
+                step(*given)
+
+            tiler.step = count
+        for x, y in batches(1):
+            engine.backward(engine(x, y))
+            engine.step()
+        engine.wait_for_step()
+        engine.destroy()
+        found[str(stage)] = numel[0], numel[1]
+    return found
+
+
+@pytest.mark.parametrize("who", ["auto", "host", "device", "both"])
+def test_host_and_device_step_what_they_are_given(nccl, who):
+    (found,) = nccl.run(who_steps, who)
+    for device, host in found.values():
+        assert (device > 0) == (who != "host")
+        assert (host > 0) == (who != "device")
+        if who in ("auto", "both"):
+            assert 0.4 < device / (device + host) < 0.75
+
+
+def failing_pass() -> list[str]:
+    """What is told, from then on, when the device's step of one unit fails."""
+    engine = start(
+        net(width=64, depth=6),
+        config(
+            2,
+            bf16={"enabled": True},
+            onefold={"offloaded_step": "device"},
+            zero_optimization={"offload_optimizer": CPU},
+        ),
+    )
+    tiler, calls = engine.state.step._host._pass._tiler, []
+    step = tiler.step
+
+    def fail(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("the fourth chunk")
+        step(*given)
+
+    tiler.step = fail
+    told = []
+    (x, y), *_ = batches(1)
+    engine.backward(engine(x, y))
+    for call in (engine.step, engine.wait_for_step, lambda: engine.backward(engine(x, y)), engine.step):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_step_of_the_device_that_fails_is_told(nccl):
+    (told,) = nccl.run(failing_pass)
+    assert "the fourth chunk" in told[0]
+    assert "an earlier step failed on the host" in told[-1]
+
+
+def longer_shard() -> bool:
+    """A shard that needs more memory than the last, whose step the device has not begun."""
+    bus, sizes = Bus(torch.device("cuda"), lambda way, num_bytes: None), (1 << 20, (1 << 23) + 2048, 1 << 12)
+    hyper = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    step, passing, windows, told = Step(1, 0.5, [hyper]), DevicePass(AdamRule(), bus), [], []
+    for size in sizes:
+        master, gradient = torch.randn(size).pin_memory(), torch.randn(size).pin_memory()
+        states = {name: torch.zeros(size).pin_memory() for name in ("exp_avg", "exp_avg_sq")}
+        windows.append((StateWindow(0, size, master, states), gradient, master.clone()))
+    torch.cuda.synchronize()
+    for window, gradient, _ in windows:
+        with torch.cuda.stream(passing._stream):
+            torch.cuda._sleep(100_000_000)
+        now = bus.now()
+        passing.start(OneGroup(), window, gradient, StepOutput(), step, now, lambda window=window: told.append(window))
+    passing.finish()
+    for window, gradient, before in windows:
+        states = {name: torch.zeros(window.stop, device="cuda") for name in window.states}
+        there = StateWindow(0, window.stop, before.cuda(), states)
+        Tiler(AdamRule()).step(OneGroup(), there, 0, window.stop, gradient.cuda(), None, step)
+        assert torch.equal(window.master, there.master.cpu())
+        assert all(torch.equal(state, states[name].cpu()) for name, state in window.states.items())
+    return told == [window for window, *_ in windows]
+
+
+def test_a_longer_shard_gets_memory_of_its_own(nccl):
+    assert nccl.run(longer_shard) == [True]
+
+
 def slow_host() -> tuple[list[float], list[float]]:
     """The device must not run ahead of a host that is slow, nor free what is still being copied."""
     losses = []
@@ -93,15 +211,15 @@ def slow_host() -> tuple[list[float], list[float]]:
             net(width=256, depth=6), config(2, bf16={"enabled": True}, zero_optimization={"offload_optimizer": CPU})
         )
         if slow:
-            tiler, before = engine.state.step._host._tiler, engine.state.step._host._tiler.step
+            host = engine.state.step._host
+            for tiler in (host._tiler, host._pass._tiler):
 
-            def wait_first(*args: Any, before: Any = before, **kwargs: Any) -> None:
-                import time
+                def wait_first(*args: Any, before: Any = tiler.step, **kwargs: Any) -> None:
+                    time.sleep(0.02)
+                    torch.cuda._sleep(10_000_000)  # on the stream of whoever calls
+                    before(*args, **kwargs)
 
-                time.sleep(0.02)
-                before(*args, **kwargs)
-
-            tiler.step = wait_first
+                tiler.step = wait_first
         found = []
         for x, y in batches(6):
             loss = engine(x, y)

@@ -183,16 +183,16 @@ def test_a_host_can_step_bytes_by_itself(on_nccl_ranks, tmp_path):
 
 def chunks() -> str | None:
     """Many chunks, more than are under way at a time, as one."""
-    traces = []
-    for size in (device_pass.CHUNK, 2048):
-        device_pass.CHUNK = size
+    traces, usual = [], device_pass.CHUNK_BYTES
+    for size in (usual, 1 << 14):
+        device_pass.CHUNK_BYTES = size
         zero = {"offload_optimizer": {"device": "cpu"}}
         engine = start(
             net(width=64), config(2, onefold=FORMATS["int8, split"], zero_optimization=zero, **precision("bf16"))
         )
         traces.append(train(engine, 4))
         engine.destroy()
-    device_pass.CHUNK = 1 << 22
+    device_pass.CHUNK_BYTES = usual
     return first_difference(*traces)
 
 

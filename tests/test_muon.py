@@ -34,6 +34,7 @@ from onefold.config import ConfigError
 from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast
 from onefold.estimate.machines import adjust, find_machine
 from onefold.estimate.models import find_model
+from onefold.optim import host_step
 from onefold.optim.choose import check_shardable, choose
 from onefold.optim.matrix_rules import POLAR_EXPRESS, QUINTIC, orthogonalize
 from onefold.plan import Layout
@@ -257,6 +258,24 @@ def test_every_tier_is_bit_equal(on_ranks, tmp_path, world, dtype, accumulation)
             assert first_difference(trace, traces["device"]) is None, name
         for name, (moved, planned) in crossings.items():
             assert moved == planned, name
+
+
+def chunks_on_disk(folder: str) -> str | None:
+    """Parameters on a disk are cast over what has been read by then, chunk by chunk."""
+    traces, usual = [], host_step.CHUNK
+    host_step.CHUNK = 2048
+    disk = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    for zero in ({}, {"offload_optimizer": disk, "offload_param": disk}):
+        extra = {"gradient_accumulation_steps": 2, "zero_optimization": zero, **precision("bf16")}
+        engine = start(wide(), config(3, optimizer=muon(), **extra))
+        traces.append(train(engine, 6))
+        engine.destroy()
+    host_step.CHUNK = usual
+    return first_difference(*traces)
+
+
+def test_chunks_do_not_write_over_what_is_still_to_be_read(on_ranks, tmp_path):
+    assert on_ranks(1, chunks_on_disk, str(tmp_path)) == [None]
 
 
 def delay() -> str:

@@ -175,11 +175,11 @@ class OnefoldSection:
     fp32_state_names: tuple[str, ...] = key(
         (), "Patterns of names of parameters (`*embed*`) whose states stay fp32 whatever `state_dtype` says."
     )
-    offloaded_step: Literal["auto", "host", "device"] = key(
+    offloaded_step: Literal["auto", "host", "device", "both"] = key(
         "auto",
         "Who steps states below a GPU. host: its cores, where they rest; device: they pass through the GPU, gradient, "
-        "master and states up, master and states down. auto: the GPU steps those in fewer bytes, which a host is slow "
-        "at, and the host all others.",
+        "master and states up, master and states down, with the bits of states on the GPU; both: some units each, at "
+        "the same time. auto: both, but the GPU alone where states or masters are in fewer bytes.",
     )
     delayed_host_step: bool = key(
         False,

@@ -16,7 +16,7 @@ from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import Rehearsal, rehearse
 from onefold.estimate.trace import MemoryMoment
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
-from onefold.optim.device_pass import CHUNK, UNDER_WAY
+from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
 from onefold.plan import (
     Crossing,
     FlatParamSpec,
@@ -327,9 +327,8 @@ def _passing_through(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
     for spec in specs:
         if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
             gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
-            size = spec.layout.shard_size
-            largest = max(largest, min(CHUNK, size) * (bytes_of_step(spec) // size + gradient))
-    return UNDER_WAY * largest
+            largest = max(largest, bytes_of_step(spec) + spec.layout.shard_size * gradient)
+    return UNDER_WAY * min(largest, CHUNK_BYTES)
 
 
 def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:

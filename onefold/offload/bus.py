@@ -9,8 +9,7 @@ Device memory is held by its owner until the caller's stream is ordered behind t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,6 +35,11 @@ class Arrival:
 
 HERE = Arrival()
 
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Sources and targets of copies."""
+
+_TRACKS = {"down": Track.DOWN, "up": Track.UP}
+
 
 class Bus:
     """Copies between the device and the host, counted: `count` is told "down" or "up" and bytes."""
@@ -50,20 +54,28 @@ class Bus:
         """`add` only where nothing crosses: a bus cannot add."""
         if add:
             assert not self.crosses
-            with _recorded("down", source):
-                self.count("down", source.nbytes)
+            self.count("down", source.nbytes)
+            with recorded(Track.DOWN, "down", numel=source.numel()):
                 target.add_(source)
             return HERE
-        return self._copy("down", source, target, self.now())
+        return self.down_together([(source, target)])
+
+    def down_together(self, pairs: Pairs) -> Arrival:
+        """All these copies as one."""
+        return self._copy("down", pairs, self.now())
 
     def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
         """The device casts. `after`: the last use of the target, where the caller's own stream does not know it."""
-        return self._copy("up", source, target, after or self.now())
+        return self.up_together([(source, target)], after)
+
+    def up_together(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> Arrival:
+        """All these copies as one."""
+        return self._copy("up", pairs, after or self.now())
 
     def up_at_once(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """In the order of the caller's own stream."""
-        with _recorded("up", source):
-            self.count("up", source.nbytes)
+        self.count("up", source.nbytes)
+        with recorded(Track.UP, "up", numel=source.numel()):
             if source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
             else:
@@ -77,28 +89,23 @@ class Bus:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
+    def _copy(self, way: str, pairs: Pairs, after: torch.cuda.Event | None) -> Arrival:
+        self.count(way, sum(source.nbytes for source, _ in pairs))
+        numel = sum(source.numel() for source, _ in pairs)
         if not self.crosses:
-            with _recorded(way, source):
-                self.count(way, source.nbytes)
-                target.copy_(source)
+            with recorded(_TRACKS[way], way, numel=numel):
+                for source, target in pairs:
+                    target.copy_(source)
             return HERE
         assert after is not None
         stream, arrived = self._streams[way], torch.cuda.Event(blocking=True)
         stream.wait_event(after)
-        with torch.cuda.stream(stream), _recorded(way, source):
-            self.count(way, source.nbytes)
-            if source.dtype == target.dtype:
-                target.copy_(source, non_blocking=True)
-            else:
-                # torch would cast on the host. The copy is made and freed on this stream.
-                target.copy_(torch.empty_like(source, device=self.device).copy_(source, non_blocking=True))
+        with torch.cuda.stream(stream), recorded(_TRACKS[way], way, numel=numel):
+            for source, target in pairs:
+                if source.dtype == target.dtype:
+                    target.copy_(source, non_blocking=True)
+                else:
+                    # torch would cast on the host. The copy is made and freed on this stream.
+                    target.copy_(torch.empty_like(source, device=self.device).copy_(source, non_blocking=True))
             arrived.record(stream)
         return Arrival(arrived)
-
-
-_TRACKS = {"down": Track.DOWN, "up": Track.UP}
-
-
-def _recorded(way: str, source: torch.Tensor) -> AbstractContextManager[None]:
-    return recorded(_TRACKS[way], way, numel=source.numel())

@@ -108,6 +108,10 @@ class OffloadMemory:
         if bus.crosses:
             self.worker.submit(torch.cuda.set_device, bus.device).result()  # a new thread begins with the first GPU
             self._leave_cores()
+        # One more, which starts the copies of states that the device steps.
+        self.pass_worker = ThreadPoolExecutor(
+            1, "onefold-pass", *((torch.cuda.set_device, (bus.device,)) if bus.crosses else ())
+        )
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
@@ -170,6 +174,7 @@ class OffloadMemory:
     def close(self) -> None:
         """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""
         self.worker.shutdown()
+        self.pass_worker.shutdown()
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()

@@ -4,14 +4,17 @@
 torch has one kernel that updates fp32 values on a host, as fast as its memory is. Values in fewer bytes need some
 forty passes there, and a host is several times slower with them, while a bus carries them in a fraction of that time.
 So they go up with their gradient, a chunk at a time, are stepped by the device's own kernel and come down again. A few
-chunks are under way: one comes up while one is stepped and one goes down. The host's thread only starts the copies; as
-when it steps by itself, a shard is stepped when its task ends. Bits are those of states that rest on the device.
+chunks are under way: one comes up while one is stepped and one goes down, and the next shard begins while the last one
+still goes down. A thread of its own starts the copies and hears of their ends. Bits are those of states that rest on
+the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -21,12 +24,13 @@ from onefold.offload.encoded import EncodedFlat
 from onefold.offload.param_shard import LastUse, StepOutput, tensors_of
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
-from onefold.optim.rules import MASTER, Rule
+from onefold.optim.rules import Rule
 from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, weights_of
+from onefold.plan.forms import BLOCK
 from onefold.plan.layout import Segment, round_up
 
-# Elements that go up, are stepped and come down together.
-CHUNK = 1 << 22
+# Bytes that go up, are stepped and come down together: fewer take longer to start, more leave less to do beside.
+CHUNK_BYTES = 1 << 26
 # Chunks that are under way at a time, each in memory of its own on the device.
 UNDER_WAY = 3
 # Parts of a chunk begin at multiples of so many bytes.
@@ -53,44 +57,44 @@ class _FromStart:
 class _Slot:
     """Memory on the device for one chunk."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._used = 0
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._rooms: dict[tuple[tuple[int, torch.dtype], ...], list[torch.Tensor]] = {}
 
-    def reserve(self, num_bytes: int) -> None:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
-
-    def begin(self) -> None:
-        """Another chunk comes; nothing of the last one is under way."""
-        self._used = 0
-
-    def room(self, like: torch.Tensor) -> torch.Tensor:
-        found = self._memory[self._used : self._used + like.nbytes].view(like.dtype)
-        self._used += round_up(like.nbytes, _ALIGNMENT)
+    def room(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For all of these at once; made once for many chunks of the same kind."""
+        key = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
+        found = self._rooms.get(key)
+        if found is None:
+            found, start = [], 0
+            for tensor in tensors:
+                found.append(self._memory[start : start + tensor.nbytes].view(tensor.dtype))
+                start += round_up(tensor.nbytes, _ALIGNMENT)
+            self._rooms[key] = found
         return found
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A range on its way: the last copy down of it, and whether what computes has its weights already."""
+    """A range on its way: the last copy down of it, and what is done when it has arrived."""
 
-    start: int
-    stop: int
     arrival: Arrival
-    is_sent: bool
+    take_weights: Callable[[], None] | None
+    then: Callable[[], None] | None
 
 
 class DevicePass:
-    """Steps windows of states in host memory on the device. The host's thread uses it, and nobody else."""
+    """Steps windows of states in host memory on the device. One thread uses it, and nobody else."""
 
     def __init__(self, rule: Rule, bus: Bus) -> None:
         self._tiler, self._bus = Tiler(rule), bus
         self._stream = torch.cuda.Stream(bus.device)
-        self._slots = [_Slot(bus.device) for _ in range(UNDER_WAY)]
+        self._slots = [_Slot(0, bus.device) for _ in range(UNDER_WAY)]
+        self._under_way: deque[_Chunk] = deque()
         self._number = 0
 
-    def step(
+    def start(
         self,
         store: ShardStore,
         window: StateWindow,
@@ -98,29 +102,51 @@ class DevicePass:
         output: StepOutput,
         step: Step,
         last_use: LastUse,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """All of a window; returns when it is in host memory again. `gradient` lies along the shard."""
-        under_way: deque[_Chunk] = deque()
-        self._reserve(window, gradient)
-        for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
-            if len(under_way) == UNDER_WAY:
-                self._finish(window, output, under_way.popleft())
+        """All of a window is on its way; `then` is called when it is in host memory again, by a later call of this or
+        of `finish`. `gradient` lies along the shard.
+        """
+        for start, stop in pairwise([*range(window.start, window.stop, self._reserve(window, gradient)), window.stop]):
+            if len(self._under_way) == UNDER_WAY:
+                self._finish_oldest()
             slot = self._slots[self._number % UNDER_WAY]
             self._number += 1
             with torch.cuda.stream(self._stream):
-                under_way.append(self._start(slot, store, window, (start, stop), gradient, output, step, last_use))
-        while under_way:
-            self._finish(window, output, under_way.popleft())
+                arrival, is_sent = self._start(slot, store, window, (start, stop), gradient, output, step, last_use)
+            take = None if is_sent else partial(_take_weights, window, output, start, stop)
+            self._under_way.append(_Chunk(arrival, take, then if stop == window.stop else None))
 
-    def _reserve(self, window: StateWindow, gradient: torch.Tensor) -> None:
-        """While nothing is under way: what the step's stream has freed may be in use there still, and copies up do not
-        wait for that stream.
+    def finish(self) -> None:
+        """All that was started is in host memory again."""
+        while self._under_way:
+            self._finish_oldest()
+
+    def forget(self) -> None:
+        """After an error: nobody waits for what was started."""
+        self._under_way.clear()
+
+    def _finish_oldest(self) -> None:
+        chunk = self._under_way.popleft()
+        chunk.arrival.wait()
+        for call in (chunk.take_weights, chunk.then):
+            if call is not None:
+                call()
+
+    def _reserve(self, window: StateWindow, gradient: torch.Tensor) -> int:
+        """Elements of a chunk, for which there is room in every slot. Memory that is too small is replaced while
+        nothing is under way: what the step's stream has freed may be in use there still, and copies up do not wait for
+        that stream.
         """
-        size = min(CHUNK, window.stop - window.start)
-        parts = [part for flat in (window.master, *window.states.values()) for part in tensors_of(flat[:size])]
-        with torch.cuda.stream(self._stream):
-            for slot in self._slots:
-                slot.reserve(sum(round_up(part.nbytes, _ALIGNMENT) for part in (gradient[:size], *parts)))
+        flats = (gradient, window.master, *window.states.values())
+        per_block = [part.nbytes for flat in flats for part in tensors_of(flat[:BLOCK])]
+        size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
+        num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
+        if any(slot.num_bytes < num_bytes for slot in self._slots):
+            self.finish()
+            with torch.cuda.stream(self._stream):
+                self._slots = [_Slot(num_bytes, self._bus.device) for _ in self._slots]
+        return size
 
     def _start(
         self,
@@ -132,42 +158,33 @@ class DevicePass:
         output: StepOutput,
         step: Step,
         last_use: LastUse,
-    ) -> _Chunk:
+    ) -> tuple[Arrival, bool]:
+        """The last copy down, and whether what computes has the weights of the range already."""
         start, stop = place
         inside = slice(start - window.start, stop - window.start)
-        held: dict[str, InMemory] = {MASTER: window.master[inside]}
-        held |= {name: state[inside] for name, state in window.states.items()}
-        on_host = {
-            name: [part for part in tensors_of(flat) if isinstance(part, torch.Tensor)] for name, flat in held.items()
-        }
-        slot.begin()
-        arrival = self._bus.up(gradient[start:stop], scaled := slot.room(gradient[start:stop]), last_use)
-        on_device: dict[str, list[torch.Tensor]] = {}
-        for name, parts in on_host.items():
-            on_device[name] = [slot.room(part) for part in parts]
-            for part, there in zip(parts, on_device[name], strict=True):
-                arrival = self._bus.up(part, there, last_use)
-        arrival.order()
-        values = {name: _as(flat, on_device[name]) for name, flat in held.items()}
-        master = values.pop(MASTER)
-        through = StateWindow(0, stop - start, master, values)
+        held = [window.master[inside], *(state[inside] for state in window.states.values())]
+        on_host = [part for flat in held for part in tensors_of(flat) if isinstance(part, torch.Tensor)]
+        scaled, *on_device = slot.room([gradient[start:stop], *on_host])
+        ups = zip([gradient[start:stop], *on_host], [scaled, *on_device], strict=True)
+        self._bus.up_together(list(ups), last_use).order()
+        parts = iter(on_device)
+        master, *states = [_as(flat, parts) for flat in held]
+        through = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
         self._tiler.step(_FromStart(store, start), through, 0, stop - start, scaled, None, step)
         is_sent = output.send_from_device(weights_of(master), start, stop)
-        for name, parts in on_host.items():
-            for part, there in zip(parts, on_device[name], strict=True):
-                arrival = self._bus.down(there, part)
-        return _Chunk(start, stop, arrival, is_sent)
-
-    def _finish(self, window: StateWindow, output: StepOutput, chunk: _Chunk) -> None:
-        """The chunk is in host memory again, and what rests below the device takes its weights from there."""
-        chunk.arrival.wait()
-        if not chunk.is_sent:
-            weights = weights_of(window.master[chunk.start - window.start : chunk.stop - window.start])
-            if (memory := output.memory(chunk.start, chunk.stop)) is not None:
-                memory.copy_(weights)
-            output.send(weights, chunk.start, chunk.stop)
+        return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_sent
 
 
-def _as(flat: InMemory, parts: list[torch.Tensor]) -> InMemory:
-    """The same values in other memory."""
-    return EncodedFlat(flat.form, parts, flat.numel()) if isinstance(flat, EncodedFlat) else parts[0]
+def _take_weights(window: StateWindow, output: StepOutput, start: int, stop: int) -> None:
+    """The range is in host memory again, and what rests below the device takes its weights from there."""
+    weights = weights_of(window.master[start - window.start : stop - window.start])
+    if (memory := output.memory(start, stop)) is not None:
+        memory.copy_(weights)
+    output.send(weights, start, stop)
+
+
+def _as(flat: InMemory, parts: Iterator[torch.Tensor]) -> InMemory:
+    """The same values in other memory, the next of these parts."""
+    if isinstance(flat, EncodedFlat):
+        return EncodedFlat(flat.form, [next(parts) for _ in flat.parts], flat.numel())
+    return next(parts)

@@ -1,21 +1,22 @@
-"""The step of what rests below the device: on the host's thread, unit by unit, beside whatever the device does.
+"""The step of what rests below the device: unit by unit, by the host and by the device, beside the next forward.
 
 [Note: the host's step]
-Each shard is one task. It waits for the shard's gradient, updates chunk by chunk, and sends each chunk up as soon as
-it is updated; meanwhile later gradients come down and earlier parameters go up. The master goes up as it is and the
-device casts it: two more bytes on a bus that has time, for a pass over memory of a host that has none. Where 16-bit
-parameters rest below the device, the host casts them; on their way to a disk they are written over the gradient they
-were made of, which is read by then. What rests on a disk passes through a few page-locked buffers: one is read ahead
-while one is updated and one is written back.
+Each shard that the host steps is one task on its thread. It waits for the shard's gradient, updates chunk by chunk,
+and sends each chunk up as soon as it is updated; meanwhile later gradients come down and earlier parameters go up.
+The master goes up as it is and the device casts it: two more bytes on a bus that has time, for a pass over memory of
+a host that has none. Where 16-bit parameters rest below the device, the host casts them; on their way to a disk they
+are written over the gradient they were made of, which is read by then. What rests on a disk passes through a few
+page-locked buffers: one is read ahead while one is updated and one is written back.
 All cores work on one tile together, which stays in their caches between the cast of its gradient and the update.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -109,13 +110,16 @@ class HostStep:
         if self._stream is not None:
             for store in stores:
                 self._stream.plan([store], STATES_ALONE if store.spec.kept.as_matrices else ALL)
+        passing = self._start_pass([store for store in stores if self._passes_beside(store)], step, last_use)
         for store in stores:
             gradient = _gradient_of(store).value
             assert gradient is not None
             if store.spec.kept.as_matrices:
                 self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
                 continue
-            stepped = self._submit("host step", store, self._step, store, gradient, step, last_use)
+            stepped = passing.get(store)
+            if stepped is None:
+                stepped = self._submit("host step", store, self._step, store, gradient, step, last_use)
             asked.append(stepped)
             if self._delays:
                 self._late.append((store, stepped))
@@ -141,13 +145,12 @@ class HostStep:
 
     @torch.no_grad()
     def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
-        if not self._delays:  # with a delay another gradient may be on its way by now
-            _gradient_of(store).wait()
-        store.wait_for_master()
-        output = StepOutput() if self._delays else store.output(gradient, last_use)
+        output = self._output(store, gradient, last_use)
         for window in self._windows(store):
-            if self._pass is not None and passes_device(self._plan, store.spec):
-                self._pass.step(store, window, gradient, output, step, last_use)
+            if self._passes(store):
+                assert self._pass is not None
+                self._pass.start(store, window, gradient, output, step, last_use)
+                self._pass.finish()
             else:
                 for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                     self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
@@ -155,6 +158,58 @@ class HostStep:
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)
+
+    def _output(self, store: ShardStore, gradient: torch.Tensor, last_use: LastUse) -> StepOutput:
+        """The shard may be stepped: its gradient is there, and nothing reads the master."""
+        if not self._delays:  # with a delay another gradient may be on its way by now
+            _gradient_of(store).wait()
+        store.wait_for_master()
+        return StepOutput() if self._delays else store.output(gradient, last_use)
+
+    # -- what passes through the device ----------------------------------------------------------------------------
+
+    def _passes(self, store: ShardStore) -> bool:
+        return self._pass is not None and passes_device(self._plan, store.spec)
+
+    def _passes_beside(self, store: ShardStore) -> bool:
+        """Whether a thread of its own sees to it, beside the host's. Windows of a disk come and go one by one."""
+        return self._stream is None and self._passes(store)
+
+    def _start_pass(
+        self, stores: Sequence[ShardStore], step: Step, last_use: LastUse
+    ) -> dict[ShardStore, Future[Arrival]]:
+        asked: dict[ShardStore, Future[Arrival]] = {store: Future() for store in stores}
+        if asked:
+            gradients = [_gradient_of(store).value for store in stores]  # they are let go of when this returns
+            self._memory.pass_worker.submit(self._pass_all, asked, gradients, step, last_use)
+        return asked
+
+    @torch.no_grad()
+    def _pass_all(
+        self,
+        asked: Mapping[ShardStore, Future[Arrival]],
+        gradients: Sequence[torch.Tensor | None],
+        step: Step,
+        last_use: LastUse,
+    ) -> None:
+        assert self._pass is not None
+        try:
+            for (store, stepped), gradient in zip(asked.items(), gradients, strict=True):
+                assert gradient is not None
+                if self._failed is not None:
+                    raise self._failed.with_traceback(None)
+                with recorded(Track.STEP, "device step", store.unit, numel=store.stop - store.start, by_host=True):
+                    output = self._output(store, gradient, last_use)
+                    for window in whole_window(store):
+                        then = partial(_tell_stepped, store, output, stepped)
+                        self._pass.start(store, window, gradient, output, step, last_use, then)
+            self._pass.finish()
+        except BaseException as error:
+            self._failed = error
+            self._pass.forget()
+            for stepped in asked.values():
+                if not stepped.done():
+                    stepped.set_exception(error)
 
     # -- whole matrices: two passes, and the device between them --------------------------------------------------
 
@@ -177,11 +232,11 @@ class HostStep:
 
     def start_finish(self, part: TravellingMatrices, step: Step) -> None:
         """The update is on the device: it comes down, and the host steps the master with it."""
-        store, gradient = part.store, _gradient_of(part.store).value
+        store = part.store
         here = self._prepared.pop(store).result()
         arrival = self._memory.bus.down(part.update, here)
         last_use = self._memory.bus.now()
-        stepped = self._submit("host step", store, self._finish, part, here, gradient, arrival, step, last_use)
+        stepped = self._submit("host step", store, self._finish, part, here, arrival, step, last_use)
         self._asked.append(stepped)
         store.start_step(stepped)
 
@@ -190,7 +245,6 @@ class HostStep:
         self,
         part: TravellingMatrices,
         here: torch.Tensor,
-        gradient: torch.Tensor,
         arrival: Arrival,
         step: Step,
         last_use: LastUse,
@@ -199,7 +253,8 @@ class HostStep:
         arrival.wait()
         store, below = part.store, replace(part, update=here)
         store.wait_for_master()
-        output = store.output(gradient, last_use)
+        # Weights on their way to a disk are written over the update they were made of, which is as wide as they are.
+        output = store.output(here, last_use)
         if self._stream is not None:
             self._stream.plan([store], MASTER_ALONE)
         for window in self._windows(store):
@@ -223,6 +278,10 @@ class HostStep:
         if self._stream is not None and store.state_tier is Tier.NVME:
             return self._stream.windows(store)
         return whole_window(store)
+
+
+def _tell_stepped(store: ShardStore, output: StepOutput, stepped: Future[Arrival]) -> None:
+    stepped.set_result(store.finish_output(output))
 
 
 def _gradient_of(store: ShardStore) -> HostGrad:

@@ -206,7 +206,7 @@ class Plan:
     overlap: bool = False
     honours_writes: bool = True
     """The step looks for writes to unsharded parameters and takes them over into masters."""
-    offloaded_step: Literal["auto", "host", "device"] = "auto"
+    offloaded_step: Literal["auto", "host", "device", "both"] = "auto"
     """Who steps what rests below a GPU."""
     delays_host: bool = False
     """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""

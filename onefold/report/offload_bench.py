@@ -42,6 +42,7 @@ from onefold.plan import (
     make_plan,
 )
 from onefold.plan.layout import Segment
+from onefold.plan.memory import SharedStep, passes_device
 from onefold.report.link_bench import LinkRates, measure_links
 
 Tell = Callable[[str, int, int], None]
@@ -370,6 +371,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all on the device": {"stage": 2},
     "optimizer cpu, ratio 0.3": {"stage": 2, "offload_optimizer": {**_CPU, "ratio": 0.3}},
     "optimizer cpu": {"stage": 2, "offload_optimizer": _CPU},
+    "optimizer cpu, stepped by the host": {"stage": 2, "offload_optimizer": _CPU},
     "optimizer and param cpu": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "optimizer nvme": {"stage": 2, "offload_optimizer": _NVME},
     "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
@@ -400,16 +402,20 @@ class Cost:
 
 def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
-    config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting]})
+    own = {"offloaded_step": "host"} if "stepped by the host" in setting else {}
+    config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting], "onefold": own})
     plan = make_plan(config, world_size=1)
     # All of it, whatever the host could keep.
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
     spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=_MOMENTS)
-    specs = assign_tiers([spec] * _NUM_UNITS, plan)
-    crossing = count_crossing(specs, plan, 1, device_casts=True)
-    stepped = sum(spec.layout.numel for spec in specs if spec.residency.offloads_states)
+    shared = SharedStep()
+    units = [replace(spec, given_to_device=shared.gives_to_device(layout.numel)) for _ in range(_NUM_UNITS)]
+    specs = assign_tiers(units, plan)
     bus, disk = measured.bus, measured.disk
+    crossing = count_crossing(specs, plan, 1, device_casts=True)
+    below = [spec for spec in specs if spec.residency.offloads_states]
+    stepped = sum(spec.layout.numel for spec in below if bus is None or not passes_device(plan, spec))
     uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
     device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
     seconds = {
