@@ -137,6 +137,7 @@ def random_values(rng: random.Random, **given: Any) -> dict[str, Any]:
         **{"precision": rng.choice(["bf16", "bf16", "fp32"]), "micro_batch": rng.choice([1, 2, 4])},
         **{"sequence_length": rng.choice([512, 2048, 8192]), "recompute": rng.random() < 0.5},
         "accumulation": rng.choice([1, 1, 4]),
+        **{name: rng.choice(["fp32", *CHOICES[name]]) for name in ("state_dtype", "master_dtype")},
     }
     return {**values, **given}
 
@@ -169,8 +170,11 @@ def config_of(values: dict[str, Any]) -> dict[str, Any]:
         if values["stage"] == 3 and values["offload_param"] != "none":
             zero["offload_param"] = places[values["offload_param"]]
     base = {key: value for key, value in DEFAULT_CONFIG.items() if key != "bf16" or values["precision"] == "bf16"}
+    formats = ("state_dtype", "master_dtype") if values["precision"] == "bf16" else ("state_dtype",)
+    own = {name: values[name] for name in formats if values[name] != "fp32"}
     return {
         **base,
+        **({"onefold": own} if own else {}),
         "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": values["micro_batch"],
         "gradient_accumulation_steps": values["accumulation"],
@@ -313,9 +317,24 @@ def test_the_script_computes_what_python_does(tmp_path):
 
 STATES: list[dict[str, Any]] = [
     {},
-    {**SHAPES["Llama 70B"], "stage": 3, "nodes": 4, "micro_batch": 2},
-    {"stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu", "gpus": 2, "gpu_memory": 24, "recompute": False},
-    {**SHAPES["GPT 125M"], "stage": 0, "offload_optimizer": "cpu", "precision": "fp32", "accumulation": 8},
+    {**SHAPES["Llama 70B"], "stage": 3, "nodes": 4, "micro_batch": 2, "state_dtype": "int8"},
+    {
+        "stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_param": "cpu",
+        "gpus": 2,
+        "gpu_memory": 24,
+        "recompute": False,
+        "master_dtype": "bf16_int8",
+    },
+    {
+        **SHAPES["GPT 125M"],
+        "stage": 0,
+        "offload_optimizer": "cpu",
+        "precision": "fp32",
+        "accumulation": 8,
+        "master_dtype": "bf16_int16",
+    },
 ]
 
 

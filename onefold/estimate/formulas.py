@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from onefold.config import Config
 from onefold.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, NCCL, PROCESS, WORKSPACE
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
 from onefold.optim.steppers import TILE
 
 _DEFAULTS = Config().zero_optimization
@@ -64,6 +65,10 @@ class Case:
     """Of parameters and activations: 2 for bf16, 4 for fp32."""
     accumulates: bool
     """A step takes several micro-steps."""
+    state_itemsize: float
+    """Of moments: 4 for fp32, with its share of a scale for int8."""
+    master_rest: float
+    """Bytes that a master in bf16 weights and more bits has beside the weight; 0: it is in fp32."""
 
 
 # -- shape -------------------------------------------------------------------------------------------------------------
@@ -102,7 +107,7 @@ def num_parameters(case: Case) -> float:
 
 
 def offloads(case: Case) -> bool:
-    """Whether masters and moments leave the device, and the host steps them."""
+    """Whether masters and moments leave the device."""
     return case.shards_states and case.offload_optimizer != "none"
 
 
@@ -120,27 +125,45 @@ def stepped(case: Case) -> float:
     return shard(case) if case.shards_states else num_parameters(case)
 
 
+def splits_masters(case: Case) -> bool:
+    """A master is the 16-bit weight and a rest; fp32 parameters have none."""
+    return case.itemsize == 2 and case.master_rest > 0
+
+
 def rests_unsharded(case: Case) -> bool:
     """A single rank has nothing to gather, unless parameters are cast from masters or come from the host."""
-    casts = case.itemsize == 2 and not offloads(case)
+    casts = case.itemsize == 2 and not offloads(case) and not splits_masters(case)
     return not case.shards_parameters or (world(case) == 1 and not casts and not offloads_parameters(case))
 
 
 def resting_parameters(case: Case) -> float:
-    """Bytes of the device; where masters are there too, sharded parameters are cast from them."""
+    """Bytes of the device; where fp32 masters are there too, sharded parameters are cast from them."""
     norms = case.itemsize * norm_weights(case)
-    sharded = case.itemsize * shard(case) if offloads(case) and not offloads_parameters(case) else norms
+    is_apart = splits_masters(case) or offloads(case)
+    sharded = case.itemsize * shard(case) if is_apart and not offloads_parameters(case) else norms
     return case.itemsize * num_parameters(case) if rests_unsharded(case) else sharded
 
 
+def beside_weights(case: Case) -> float:
+    """Elements whose masters rest in the same tier as their weights."""
+    is_host = offloads_parameters(case) and case.offload_optimizer == "cpu" and case.offload_param == "cpu"
+    is_nvme = case.offload_optimizer == "nvme" and case.offload_param == "nvme"
+    on_nvme = parameter_elements_on_nvme(case) if is_nvme else 0
+    return stepped(case) if is_host or not offloads(case) else on_nvme
+
+
 def master_bytes(case: Case) -> float:
-    """Wherever they rest. In fp32 the parameter that stays is its own master."""
+    """Wherever they rest. In fp32 the parameter that stays is its own master; of one that is split, the weight is the
+    parameter where both rest in one tier.
+    """
     is_parameter = case.itemsize == 4 and rests_unsharded(case) and not offloads(case)
-    return 0 if is_parameter else 4 * stepped(case)
+    whole = 0 if is_parameter else 4 * stepped(case)
+    split = (2 + case.master_rest) * stepped(case) - 2 * beside_weights(case)
+    return split if splits_masters(case) else whole
 
 
 def moment_bytes(case: Case) -> float:
-    return 8 * stepped(case)
+    return 2 * case.state_itemsize * stepped(case)
 
 
 def reduced_itemsize(case: Case) -> float:
@@ -462,10 +485,23 @@ def moments(case: Case) -> float:
     return 0 if offloads(case) else moment_bytes(case)
 
 
+def passing(case: Case) -> float:
+    """Chunks of what rests below the device, on their way through it."""
+    elements = max(table_weights(case), block_weights(case)) / world(case)
+    weight = 2 + case.master_rest if splits_masters(case) else 4
+    largest = elements * (weight + 2 * case.state_itemsize + reduced_itemsize(case))
+    return UNDER_WAY * min(CHUNK_BYTES, largest) if offloads(case) else 0
+
+
+def beside(case: Case) -> float:
+    """Memory of cuBLAS, and of a step."""
+    return WORKSPACE + passing(case)
+
+
 def allocated(case: Case) -> float:
     """What `torch.cuda.max_memory_allocated` will say."""
     states = resting_parameters(case) + masters(case) + moments(case)
-    return states + gathered(case) + gradients(case) + activations(case) + logits(case) + WORKSPACE
+    return states + gathered(case) + gradients(case) + activations(case) + logits(case) + beside(case)
 
 
 def reserve(case: Case) -> float:
@@ -479,8 +515,8 @@ def context(case: Case) -> float:
 
 
 def reserve_and_context(case: Case) -> float:
-    """All that is not the model's: cuBLAS's workspace with them."""
-    return WORKSPACE + reserve(case) + context(case)
+    """All that is not the model's."""
+    return beside(case) + reserve(case) + context(case)
 
 
 def gpu_bytes(case: Case) -> float:

@@ -19,6 +19,7 @@ from onefold.estimate.formulas import Case
 from onefold.estimate.machines import GB, GPUS
 from onefold.estimate.to_javascript import translate_module
 from onefold.plan import Placement
+from onefold.plan.forms import BLOCK, SIGNED
 from onefold.plan.table import TABLE
 
 
@@ -43,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     **SHAPES["Llama 7B"],
     **{"gpus": 8, "nodes": 1, "gpu_memory": 80, "host_memory": 2048, "nvme": 8000},
     **{"stage": 2, "offload_optimizer": "none", "offload_param": "none", "precision": "bf16"},
+    **{"state_dtype": "fp32", "master_dtype": "fp32"},
     **{"micro_batch": 1, "sequence_length": 4096, "accumulation": 1, "recompute": True},
 }
 """Values of the controls: a `Case` with a stage and a precision by name, and memory in GB."""
@@ -70,7 +72,15 @@ CHOICES: dict[str, list[Any]] = {
     "offload_optimizer": ["none", "cpu", "nvme"],
     "offload_param": ["none", "cpu", "nvme"],
     "precision": ["bf16", "fp32"],
+    "state_dtype": ["fp32", "int8"],
+    "master_dtype": ["fp32", "bf16_int16", "bf16_int8"],
 }
+
+FORMATS: dict[str, dict[str, float]] = {
+    "state_dtype": {"fp32": 4, "int8": sum(part.numel(BLOCK) * part.dtype.itemsize for part in SIGNED.parts) / BLOCK},
+    "master_dtype": {"fp32": 0, "bf16_int16": 2, "bf16_int8": 1},
+}
+"""Bytes an element: of moments, and of a master beside its weight."""
 
 GPU_KINDS = {
     "parameters": "resting_parameters",
@@ -103,6 +113,8 @@ def case_of(values: Mapping[str, Any]) -> Case:
         shards_states=states,
         itemsize=2 if values["precision"] == "bf16" else 4,
         accumulates=values["accumulation"] > 1,
+        state_itemsize=FORMATS["state_dtype"][values["state_dtype"]],
+        master_rest=FORMATS["master_dtype"][values["master_dtype"]],
     )
 
 
@@ -114,6 +126,7 @@ def page() -> str:
         "defaults": DEFAULTS,
         "stops": STOPS,
         "choices": CHOICES,
+        "formats": FORMATS,
         "stages": stages,
         "gpus": [(name, gpu.memory // GB) for name, gpu in GPUS.items()],
         "config": DEFAULT_CONFIG,
