@@ -118,7 +118,7 @@ def initialize(
         local_device(),
         config=settings.raw,
         other_plans=others,
-        plans_with_less=plan_with_less(settings, world),
+        plans_with_less=plan_with_less(settings, world, takes_formats=chosen is not None and not chosen.is_stepped),
     )
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:

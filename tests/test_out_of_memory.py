@@ -35,12 +35,15 @@ def units(num: int = 6, size: int = 1 << 24) -> list[list[FlatParamSpec]]:
     return [[spec] for _ in range(num)]
 
 
-def facts(stage: int, micro_batch: int = 4, offload: dict[str, Any] | None = None, **more: Any) -> RunFacts:
+def facts(
+    stage: int, micro_batch: int = 4, offload: dict[str, Any] | None = None, own: dict[str, Any] | None = None,
+    *, takes_formats: bool = False, **more: Any,
+) -> RunFacts:  # fmt: skip
     zero = {"stage": stage, **(offload or {})}
-    settings = load_config(
-        {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": True}, "zero_optimization": zero}
-    )
-    plans = {"now": make_plan(settings, WORLD), **plan_with_less(settings, WORLD)}
+    base = {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": True}, "onefold": own or {}}
+    settings = load_config({**base, "zero_optimization": zero})
+    less = plan_with_less(settings, WORLD, takes_formats=takes_formats)
+    plans = {"now": make_plan(settings, WORLD), **less}
     return RunFacts(plans.pop("now"), units(), plans, micro_batch, accumulation=1, **more)
 
 
@@ -95,6 +98,21 @@ def test_what_is_offloaded_already_is_not_offered():
     run = facts(3, offload={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
     assert run.with_less == {}
     assert [remedy.change for remedy in advise(account(), run) if "zero_optimization" in remedy.change] == []
+
+
+@pytest.mark.parametrize(("stage", "of_masters"), [(2, 2), (3, 0)])
+def test_fewer_bytes_are_offered_to_optimizers_that_take_them(stage, of_masters):
+    """int8: 8 bytes of two moments become 2 and 1/32. A split master saves where weights are held anyway."""
+    run = facts(stage, takes_formats=True)
+    numel = sum(spec.layout.total for unit in run.units for spec in unit) // WORLD
+    found = {remedy.change: remedy for remedy in advise(account(limit=GB, total=GB), run)}
+    states = found["onefold.state_dtype int8"]
+    assert (states.frees, states.cost) == (6 * numel - numel // 32, Price.ROUNDING)
+    masters = found.get("onefold.master_dtype bf16_int16")
+    assert (masters.frees if masters else 0) == of_masters * numel
+    assert not any("onefold." in change for change in facts(stage).with_less)
+    own = {"state_dtype": "int8", "master_dtype": "bf16_int8"}
+    assert not any("onefold." in change for change in facts(stage, own=own, takes_formats=True).with_less)
 
 
 def test_remedies_are_listed_by_what_they_free_and_then_by_their_cost():

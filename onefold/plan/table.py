@@ -372,8 +372,10 @@ def plan_every_stage(config: Config, world_size: int) -> dict[str, Plan]:
     }
 
 
-def plan_with_less(config: Config, world_size: int) -> dict[str, Plan]:
-    """Plans of the same config that hold less on the device, by the keys that make them."""
+def plan_with_less(config: Config, world_size: int, *, takes_formats: bool = False) -> dict[str, Plan]:
+    """Plans of the same config that hold less on the device, by the keys that make them. `takes_formats`: the optimizer
+    can have states and masters in fewer bytes.
+    """
     zero = config.zero_optimization
     section = "zero_optimization"
     ways = {f"{section}.stage {stage}": replace(zero, stage=stage) for stage in TABLE if stage > zero.stage}
@@ -390,7 +392,14 @@ def plan_with_less(config: Config, world_size: int) -> dict[str, Plan]:
         parts += [] if zero.stage == max(TABLE) else [f"stage {max(TABLE)}"]
         below = replace(zero, stage=max(TABLE), offload_optimizer=offload, offload_param=param)
         ways[" with ".join([parts[0], " and ".join(parts[1:])]) if parts[1:] else parts[0]] = below
-    return {way: make_plan(replace(config, zero_optimization=zero), world_size) for way, zero in ways.items()}
+    settings = {way: replace(config, zero_optimization=zero) for way, zero in ways.items()}
+    formats = _formats(config)
+    if takes_formats and formats.states == "fp32":
+        settings["onefold.state_dtype int8"] = replace(config, onefold=replace(config.onefold, state_dtype="int8"))
+    if takes_formats and formats.masters == "fp32" and config.bf16.enabled:
+        rest = replace(config.onefold, master_dtype="bf16_int16")
+        settings["onefold.master_dtype bf16_int16"] = replace(config, onefold=rest)
+    return {way: make_plan(other, world_size) for way, other in settings.items()}
 
 
 def make_precision(config: Config) -> Precision:

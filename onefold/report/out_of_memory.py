@@ -78,10 +78,14 @@ class Price(IntEnum):
     TRAFFIC = 1
     COMPUTE = 2
     BUS = 3
+    ROUNDING = 4
 
     @property
     def words(self) -> str:
-        return ("costs nothing", "more traffic between ranks", "more compute", "more copies over the bus")[self]
+        return (
+            "costs nothing", "more traffic between ranks", "more compute", "more copies over the bus",
+            "values are rounded between steps",
+        )[self]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,19 +138,29 @@ def _by_plan(run: RunFacts) -> list[Remedy]:
     now = needed_bytes(run.units, run.plan)
     found = []
     for change, plan in run.with_less.items():
-        flat = assign_tiers([_on_device(spec) for unit in run.units for spec in unit], plan)
+        flat = assign_tiers([_under(plan, spec) for unit in run.units for spec in unit], plan)
         rest = iter(flat)
         units = [[next(rest) for _ in unit] for unit in run.units]
         instead = "" if plan.stage == run.plan.stage else f" instead of {run.plan.stage}"
         below = plan.states.tier is not Tier.DEVICE and run.plan.states.tier is Tier.DEVICE
         moves = below or plan.parameters.tier is not run.plan.parameters.tier
         frees = now - needed_bytes(units, plan)
-        found.append(Remedy(change + instead, frees, Price.BUS if moves else Price.TRAFFIC))
+        price = Price.BUS if moves else Price.TRAFFIC
+        if plan.formats.states != run.plan.formats.states or plan.formats.masters != run.plan.formats.masters:
+            price = Price.ROUNDING
+        found.append(Remedy(change + instead, frees, price))
     return found
 
 
-def _on_device(spec: FlatParamSpec) -> FlatParamSpec:
-    return replace(spec, residency=Residency())
+def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
+    """As another plan would have it, before it gives it a tier; in the form of its largest parameter."""
+    kept = spec.kept
+    if spec.trainable:
+        largest = max(spec.layout.members, key=lambda member: member.stop - member.start)
+        kept = replace(kept, forms=(), master=None).held_as(
+            plan.formats, largest.name, spec.dtype, largest.stop - largest.start
+        )
+    return replace(spec, residency=Residency(), kept=kept)
 
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
