@@ -87,6 +87,24 @@ def test_moves_are_those_of_torch(dtype: torch.dtype | None) -> None:
     assert weights is None or torch.equal(weights, wanted.to(dtype))
 
 
+@pytest.mark.parametrize("rule", [matrix_rules.MuonRule(), matrix_rules.ShampooRule()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("shape", [(512, 2048), (2048, 512), (1024, 1024)])
+def test_work_needs_the_memory_that_is_planned(rule: Any, shape: tuple[int, int]) -> None:
+    hyper = {"ns_coefficients": "quintic", "ns_steps": 5, "eps": 1e-7, "covariance_decay": 0.95,
+             "covariance_eps": 1e-6, "root_every": 1}  # fmt: skip
+    kept: dict[str, torch.Tensor] = {}
+    for step in (1, 2, 3):
+        matrix = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = rule.work(matrix, kept, hyper, step)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert sum(value.nbytes for value in kept.values()) == rule.kept_bytes(*shape)
+    planned = rule.workspace(*shape) + result.nbytes
+    assert 0.4 * planned < peak < 1.05 * planned + (1 << 20), (peak, planned)
+
+
 def skipped(has_kernels: bool, zero: dict[str, Any]) -> tuple[str | None, int, bool, Trace]:
     """A step with gradients that are not finite: what it has changed, how many there were, whether the device decides,
     and the steps after it.

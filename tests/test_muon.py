@@ -640,6 +640,28 @@ def wide_weights() -> torch.Tensor:
     return Net(width=WIDTH).blocks[0].up.weight.detach()
 
 
+def bytes_kept() -> list[tuple[int, int, bool]]:
+    found = []
+    for stage in (0, 2):
+        engine = start(wide(), config(stage, optimizer=SHAMPOO))
+        train(engine, 1)
+        matrices = engine.state.step.matrices
+        planned, held = matrices.planned_kept(), matrices.held_kept()
+        found.append((planned, held, engine.planned_buffers().matrices > planned))
+        engine.destroy()
+    return found
+
+
+def test_what_is_kept_of_matrices_is_planned(on_ranks):
+    """Every rank keeps all of it in stage 0; in stage 2 each matrix has one owner."""
+    results = on_ranks(2, bytes_kept)
+    for (everything, held, counted), (_, its_own, _) in results:
+        assert everything == held > its_own > 0
+        assert counted
+    assert all(planned == held for each in results for planned, held, _ in each)
+    assert sum(each[1][1] for each in results) == results[0][0][1]
+
+
 def save_others(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor]]:
     engine = start(wide(), config(stage, optimizer=SHAMPOO))
     train(engine, 3)

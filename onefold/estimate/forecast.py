@@ -312,7 +312,7 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
         "gathered": fullest.gathered,
         "gradients": gradients,
         "masters": rest.masters,
-        "states": rest.states,
+        "states": rest.states + found.matrix_bytes,
         "activations": activations,
         "logits": fullest.logits,
         "workspace": (WORKSPACE if found.trace is not None else 0) + _passing_through(question.machine, plan, specs),

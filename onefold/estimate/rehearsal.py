@@ -47,7 +47,9 @@ class Rehearsal:
     pools: int = 0
     """What pools keep from step to step where ranks are CPUs."""
     matrix_flops: float = 0.0
-    """Of an optimizer that works on whole matrices, in a step."""
+    """Of an optimizer that works on whole matrices, in a step;"""
+    matrix_bytes: int = 0
+    """and what it keeps of them from step to step."""
 
 
 def rehearse(
@@ -91,8 +93,9 @@ def rehearse(
             traffic = engine.ledger.since(before)
         pools = planned_buffers(engine.state.schedule, engine.plan, engine.state.step, keeps=not uses_nccl).pools
         step = engine.state.step
-        of_matrices = step.matrices.flops(step.groups) if step is not None and step.matrices is not None else 0.0
-        return Rehearsal(engine.plan, units, trace, traffic, pools, of_matrices)
+        matrices = step.matrices if step is not None else None
+        flops, kept = (matrices.flops(step.groups), matrices.planned_kept()) if step and matrices else (0.0, 0)
+        return Rehearsal(engine.plan, units, trace, traffic, pools, flops, kept)
     finally:
         engine.destroy()
 

@@ -137,6 +137,10 @@ class MatrixRule(ABC):
         """Bytes that `work` needs beside the matrix it is given."""
         return 0
 
+    def kept_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of what `work` keeps of a matrix from step to step."""
+        return 0
+
     def flops(self, rows: int, columns: int, hyper: Hyper) -> float:
         """Of the products in `work`: a plan tells what a step takes."""
         return 0.0
@@ -225,6 +229,13 @@ class ShampooRule(MomentumRule):
 
     def cost(self, rows: int, columns: int) -> float:
         return 30.0 * (rows**3 + columns**3)  # of finding eigenvectors, beside which products are nothing
+
+    def workspace(self, rows: int, columns: int) -> int:
+        # The matrix, products and update in fp32; eigenvectors of the longer side, with what finds them.
+        return 4 * (3 * rows * columns + 4 * max(rows, columns) ** 2)
+
+    def kept_bytes(self, rows: int, columns: int) -> int:
+        return 4 * 2 * (rows**2 + columns**2)
 
 
 def _inverse_root(covariance: torch.Tensor, eps: float) -> torch.Tensor:

@@ -409,8 +409,19 @@ class MatrixSteps:
             if self._is_mine(store, owner)
         )
 
+    def planned_kept(self) -> int:
+        """Bytes that are kept of the matrices that this rank works on, once each of them has been worked on."""
+        mine = [m for store, found in self.matrices.items() for m, owner in found if self._is_mine(store, owner)]
+        return sum(self._rule.kept_bytes(*matrix.shape) for matrix in mine)
+
+    def held_kept(self) -> int:
+        """The same, counted from tensors."""
+        return sum(value.nbytes for kept in self._kept.values() for value in kept.values())
+
     def planned_bytes(self, batches: Sequence[Sequence[ShardStore]]) -> int:
-        """Bytes on the device in a step, at most: three batches are under way, and one matrix is worked on."""
+        """Bytes on the device in a step, at most: three batches are under way, one matrix is worked on, and what is
+        kept of all.
+        """
         updates, wholes, workspace = [], [], 0
         for stores in batches:
             taken = [store for store in stores if store in self.matrices]
@@ -422,7 +433,7 @@ class MatrixSteps:
             sum(updates[max(0, at - 2) : at + 1]) + 2 * sum(wholes[max(0, at - 1) : at + 1])
             for at in range(len(batches))
         )
-        return max(under_way, default=0) + workspace
+        return max(under_way, default=0) + workspace + self.planned_kept()
 
     def _route(self, store: ShardStore) -> MatrixRoute:
         """Without what the user has frozen, which is the same on all ranks."""
