@@ -92,8 +92,6 @@ def initialize(
     if chosen is not None:
         settings = _with_low_bits(settings, chosen, model)
     plan = make_plan(settings, world)
-    if chosen is not None and chosen.rule is None:
-        plan = replace(plan, offloaded_step="host")  # by the user's class
     if is_first:
         check_reports(plan.loop)
     if chosen is not None:

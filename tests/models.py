@@ -123,7 +123,7 @@ def tiers_of(folder: str) -> dict[str, dict[str, Any]]:
             "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
         },
         "disk": {"stage": 3, "offload_optimizer": {**disk, "buffer_size": 4096}},
-        "all on disk": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},
+        "all on disk": {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 0}},
     }  # fmt: skip
 
 

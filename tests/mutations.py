@@ -809,12 +809,48 @@ MUTATIONS = [
         "pass",
         "test_estimate.py -k decisions_of_the_tutorials",
     ),
+    Mutation(
+        "below-frozen-on-a-disk",
+        "onefold/offload/param_shard.py",
+        "                memory[inside].copy_(master[inside])",
+        "                pass",
+        "test_offload_cases.py -k frozen_for_a_while",
+    ),
+    Mutation(
+        "below-updates-written-over",
+        "onefold/optim/host_step.py",
+        "        output = store.output(here, last_use)",
+        "        output = store.output(_gradient_of(store)._own, last_use)",
+        "test_muon.py -k still_to_be_read",
+    ),
+    Mutation(
+        "below-own-classes-pass",
+        "onefold/plan/memory.py",
+        "kept.as_matrices or kept.by_own_class or",
+        "kept.as_matrices or",
+        "test_estimate.py -k its_own_class",
+    ),
+    Mutation(
+        "below-bytes-outside-the-span",
+        "onefold/offload/bus.py",
+        """                self.count(way, num_bytes)
+                for source""",
+        """                for source""",
+        "test_timeline.py -k every_byte",
+    ),
+    Mutation(
+        "kept-of-matrices-unplanned",
+        "onefold/optim/matrix_rules.py",
+        "return 4 * 2 * (rows**2 + columns**2)",
+        "return 4 * (rows**2 + columns**2)",
+        "test_muon.py -k is_planned",
+    ),
     # -- what fits -----------------------------------------------------------------------------------------------
     Mutation(
         "what-fits-masters",
         "onefold/estimate/formulas.py",
-        "return 0 if is_parameter else 4 * stepped(case)",
-        "return 4 * stepped(case)",
+        "whole = 0 if is_parameter else 4 * stepped(case)",
+        "whole = 4 * stepped(case)",
         "test_what_fits.py -k model_states",
     ),
     Mutation(

@@ -460,3 +460,15 @@ def test_cpu_ranks_are_a_machine_of_what_was_measured():
     (found,) = forecast(question, [Setting("2", {"stage": 2})], uses_nccl=False, finds_batch=False)
     assert found.step == pytest.approx(sum(found.seconds.values())), "cores do one thing at a time"
     assert found.seconds["links inside"] > found.traffic.calls * 1e-3
+
+
+def test_what_steps_by_its_own_class_is_stepped_by_the_host() -> None:
+    """As an engine does it: nothing passes through the device."""
+    setting = Setting("stage 2", {"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    found = {}
+    for name in ("AdamW", "NAdam"):
+        settings = {**DEFAULT_CONFIG, "optimizer": {"type": name, "params": {"lr": 1e-3}}}
+        (found[name],) = forecast(Question(find_model("25m"), find_machine("H100"), settings, 2, 128), [setting])
+    assert "states over the bus" in found["AdamW"].seconds
+    assert "states over the bus" not in found["NAdam"].seconds
+    assert found["NAdam"].crossing.down < found["AdamW"].crossing.down

@@ -51,7 +51,9 @@ def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "auto")
             )
             engine = start(net(width=64, depth=6), settings)
             losses = []
-            for x, y in batches(4 * accumulation):
+            for number, (x, y) in enumerate(batches(4 * accumulation)):
+                if number == 2 * accumulation:
+                    engine.module.blocks[1].up.weight.requires_grad_(False)
                 loss = engine(x, y)
                 engine.backward(loss)
                 engine.step()
@@ -176,7 +178,7 @@ def test_a_step_of_the_device_that_fails_is_told(nccl):
 
 def longer_shard() -> bool:
     """A shard that needs more memory than the last, whose step the device has not begun."""
-    bus, sizes = Bus(torch.device("cuda"), lambda way, num_bytes: None), (1 << 20, (1 << 23) + 2048, 1 << 12)
+    bus, sizes = Bus(torch.device("cuda"), lambda way, num_bytes: None), (1 << 20, (1 << 23) + 2048, 0, 1 << 12)
     hyper = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
     step, passing, windows, told = Step(1, 0.5, [hyper]), DevicePass(AdamRule(), bus), [], []
     for size in sizes:

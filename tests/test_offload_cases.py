@@ -447,6 +447,56 @@ def test_frozen_parameters_rest_where_parameters_are_offloaded_to(on_ranks, tmp_
     equal_in_every_tier(on_ranks, world, freezing, tmp_path, names, dtype)
 
 
+def freezing_later(make: Maker, optimizer: str) -> Any:
+    """Parameters that are frozen after some steps stay as they are, and move again when they are trained again."""
+    params = {"lr": 0.02, "adam_lr": 1e-3} if optimizer == "Muon" else {"lr": 1e-2}
+    engine = make(net(), optimizer={"type": optimizer, "params": params}, **precision("bf16"))
+    losses = train(engine, 2).losses
+    model = engine.module
+    some = [model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight]
+    for parameter in some:
+        parameter.requires_grad_(False)
+    before = weights_of(model)
+    losses += train(engine, 2).losses
+    after = weights_of(model)
+    for name in ("blocks.0.up.weight", "blocks.1.down.weight", "head.weight"):
+        assert torch.equal(before[name], after[name]), f"{make.tier}: {name} has changed"
+    for parameter in some:
+        parameter.requires_grad_(True)
+    return losses, train(engine, 2).losses, everything_of(engine) if optimizer == "AdamW" else weights_of(model)
+
+
+@pytest.mark.parametrize("world", [1, more(2)])
+@pytest.mark.parametrize("names", ALL)
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_parameters_may_be_frozen_for_a_while(on_ranks, tmp_path, world, names, optimizer):
+    equal_in_every_tier(on_ranks, world, freezing_later, tmp_path, names, optimizer)
+
+
+class WithNothing(nn.Module):
+    """A block beside a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        for block in self.net.blocks:
+            block.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.net(x, y) + sum(block.nothing.sum() for block in self.net.blocks)
+
+
+def holding_nothing(make: Maker) -> Any:
+    own = {"state_dtype": "int8", "int8_min_numel": 1}  # which gives it a flat parameter of its own
+    engine = make(WithNothing(), onefold=own, **precision("bf16"))
+    return train(engine, 3)
+
+
+@pytest.mark.parametrize("names", FEWER)
+def test_a_parameter_without_elements_is_stepped(on_ranks, tmp_path, names):
+    equal_in_every_tier(on_ranks, 1, holding_nothing, tmp_path, names)
+
+
 def tying(make: Maker, dtype: str) -> Any:
     engine = make(net(tied=True), gradient_accumulation_steps=2, **precision(dtype))
     trace = train(engine, 6)

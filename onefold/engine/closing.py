@@ -44,6 +44,8 @@ def close_engine(
                 error,
             )
             schedule.give_up_step()
+            if memory is not None:
+                memory.drain()  # what did not fail may still be under way
         hooks.remove()
         schedule.reshard_all()
         for handle in handles:

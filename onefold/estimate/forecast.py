@@ -359,10 +359,10 @@ def _times(
     passes = max(passes, work.num_ops * machine.launch) * micro_steps
     passes += sum(spec.trainable for spec in specs) * machine.boundary
     passes += found.matrix_flops / (gpu.flops * machine.efficiency)
-    stepped, through = {True: 0, False: 0}, 0
+    stepped, through = {True: 0, False: 0}, {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
         if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
-            through += bytes_of_step(spec)
+            through[spec.residency.states] += bytes_of_step(spec)
         elif spec.trainable:
             slower = _HOST_OVER_BYTES if spec.kept.forms and spec.residency.offloads_states else 1
             stepped[spec.residency.offloads_states] += slower * (
@@ -376,15 +376,16 @@ def _times(
         "computation": passes + device_step,
         "links inside": traffic.inside / (0.8 * gpu.link) + traffic.calls * machine.call if machine.gpus > 1 else 0.0,
         "links across": traffic.across / (0.8 * machine.across) if machine.nodes > 1 else 0.0,
-        "bus": (max(crossing.down, crossing.up) - through) / gpu.bus,
-        "states over the bus": through / gpu.bus,
+        "bus": (max(crossing.down, crossing.up) - sum(through.values())) / gpu.bus,
+        "states over the bus": sum(through.values()) / gpu.bus,
         "host's step": host_step,
         "disk": (crossing.read + crossing.written) * machine.gpus / machine.disk,
     }
     seconds = {name: value for name, value in seconds.items() if value}
-    of_step = ("states over the bus", "host's step", "disk")
-    beside = [value for name, value in seconds.items() if name not in of_step]
-    after = max(seconds.get(name, 0.0) for name in of_step)
+    beside = [value for name, value in seconds.items() if name not in ("states over the bus", "host's step", "disk")]
+    # The host's thread also sees to what comes from a disk and passes through the device.
+    by_thread = host_step + through[Tier.NVME] / gpu.bus
+    after = max(through[Tier.HOST] / gpu.bus, by_thread, seconds.get("disk", 0.0))
     if (not plan.overlap and machine.world > 1) or machine.is_cpu:  # cores do not exchange while they compute
         return seconds, sum(beside) + after
     return seconds, max(beside) + after

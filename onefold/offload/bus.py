@@ -54,8 +54,8 @@ class Bus:
         """`add` only where nothing crosses: a bus cannot add."""
         if add:
             assert not self.crosses
-            self.count("down", source.nbytes)
             with recorded(Track.DOWN, "down", numel=source.numel()):
+                self.count("down", source.nbytes)
                 target.add_(source)
             return HERE
         return self.down_together([(source, target)])
@@ -74,8 +74,8 @@ class Bus:
 
     def up_at_once(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """In the order of the caller's own stream."""
-        self.count("up", source.nbytes)
         with recorded(Track.UP, "up", numel=source.numel()):
+            self.count("up", source.nbytes)
             if source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
             else:
@@ -90,10 +90,10 @@ class Bus:
         return event
 
     def _copy(self, way: str, pairs: Pairs, after: torch.cuda.Event | None) -> Arrival:
-        self.count(way, sum(source.nbytes for source, _ in pairs))
-        numel = sum(source.numel() for source, _ in pairs)
+        num_bytes, numel = sum(source.nbytes for source, _ in pairs), sum(source.numel() for source, _ in pairs)
         if not self.crosses:
             with recorded(_TRACKS[way], way, numel=numel):
+                self.count(way, num_bytes)
                 for source, target in pairs:
                     target.copy_(source)
             return HERE
@@ -101,6 +101,7 @@ class Bus:
         stream, arrived = self._streams[way], torch.cuda.Event(blocking=True)
         stream.wait_event(after)
         with torch.cuda.stream(stream), recorded(_TRACKS[way], way, numel=numel):
+            self.count(way, num_bytes)
             for source, target in pairs:
                 if source.dtype == target.dtype:
                     target.copy_(source, non_blocking=True)

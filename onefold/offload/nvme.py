@@ -229,6 +229,7 @@ class SwapFiles:
         self._num_threads = min(aio.queue_depth * aio.intra_op_parallelism, _MAX_THREADS)
         self._num_lanes = 1 if aio.single_submit else self._num_threads
         self._threads: dict[tuple[_Drive, Operation], futures.ThreadPoolExecutor] = {}
+        self._lock = threading.Lock()
         self._is_open = False
         self._of_thread = threading.local()
         self._num_reserved = 0
@@ -283,9 +284,10 @@ class SwapFiles:
         begin, end = tensor._offset, tensor._offset + tensor.nbytes
         request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))
         transfer = Transfer(request, _cut(begin, end, self._block, tensor._drive.page))
-        if (tensor._drive, operation) not in self._threads:
-            threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
-            self._threads[tensor._drive, operation] = threads
+        with self._lock:  # host and device may step at the same time
+            if (tensor._drive, operation) not in self._threads:
+                threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
+                self._threads[tensor._drive, operation] = threads
         num_lanes = min(self._num_lanes, -(-tensor.nbytes // self._block))
         recorder, span = Recorder.active, None
         if recorder is not None:

@@ -105,13 +105,13 @@ class OffloadMemory:
         self.pinned = options.optimizer.pin_memory and options.param.pin_memory and bus.crosses
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
         self.worker = ThreadPoolExecutor(1, "onefold-host")
-        if bus.crosses:
-            self.worker.submit(torch.cuda.set_device, bus.device).result()  # a new thread begins with the first GPU
-            self._leave_cores()
         # One more, which starts the copies of states that the device steps.
-        self.pass_worker = ThreadPoolExecutor(
-            1, "onefold-pass", *((torch.cuda.set_device, (bus.device,)) if bus.crosses else ())
-        )
+        self.pass_worker = ThreadPoolExecutor(1, "onefold-pass")
+        if bus.crosses:
+            num = torch.get_num_threads()
+            # The host waits for its slowest thread: two cores are left to the trainer and its device.
+            self._prepare_thread(self.worker, num - 2 if num >= 8 else num)
+            self._prepare_thread(self.pass_worker, min(num, 2))
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
@@ -132,12 +132,11 @@ class OffloadMemory:
                 reserved.setdefault(need, []).append(swap.reserve(*need))
         return reserved
 
-    def _leave_cores(self) -> None:
-        """The host waits for its slowest thread: two cores are left to the trainer and its device."""
+    def _prepare_thread(self, thread: ThreadPoolExecutor, num_cores: int) -> None:
         num = torch.get_num_threads()
-        if num >= 8:
-            self.worker.submit(torch.set_num_threads, num - 2).result()
-            torch.set_num_threads(num)  # threads that are new take the last number that anybody set
+        thread.submit(torch.cuda.set_device, self.bus.device).result()  # a new thread begins with the first GPU
+        thread.submit(torch.set_num_threads, num_cores).result()
+        torch.set_num_threads(num)  # threads that are new take the last number that anybody set
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the plan has counted; zero."""
@@ -170,6 +169,11 @@ class OffloadMemory:
         """Shards are about to change: what was read ahead is old."""
         for holder in list(self._parameter_buffers.holders) if self._parameter_buffers is not None else ():
             holder.forget_prefetched()
+
+    def drain(self) -> None:
+        """Until both threads have ended what they were asked for, in whatever way."""
+        for thread in (self.worker, self.pass_worker):
+            thread.submit(int).result()
 
     def close(self) -> None:
         """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""

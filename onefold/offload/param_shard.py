@@ -28,8 +28,8 @@ Flat = torch.Tensor | DiskTensor | EncodedFlat
 
 # Until then the caller's stream may read what is on the device.
 LastUse = torch.cuda.Event | None
-# Ranges that belong to no parameter, counted from the start of what is stepped.
-Padding = Sequence[tuple[int, int]]
+# Ranges that the step leaves as they are, counted from the start of what is stepped.
+Unstepped = Sequence[tuple[int, int]]
 
 # Elements of a master that are copied up and cast at once: a wide copy of them is on the device meanwhile.
 _CAST_SIZE = 1 << 23
@@ -113,7 +113,7 @@ class ParamShard:
     def order(self) -> None:
         """What the caller's stream does next comes after copies into the shard that are under way."""
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
         """Where the host's step leaves updated values. The gradient's memory may be used for them."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class DeviceShard(ParamShard):
     def write(self, values: torch.Tensor) -> None:
         self.values.copy_(values)
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
         assert self._bus is not None
         return DeviceOutput(self.values, self._bus, last_use)
 
@@ -189,7 +189,7 @@ class HostShard(ParamShard):
     def order(self) -> None:
         self._copying.order()
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
         if self._bus.crosses and isinstance(master, torch.Tensor):
             return _CastLater(self, master)
         return _InMemory(self.values)
@@ -269,8 +269,8 @@ class DiskShard(ParamShard):
         self.forget_prefetched()
         self.values.store(values.to("cpu", self.values.dtype))
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, padding: Padding) -> StepOutput:
-        return _ToDisk(self.values, gradient, padding)
+    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
+        return _ToDisk(self.values, gradient, unstepped)
 
     def in_own_memory(self) -> ParamShard:
         return HostShard(self.values.load(), self._bus)
@@ -368,8 +368,8 @@ class _InMemory(StepOutput):
 class _ToDisk(StepOutput):
     """Cast over the gradient it was made of, which is read by then, and stored from there."""
 
-    def __init__(self, target: DiskTensor, gradient: torch.Tensor, padding: Padding) -> None:
-        self._target, self._gradient, self._padding = target, gradient, padding
+    def __init__(self, target: DiskTensor, gradient: torch.Tensor, unstepped: Unstepped) -> None:
+        self._target, self._gradient, self._unstepped = target, gradient, unstepped
         self._stores: list[Transfer] = []
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
@@ -381,8 +381,9 @@ class _ToDisk(StepOutput):
     def send(self, master: torch.Tensor, start: int, stop: int) -> None:
         memory = self.memory(start, stop)
         if memory is not None:
-            for low, high in self._padding:  # what is left of a gradient there would be gathered as padding
-                memory[max(low - start, 0) : max(high - start, 0)].zero_()
+            for low, high in self._unstepped:  # a gradient is left there
+                inside = slice(max(low - start, 0), max(min(high, stop) - start, 0))
+                memory[inside].copy_(master[inside])
         self._stores.append(self._target[start:stop].start_store(master if memory is None else memory))
 
     def leave(self) -> None:

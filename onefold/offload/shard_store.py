@@ -10,8 +10,8 @@ nobody else tests in which tier something rests.
   another form ([Note: forms of states]) has the weight as its first part: in the same tier it is what computes itself.
 * `grad`: the reduced gradient.
 
-Each rests in the tier that the plan's `Residency` says. The step of what rests below the device is the host's, on a
-thread of its own: `finish_step` waits for it.
+Each rests in the tier that the plan's `Residency` says. What rests below the device is stepped on threads of their own,
+by the host or by the device: `finish_step` waits for it.
 """
 
 from __future__ import annotations
@@ -182,12 +182,14 @@ class ShardStore:
         return self._sent
 
     def output(self, gradient: torch.Tensor, last_use: torch.cuda.Event | None) -> StepOutput:
-        """Where the host's step leaves the updated parameters."""
+        """Where the step leaves the updated parameters."""
+        size = self.stop - self.start
         if self.param_copy is None:
             return StepOutput()
-        padding = [(low - self.start, high - self.start) for low, high in self.spec.layout.gaps]
         if self.param is not None:
-            return self.param.output(self.master, gradient, last_use, padding)
+            ends = [0, *(end for s in self.stepped_segments(0, size) for end in (s.start, s.stop)), size]
+            unstepped = [(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True) if low < high]
+            return self.param.output(self.master, gradient, last_use, unstepped)
         assert self.computes is not None
         assert self._memory is not None
         return DeviceOutput(self.computes, self._memory.bus, last_use)

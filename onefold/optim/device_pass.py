@@ -1,9 +1,9 @@
 """The step of what rests below the device, taken by the device: masters and states pass through it.
 
 [Note: states that pass through the device]
-torch has one kernel that updates fp32 values on a host, as fast as its memory is. Values in fewer bytes need some
-forty passes there, and a host is several times slower with them, while a bus carries them in a fraction of that time.
-So they go up with their gradient, a chunk at a time, are stepped by the device's own kernel and come down again. A few
+Masters and states go up with their gradient, a chunk at a time, are stepped by the device's own kernel and come down
+again. A bus carries fp32 values about as fast as a host steps them, so each takes some ([Note: host and device step
+together]). Values in fewer bytes need some forty passes of a host, and a fraction of the bus: they all pass. A few
 chunks are under way: one comes up while one is stepped and one goes down, and the next shard begins while the last one
 still goes down. A thread of its own starts the copies and hears of their ends. Bits are those of states that rest on
 the device.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -107,6 +108,10 @@ class DevicePass:
         """All of a window is on its way; `then` is called when it is in host memory again, by a later call of this or
         of `finish`. `gradient` lies along the shard.
         """
+        if window.start == window.stop:
+            self.finish()
+            then()
+            return
         for start, stop in pairwise([*range(window.start, window.stop, self._reserve(window, gradient)), window.stop]):
             if len(self._under_way) == UNDER_WAY:
                 self._finish_oldest()
@@ -122,9 +127,11 @@ class DevicePass:
         while self._under_way:
             self._finish_oldest()
 
-    def forget(self) -> None:
-        """After an error: nobody waits for what was started."""
-        self._under_way.clear()
+    def abandon(self) -> None:
+        """After an error: what was started ends, and nothing follows from it."""
+        while self._under_way:
+            with suppress(Exception):  # the first error is the one that is told
+                self._under_way.popleft().arrival.wait()
 
     def _finish_oldest(self) -> None:
         chunk = self._under_way.popleft()
@@ -146,6 +153,7 @@ class DevicePass:
             self.finish()
             with torch.cuda.stream(self._stream):
                 self._slots = [_Slot(num_bytes, self._bus.device) for _ in self._slots]
+            self._stream.synchronize()  # torch fills new memory where it is to be deterministic
         return size
 
     def _start(

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -62,8 +62,10 @@ class HostStep:
         # What the host has made of gradients, for whole matrices, in the memory of these.
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory, self._plan = memory, plan
-        # Where the device steps what rests below it.
-        self._pass = DevicePass(rule, memory.bus) if memory.bus.crosses else None
+        # Where the device steps what rests below it: beside the host's thread, and on it what comes from a disk.
+        self._pass, self._pass_of_disk = (
+            DevicePass(rule, memory.bus) if memory.bus.crosses else None for _ in range(2)
+        )
         on_disk = [store for store in stores if store.state_tier is Tier.NVME]
         self._stream = StateStream(memory, on_disk) if on_disk else None
         self._failed: BaseException | None = None
@@ -100,7 +102,9 @@ class HostStep:
             ) from self._failed
 
     def start(self, stores: Sequence[ShardStore], step: Step) -> None:
-        """Each store is told when it is stepped. They are stepped in this order."""
+        """Each store is told when it is stepped. They are stepped in this order: those that the host steps, and beside
+        them those that pass through the device.
+        """
         self._check()
         if self._delays:
             for store in stores:
@@ -110,23 +114,33 @@ class HostStep:
         if self._stream is not None:
             for store in stores:
                 self._stream.plan([store], STATES_ALONE if store.spec.kept.as_matrices else ALL)
-        passing = self._start_pass([store for store in stores if self._passes_beside(store)], step, last_use)
-        for store in stores:
-            gradient = _gradient_of(store).value
-            assert gradient is not None
-            if store.spec.kept.as_matrices:
-                self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
-                continue
-            stepped = passing.get(store)
-            if stepped is None:
-                stepped = self._submit("host step", store, self._step, store, gradient, step, last_use)
-            asked.append(stepped)
-            if self._delays:
-                self._late.append((store, stepped))
-                _gradient_of(store).swap()
-            else:
-                store.start_step(stepped)
-        self._asked = asked
+        passing: dict[ShardStore, _Pass] = {}
+        try:
+            for store in stores:
+                gradient = _gradient_of(store).value
+                assert gradient is not None
+                if store.spec.kept.as_matrices:
+                    self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
+                    continue
+                stepped: Future[Arrival]
+                if self._passes(store) and store.state_tier is not Tier.NVME:
+                    passing[store] = _Pass(gradient, stepped := Future())
+                else:
+                    stepped = self._submit("host step", store, self._step, store, gradient, step, last_use)
+                asked.append(stepped)
+                if self._delays:
+                    self._late.append((store, stepped))
+                    _gradient_of(store).swap()
+                else:
+                    store.start_step(stepped)
+            self._asked = asked
+            if passing:
+                self._memory.pass_worker.submit(self._pass_all, passing, step, last_use)
+        except BaseException as error:  # an interrupt: nobody may wait for what is not asked for
+            self._failed = error
+            for each in passing.values():
+                each.fail(error)
+            raise
 
     def _submit(self, what: str, store: ShardStore, work: Callable[..., _Made], *given: Any) -> Future[_Made]:
         """On the host's thread. After an error nothing more is stepped."""
@@ -148,9 +162,9 @@ class HostStep:
         output = self._output(store, gradient, last_use)
         for window in self._windows(store):
             if self._passes(store):
-                assert self._pass is not None
-                self._pass.start(store, window, gradient, output, step, last_use)
-                self._pass.finish()
+                assert self._pass_of_disk is not None
+                self._pass_of_disk.start(store, window, gradient, output, step, last_use)
+                self._pass_of_disk.finish()
             else:
                 for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                     self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
@@ -171,31 +185,11 @@ class HostStep:
     def _passes(self, store: ShardStore) -> bool:
         return self._pass is not None and passes_device(self._plan, store.spec)
 
-    def _passes_beside(self, store: ShardStore) -> bool:
-        """Whether a thread of its own sees to it, beside the host's. Windows of a disk come and go one by one."""
-        return self._stream is None and self._passes(store)
-
-    def _start_pass(
-        self, stores: Sequence[ShardStore], step: Step, last_use: LastUse
-    ) -> dict[ShardStore, Future[Arrival]]:
-        asked: dict[ShardStore, Future[Arrival]] = {store: Future() for store in stores}
-        if asked:
-            gradients = [_gradient_of(store).value for store in stores]  # they are let go of when this returns
-            self._memory.pass_worker.submit(self._pass_all, asked, gradients, step, last_use)
-        return asked
-
     @torch.no_grad()
-    def _pass_all(
-        self,
-        asked: Mapping[ShardStore, Future[Arrival]],
-        gradients: Sequence[torch.Tensor | None],
-        step: Step,
-        last_use: LastUse,
-    ) -> None:
+    def _pass_all(self, passing: Mapping[ShardStore, _Pass], step: Step, last_use: LastUse) -> None:
         assert self._pass is not None
         try:
-            for (store, stepped), gradient in zip(asked.items(), gradients, strict=True):
-                assert gradient is not None
+            for store, (gradient, stepped) in passing.items():
                 if self._failed is not None:
                     raise self._failed.with_traceback(None)
                 with recorded(Track.STEP, "device step", store.unit, numel=store.stop - store.start, by_host=True):
@@ -206,10 +200,9 @@ class HostStep:
             self._pass.finish()
         except BaseException as error:
             self._failed = error
-            self._pass.forget()
-            for stepped in asked.values():
-                if not stepped.done():
-                    stepped.set_exception(error)
+            self._pass.abandon()
+            for each in passing.values():
+                each.fail(error)
 
     # -- whole matrices: two passes, and the device between them --------------------------------------------------
 
@@ -278,6 +271,17 @@ class HostStep:
         if self._stream is not None and store.state_tier is Tier.NVME:
             return self._stream.windows(store)
         return whole_window(store)
+
+
+class _Pass(NamedTuple):
+    """A shard that is to pass through the device."""
+
+    gradient: torch.Tensor
+    stepped: Future[Arrival]
+
+    def fail(self, error: BaseException) -> None:
+        if not self.stepped.done():
+            self.stepped.set_exception(error)
 
 
 def _tell_stepped(store: ShardStore, output: StepOutput, stepped: Future[Arrival]) -> None:

@@ -41,11 +41,12 @@ class Residency:
 @dataclass(frozen=True)
 class KeptStates:
     """What an optimizer keeps beside each master of a group, by name, two tensors for Adam; none where only its class
-    knows. `as_matrices`: it looks at whole matrices ([Note: whole matrices]).
+    knows. `as_matrices`: it looks at whole matrices ([Note: whole matrices]). `by_own_class`: the user's class steps.
     """
 
     names: tuple[str, ...] = ()
     as_matrices: bool = False
+    by_own_class: bool = False
     forms: tuple[Form | None, ...] = ()
     """Of each name ([Note: forms of states]), None for those in the dtype of the master; empty: none has one."""
     master: Form | None = None
@@ -303,8 +304,8 @@ class SharedStep:
     A host's step is bound by its memory, and states that pass through the device are bound by the bus. Together they
     are faster than either: 1.3B parameters on an H200 and 16 cores, 0.43 s a step instead of 0.51 and 0.53. Units take
     turns by their size, in the model's order, which is nearly that of the next forward. A device rounds differently
-    from a host. So who steps what depends on nothing but the model: every stage, tier and number of ranks has the same
-    bits.
+    from a host. So who steps what depends on the cut into units and on what is trained, and on nothing else: every
+    stage, tier and number of ranks has the same bits.
     """
 
     # Of all trained elements, the device's.
@@ -323,7 +324,8 @@ class SharedStep:
 
 def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
     """Whether a GPU steps what rests below it ([Note: states that pass through the device])."""
-    if plan.delays_host or spec.kept.as_matrices or plan.offloaded_step == "host":
+    kept = spec.kept
+    if plan.delays_host or kept.as_matrices or kept.by_own_class or plan.offloaded_step == "host":
         return False
     if plan.offloaded_step == "device" or (plan.offloaded_step == "auto" and not plan.formats.are_plain):
         return True
