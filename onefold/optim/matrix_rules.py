@@ -231,8 +231,9 @@ class ShampooRule(MomentumRule):
         return 30.0 * (rows**3 + columns**3)  # of finding eigenvectors, beside which products are nothing
 
     def workspace(self, rows: int, columns: int) -> int:
-        # The matrix, products and update in fp32; eigenvectors of the longer side, with what finds them.
-        return 4 * (3 * rows * columns + 4 * max(rows, columns) ** 2)
+        # In fp32 the matrix and both products; of the longer side six more while its eigenvectors are found (measured).
+        short, long = sorted((rows, columns))
+        return 4 * (rows * columns + short**2 + 6 * long**2)
 
     def kept_bytes(self, rows: int, columns: int) -> int:
         return 4 * 2 * (rows**2 + columns**2)
