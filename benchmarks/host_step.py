@@ -57,12 +57,20 @@ def updates(numel: int) -> dict[str, Update]:
         adam(at, cast_in(at))
         gradient[at].copy_(master[at])
 
+    spare = [page_aligned(4 * numel).view(torch.float32) for _ in range(3)]
+
+    def keep_old(at: slice) -> None:
+        for old, values in zip(spare, wide, strict=True):
+            old[at].copy_(values[at])
+        adam(at, cast_in(at))
+
     def product_of_two_dtypes(at: slice) -> None:
         adam(at, torch.mul(gradient[at], scale, out=scratch[: at.stop - at.start]))
 
     return {
         "gradient cast in (ours)": lambda at: adam(at, cast_in(at)),
         "and the parameter cast out": cast_both,
+        "and what was there kept, to undo the step": keep_old,
         "gradient cast and scaled": lambda at: adam(at, cast_in(at).mul_(0.5)),
         "the same by one product": product_of_two_dtypes,
     }

@@ -23,6 +23,7 @@ from benchmarks.table import describe_run, format_table
 from onefold.report.run_file import RunFile
 
 BETAS, DECAY = [0.9, 0.95], 0.1
+CLIPPING = 1.0
 RATES = {
     "AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     "Muon": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
@@ -60,7 +61,7 @@ def run(trial: Trial, options: argparse.Namespace) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as folder:
         config = {
             "train_micro_batch_size_per_gpu": options.batch,
-            "gradient_clipping": 1.0,
+            "gradient_clipping": CLIPPING,
             "bf16": {"enabled": options.dtype == "bf16"},
             "zero_optimization": {"stage": options.stage},
             "optimizer": trial.section(),
@@ -79,7 +80,8 @@ def run(trial: Trial, options: argparse.Namespace) -> dict[str, float | str]:
             return {"problem": done.stderr.strip().splitlines()[-1]}
         steps = RunFile.read(Path(folder, "out")).steps
     losses, seconds = [row.loss or 0.0 for row in steps], [row.seconds for row in steps]
-    return {"loss": statistics.mean(losses[-LAST:]), "seconds": statistics.median(seconds)}
+    clipped = statistics.mean((row.grad_norm or 0.0) > CLIPPING for row in steps)
+    return {"loss": statistics.mean(losses[-LAST:]), "seconds": statistics.median(seconds), "clipped": clipped}
 
 
 def main() -> None:
@@ -110,10 +112,11 @@ def main() -> None:
         for trial, found in zip(trials, pool.map(lambda each: run(each, options), trials), strict=True):
             told = f"{found['loss']:.4f}" if "loss" in found else str(found["problem"])
             seconds = f"{found['seconds']:.4f}" if "seconds" in found and options.jobs == 1 else "-"
-            rows.append([trial.optimizer, f"{trial.rate:g}", trial.format, str(trial.seed), told, seconds])
+            clipped = f"{found['clipped']:.0%}" if "clipped" in found else "-"
+            rows.append([trial.optimizer, f"{trial.rate:g}", trial.format, str(trial.seed), told, clipped, seconds])
             print(*rows[-1], flush=True)
     table = format_table(
-        ["optimizer", "rate", "format", "seed", f"loss, mean of the last {LAST} steps", "s/step"], rows
+        ["optimizer", "rate", "format", "seed", f"loss, mean of the last {LAST} steps", "steps clipped", "s/step"], rows
     )
     print(table)
     if options.report:
