@@ -500,6 +500,38 @@ def test_a_run_goes_on_as_it_was_in_any_stage_and_tier(on_ranks, tmp_path, forma
             assert first_difference(trace, end) is None, f"stage {stage}"
 
 
+def save_beside_training(folder: str, formats: dict[str, Any]) -> tuple[int, int]:
+    """A save in the background, with steps beside it, and one in the foreground of the same moment: bytes that were
+    copied for the first, and bytes that are held of weights, masters and states.
+    """
+    engine = start(net(), config(2, onefold=formats, **precision("bf16")))
+    train(engine, 2)
+    engine.save_checkpoint(f"{folder}/waits")
+    engine.save_checkpoint(f"{folder}/beside", background=True)
+    staged = engine._saving.saver._staging._memory.numel()
+    held = [engine.planned_bytes(tier) for tier in onefold.plan.Tier]
+    train(engine, 2, seed=4)
+    engine.destroy()
+    return staged, sum(each.masters + each.states for each in held) + held[0].parameters
+
+
+def load_both(folder: str, formats: dict[str, Any]) -> str | None:
+    found = []
+    for name in ("waits", "beside"):
+        engine = start(net(seed=3), config(2, onefold=formats, **precision("bf16")))
+        engine.load_checkpoint(f"{folder}/{name}")
+        found.append(train(engine, 2))
+        engine.destroy()
+    return first_difference(*found)
+
+
+@pytest.mark.parametrize("formats", ["int8, split", "int8, 8 bits", "bf16"])
+def test_a_save_beside_training_copies_what_is_held(on_ranks, tmp_path, formats):
+    for staged, held in on_ranks(2, save_beside_training, str(tmp_path), FORMATS[formats]):
+        assert staged < 1.25 * held  # and not four bytes a value
+    assert on_ranks(2, load_both, str(tmp_path), FORMATS[formats]) == [None, None]
+
+
 def test_states_reshape_to_other_ranks(on_ranks, tmp_path):
     _, held = on_ranks(3, save, str(tmp_path), 3, FORMATS["int8, 8 bits"], {})[0]
     for world in (1, 2):

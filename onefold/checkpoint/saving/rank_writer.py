@@ -41,8 +41,9 @@ from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.files import replace_file
 from onefold.checkpoint.format.shard_files import Slot, write_shard
 from onefold.comm import Board
-from onefold.offload.nvme import DiskTensor
-from onefold.offload.param_shard import read
+from onefold.offload.encoded import EncodedFlat
+from onefold.offload.param_shard import read, tensors_of
+from onefold.plan.layout import round_up
 
 # A shared file system may show another node's new folder late.
 _VISIBLE_SECONDS = 10.0
@@ -222,22 +223,29 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def places(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The same slots with memory of the staging area, which nobody else writes to."""
-        sizes = [-(-slot.memory.nbytes // _ALIGNMENT) * _ALIGNMENT for slot in slots]
-        if self._memory.numel() < sum(sizes):
-            pinned = any(slot.memory.is_cuda for slot in slots)
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        """The same slots with memory of the staging area, which nobody else writes to. Values in fewer bytes stay in
+        their form, and are decoded as they are written.
+        """
+        parts = [[part for part in tensors_of(slot.memory) if isinstance(part, torch.Tensor)] for slot in slots]
+        size = sum(round_up(part.nbytes, _ALIGNMENT) for some in parts for part in some)
+        if self._memory.numel() < size:
+            pinned = any(part.is_cuda for some in parts for part in some)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         found, offset = [], 0
-        for slot, size in zip(slots, sizes, strict=True):
-            memory = self._memory[offset : offset + slot.memory.nbytes].view(slot.dtype)
+        for slot, some in zip(slots, parts, strict=True):
+            taken = []
+            for part in some:
+                taken.append(self._memory[offset : offset + part.nbytes].view(part.dtype))
+                offset += round_up(part.nbytes, _ALIGNMENT)
+            flat = slot.memory
+            memory = EncodedFlat(flat.form, taken, flat.numel()) if isinstance(flat, EncodedFlat) else taken[0]
             found.append(replace(slot, memory=memory))
-            offset += size
         return found
 
 
 def copy_slots(pairs: Sequence[tuple[Slot, Slot]]) -> None:
     """Copy from slots to their places; on a GPU beside whatever computes there."""
-    devices = {slot.memory.device for slot, _ in pairs if not isinstance(slot.memory, DiskTensor)}
+    devices = {slot.memory.device for slot, _ in pairs if isinstance(slot.memory, torch.Tensor | EncodedFlat)}
     devices = {device for device in devices if device.type == "cuda"}
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:
@@ -245,8 +253,9 @@ def copy_slots(pairs: Sequence[tuple[Slot, Slot]]) -> None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
         for slot, place in (pair for pair in pairs if pair[0].memory.numel()):
-            for part, memory in zip(slot.memory.split(_COPIED), place.memory.split(_COPIED), strict=True):
-                assert isinstance(memory, torch.Tensor)
-                memory.copy_(read(part), non_blocking=True)
+            for part, memory in zip(tensors_of(slot.memory), tensors_of(place.memory), strict=True):
+                for source, target in zip(part.split(_COPIED), memory.split(_COPIED), strict=True):
+                    assert isinstance(target, torch.Tensor)
+                    target.copy_(read(source), non_blocking=True)
         for stream in streams:
             stream.synchronize()
