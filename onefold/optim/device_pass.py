@@ -122,6 +122,23 @@ class DevicePass:
             take = None if is_sent else partial(_take_weights, window, output, start, stop)
             self._under_way.append(_Chunk(arrival, take, then if stop == window.stop else None))
 
+    def take(
+        self,
+        store: ShardStore,
+        window: StateWindow,
+        gradient: torch.Tensor,
+        output: StepOutput,
+        step: Step,
+        last_use: LastUse,
+    ) -> None:
+        """All of a window, until it is in host memory again."""
+        try:
+            self.start(store, window, gradient, output, step, last_use)
+            self.finish()
+        except BaseException:
+            self.abandon()
+            raise
+
     def finish(self) -> None:
         """All that was started is in host memory again."""
         while self._under_way:

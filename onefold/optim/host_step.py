@@ -163,8 +163,7 @@ class HostStep:
         for window in self._windows(store):
             if self._passes(store):
                 assert self._pass_of_disk is not None
-                self._pass_of_disk.start(store, window, gradient, output, step, last_use)
-                self._pass_of_disk.finish()
+                self._pass_of_disk.take(store, window, gradient, output, step, last_use)
             else:
                 for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                     self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
