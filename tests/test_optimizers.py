@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import onefold
+from onefold.optim.choose import choose, for_disk
 
 pytest.importorskip("prodigyopt")
 pytest.importorskip("schedulefree")
@@ -664,3 +665,13 @@ def test_rates_that_part_between_ranks_are_named_before_the_step(on_ranks, stage
     assert "param_groups[0]['lr'] of the optimizer is" in first
     assert "on rank 0 and" in first
     assert "on rank 1 before a step" in first
+
+
+def test_a_users_own_class_is_known_by_its_states_on_any_tier():
+    """What it steps never passes through a GPU by itself."""
+    model = nn.Linear(4, 4)
+    parameters = list(model.parameters())
+    own = choose(torch.optim.NAdam(parameters), None, parameters, model)
+    assert [kept.by_own_class for chosen in (own, for_disk(own)) for kept in chosen.states_of_groups()] == [True, True]
+    ours = choose(torch.optim.AdamW(parameters), None, parameters, model)
+    assert not any(kept.by_own_class for kept in ours.states_of_groups())

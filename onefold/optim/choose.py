@@ -95,7 +95,8 @@ class Chosen:
             rule = self.rule
             return [KeptStates(tuple(rule.state_names([group])), rule.takes(group)) for group in self.groups]
         names = tuple(self.rule.state_names(self.groups)) if self.rule is not None else ()
-        return [KeptStates(names, by_own_class=self.rule is None)] * len(self.groups)
+        own = self.rule is None or isinstance(self.rule, InstanceRule)
+        return [KeptStates(names, by_own_class=own)] * len(self.groups)
 
     def group_of_each(self) -> dict[int, int]:
         """The id of each parameter, and the group it stands in."""
