@@ -839,6 +839,20 @@ MUTATIONS = [
         "test_timeline.py -k every_byte",
     ),
     Mutation(
+        "below-shared-by-ranks",
+        "onefold/runtime/build.py",
+        "by_device = shared.gives_to_device(trained)",
+        "by_device = shared.gives_to_device(trained // plan.num_shards % 5000)",
+        "test_plan.py -k neither_stage_nor_ranks",
+    ),
+    Mutation(
+        "below-unpinned-passes",
+        "onefold/plan/memory.py",
+        """return spec.given_to_device and (plan.offload.is_pinned or plan.offloaded_step == "both")""",
+        "return spec.given_to_device",
+        "test_plan.py -k what_the_keys_say",
+    ),
+    Mutation(
         "kept-of-matrices-unplanned",
         "onefold/optim/matrix_rules.py",
         "return 4 * 2 * (rows**2 + columns**2)",

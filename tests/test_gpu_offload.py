@@ -25,7 +25,7 @@ pytestmark = [
 CPU = {"device": "cpu"}
 
 
-def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "auto") -> dict[str, Any]:
+def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "both") -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "auto")
     return found
 
 
-def check_tiers(results: list[dict[str, Any]], who: str = "auto") -> None:
+def check_tiers(results: list[dict[str, Any]], who: str = "both") -> None:
     for found in results:
         device, _half = found.pop("device"), found.pop("2 half")
         losses, weights, *_ = found["2 cpu"]
@@ -102,11 +102,11 @@ def test_whoever_steps_them(nccl, who):
     check_tiers(nccl.run(run_tiers, "bf16", 1, "exchange", who), who)
 
 
-def who_steps(who: str) -> dict[str, tuple[int, int]]:
+def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
     """Elements that the device and the host step, by stage."""
     found = {}
     for stage in (1, 3):
-        zero = {"offload_optimizer": CPU}
+        zero = {"offload_optimizer": {**CPU, "pin_memory": pinned}}
         engine = start(
             net(width=64, depth=6),
             config(stage, bf16={"enabled": True}, onefold={"offloaded_step": who}, zero_optimization=zero),
@@ -128,9 +128,12 @@ def who_steps(who: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("who", ["auto", "host", "device", "both"])
-def test_host_and_device_step_what_they_are_given(nccl, who):
-    (found,) = nccl.run(who_steps, who)
+@pytest.mark.parametrize(
+    ("who", "pinned"), [("auto", True), ("auto", False), ("host", True), ("device", True), ("both", True)]
+)
+def test_host_and_device_step_what_they_are_given(nccl, who, pinned):
+    (found,) = nccl.run(who_steps, who, pinned)
+    who = who if pinned else "host"
     for device, host in found.values():
         assert (device > 0) == (who != "host")
         assert (host > 0) == (who != "device")

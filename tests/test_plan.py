@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from onefold.config import ConfigError, load_config
-from onefold.plan import Layout, Placement, Tier, Wire, cut, make_plan
+from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_plan
+from onefold.plan.memory import SharedStep, passes_device
+from onefold.runtime.build import plan_units
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "configs"
 R, S = Placement.REPLICATED, Placement.SHARDED
@@ -49,8 +54,8 @@ def test_offload_and_wires_change_columns():
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(0, False), (1, False), (2, False), (3, True)])
 def test_collectives_overlap_by_default_where_parameters_are_sharded(stage, overlaps):
-    for given, expected in ((None, overlaps), (True, True), (False, False)):
-        keys = {"stage": stage, "overlap_comm": given, "stage3_prefetch_bucket_size": 77}
+    for asked, expected in ((None, overlaps), (True, True), (False, False)):
+        keys = {"stage": stage, "overlap_comm": asked, "stage3_prefetch_bucket_size": 77}
         plan = make_plan(load_config({"zero_optimization": keys}), 8)
         assert plan.overlap == expected
         # Nothing is gathered ahead of its use where every collective is finished where it is started.
@@ -213,3 +218,60 @@ def test_the_cut_names_every_parameter_once():
     model = Model()
     names = [name for unit in cut(model) for name in unit.parameters]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+# -- who steps what rests below the device ---------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=50))
+def test_the_device_is_given_its_share(sizes):
+    """Never further from it than by one unit."""
+    shared, device, host = SharedStep(), 0, 0
+    for size in sizes:
+        if shared.gives_to_device(size):
+            device += size
+        else:
+            host += size
+        assert abs(device - SharedStep.SHARE * (device + host)) <= max(sizes)
+
+
+def units_given(stage: int, world: int, own: dict[str, Any], **zero: Any) -> dict[str, bool]:
+    """Which parameters pass through a device."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64 * (1 + number % 3)), nn.ReLU()) for number in range(7)))
+    below = {"offload_optimizer": {"device": "cpu", **zero}} if stage else {}
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **below}, "onefold": own}
+    plan = make_plan(load_config(config), world)
+    groups = {id(parameter): 0 for parameter in model.parameters()}
+    specs = plan_units(model, plan, groups, [KeptStates(("exp_avg", "exp_avg_sq"))])
+    return {
+        member.name: passes_device(plan, spec)
+        for unit in specs
+        for spec in unit.params
+        for member in spec.layout.members
+    }
+
+
+def test_who_steps_a_unit_depends_on_neither_stage_nor_ranks():
+    wanted = units_given(1, 1, {})
+    assert {True, False} == set(wanted.values())
+    for stage in (1, 2, 3):
+        for world in (1, 2, 8):
+            assert units_given(stage, world, {}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("own", "zero", "shares"),
+    [
+        ({}, {}, {True, False}),
+        ({"offloaded_step": "both"}, {"pin_memory": False}, {True, False}),
+        ({"offloaded_step": "host"}, {}, {False}),
+        ({"offloaded_step": "device"}, {}, {True}),
+        ({}, {"pin_memory": False}, {False}),
+        ({"state_dtype": "int8"}, {}, {True}),
+        ({"state_dtype": "int8"}, {"pin_memory": False}, {True}),
+        ({"master_dtype": "bf16_int16", "offloaded_step": "both"}, {}, {True, False}),
+        ({"delayed_host_step": True}, {}, {False}),
+    ],
+)
+def test_who_steps_is_what_the_keys_say(own, zero, shares):
+    assert set(units_given(2, 2, own, **zero).values()) == shares

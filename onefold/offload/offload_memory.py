@@ -102,7 +102,7 @@ class OffloadMemory:
     def __init__(self, needs: Needs, options: Offload, bus: Bus, rank: int) -> None:
         self.options = options
         self.bus = bus
-        self.pinned = options.optimizer.pin_memory and options.param.pin_memory and bus.crosses
+        self.pinned = options.is_pinned and bus.crosses
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
         self.worker = ThreadPoolExecutor(1, "onefold-host")
         # One more, which starts the copies of states that the device steps.

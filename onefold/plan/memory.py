@@ -329,7 +329,8 @@ def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
         return False
     if plan.offloaded_step == "device" or (plan.offloaded_step == "auto" and not plan.formats.are_plain):
         return True
-    return spec.given_to_device
+    # A bus is several times slower with memory that is not page-locked.
+    return spec.given_to_device and (plan.offload.is_pinned or plan.offloaded_step == "both")
 
 
 def bytes_of_step(spec: FlatParamSpec) -> int:

@@ -127,6 +127,11 @@ class Offload:
     device_bytes: int | None = None
     host_bytes: int | None = None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether host memory is page-locked: it is one piece, for states and for parameters."""
+        return self.optimizer.pin_memory and self.param.pin_memory
+
 
 @dataclass(frozen=True)
 class Monitoring:
