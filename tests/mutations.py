@@ -833,9 +833,12 @@ MUTATIONS = [
     Mutation(
         "below-bytes-outside-the-span",
         "onefold/offload/bus.py",
-        """                self.count(way, num_bytes)
+        """            with recorded(_TRACKS[way], way, numel=numel):
+                self.count(way, num_bytes)
                 for source""",
-        """                for source""",
+        """            self.count(way, num_bytes)
+            with recorded(_TRACKS[way], way, numel=numel):
+                for source""",
         "test_timeline.py -k every_byte",
     ),
     Mutation(

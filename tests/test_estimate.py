@@ -472,3 +472,20 @@ def test_what_steps_by_its_own_class_is_stepped_by_the_host() -> None:
     assert "states over the bus" in found["AdamW"].seconds
     assert "states over the bus" not in found["NAdam"].seconds
     assert found["NAdam"].crossing.down < found["AdamW"].crossing.down
+
+
+def test_states_of_host_and_disk_share_the_bus_and_not_its_chunks() -> None:
+    """All that passes through the device crosses one bus; what comes from a disk has memory of its own there."""
+    disk = {"device": "nvme", "nvme_path": "/local_nvme"}
+    found = []
+    for some in (0, 10_000_000, 1_000_000_000):
+        setting = Setting("", {"stage": 2, "offload_optimizer": {**disk, "max_in_cpu": some}})
+        question = Question(find_model("25m"), find_machine("H100"), DEFAULT_CONFIG, 2, 128)
+        found += forecast(question, [setting], finds_batch=False)
+    on_disk, mixed, on_host = found
+    assert len({round(each.seconds["states over the bus"], 9) for each in found}) == 1
+    for each in found:
+        assert each.step is not None
+        beside = [each.seconds[name] for name in ("computation", "bus") if name in each.seconds]
+        assert each.step >= max(beside) + each.seconds["states over the bus"]
+    assert mixed.device.workspace > max(on_disk.device.workspace, on_host.device.workspace)

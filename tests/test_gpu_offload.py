@@ -39,6 +39,7 @@ def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "both")
             ("3 cpu cpu", 3, {"offload_optimizer": CPU, "offload_param": CPU}),
             ("3 disk disk", 3, {"offload_optimizer": disk, "offload_param": disk}),
             ("2 disk", 2, {"offload_optimizer": disk}),
+            ("2 host and disk", 2, {"offload_optimizer": {**disk, "max_in_cpu": 50_000}}),
             ("2 half", 2, {"offload_optimizer": {**CPU, "ratio": 0.5}}),
         ]:
             settings = config(
@@ -171,13 +172,15 @@ def failing_pass() -> list[str]:
         except (RuntimeError, ValueError) as error:
             told.append(str(error))
     engine.destroy()
-    return told
+    return [*told, str(len(calls))]
 
 
 def test_a_step_of_the_device_that_fails_is_told(nccl):
     (told,) = nccl.run(failing_pass)
-    assert all("the fourth chunk" in line for line in told[:3])
-    assert len(told) == 4
+    *words, num_calls = told
+    assert all("the fourth chunk" in line for line in words[:3])
+    assert "without a backward" in words[3]
+    assert num_calls == "4", "nothing was stepped after it"
 
 
 def longer_shard() -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import Trace, batches, config, first_difference, net, precision, start, train
+from test_offload_cases import holding_nothing, over_tiers
 from test_states import ADAMW, FORMATS, OTHERS, run_stages, run_tiers, spread
 
 from onefold.offload import state_codec
@@ -179,6 +180,12 @@ def test_a_host_can_step_bytes_by_itself(on_nccl_ranks, tmp_path):
     steps = {**FORMATS["int8, split"], "offloaded_step": "host"}
     for told in on_nccl_ranks(1, run_tiers, steps, str(tmp_path), 1, ADAMW, ("device", "half")):
         assert told == []
+
+
+def test_parameters_without_elements_pass(on_nccl_ranks, tmp_path):
+    (found,) = on_nccl_ranks(1, over_tiers, holding_nothing, str(tmp_path), ["2 cpu", "3 disk disk"], ())
+    for name, trace in found.items():
+        assert first_difference(trace, found["device"]) is None, name
 
 
 def chunks() -> str | None:

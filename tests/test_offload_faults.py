@@ -326,6 +326,44 @@ def optimizer_raises(kind: str, folder: str, saves: str, leave: str, num_steps: 
     return found
 
 
+def interrupted(kind: str, folder: str) -> dict[str, Any]:
+    """The user interrupts between two units of a step: what is told from then on, and whether the engine goes."""
+    stage, keys = KEYS[kind](folder)
+    model = net()
+    engine = start(model, config(stage, zero_optimization={**keys, "overlap_comm": True}, **precision("bf16")))
+    train(engine, 1)
+    host, calls = engine.state.step._host, []
+    submit = host._submit
+
+    def interrupt(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return submit(*given)
+
+    host._submit = interrupt
+    x, y = batches(1)[0]
+    found: dict[str, Any] = {}
+    try:
+        one_step(engine, x, y)
+    except KeyboardInterrupt:
+        found["raised"] = True
+    host._submit = submit
+    found["later"] = within(20, lambda: one_step(engine, x, y))
+    found["destroy"] = within(20, engine.destroy)
+    found["weights"] = all(parameter.numel() for parameter in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["2 disk", "3 cpu disk"])
+def test_an_interrupted_step_is_refused_later_and_the_engine_goes(on_ranks, tmp_path, kind):
+    (found,) = on_ranks(1, interrupted, kind, str(tmp_path))
+    assert found["raised"]
+    assert "interrupted" in found["later"][1]
+    assert found["destroy"] == ("", "")
+    assert found["weights"]
+
+
 @pytest.mark.parametrize(
     ("world", "kind", "leave", "num_steps", "late"),
     [

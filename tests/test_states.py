@@ -29,6 +29,7 @@ import onefold
 from onefold.config import ConfigError, load_config
 from onefold.offload import state_codec
 from onefold.offload.encoded import EncodedFlat
+from onefold.offload.param_shard import held_bytes
 from onefold.offload.state_codec import TINY, Dither, decode, encode
 from onefold.optim import steppers
 from onefold.plan import make_plan
@@ -502,23 +503,24 @@ def test_a_run_goes_on_as_it_was_in_any_stage_and_tier(on_ranks, tmp_path, forma
 
 def save_beside_training(folder: str, formats: dict[str, Any]) -> tuple[int, int]:
     """A save in the background, with steps beside it, and one in the foreground of the same moment: bytes that were
-    copied for the first, and bytes that are held of weights, masters and states.
+    copied for the first, and bytes that this rank holds of masters and states.
     """
-    engine = start(net(), config(2, onefold=formats, **precision("bf16")))
+    engine = start(net(width=128), config(2, onefold=formats, **precision("bf16")))
     train(engine, 2)
     engine.save_checkpoint(f"{folder}/waits")
     engine.save_checkpoint(f"{folder}/beside", background=True)
     staged = engine._saving.saver._staging._memory.numel()
-    held = [engine.planned_bytes(tier) for tier in onefold.plan.Tier]
+    stores = engine.state.step.stores
+    held = sum(held_bytes(flat) for store in stores for flat in (store.master, *store.states.values()))
     train(engine, 2, seed=4)
     engine.destroy()
-    return staged, sum(each.masters + each.states for each in held) + held[0].parameters
+    return staged, held
 
 
 def load_both(folder: str, formats: dict[str, Any]) -> str | None:
     found = []
     for name in ("waits", "beside"):
-        engine = start(net(seed=3), config(2, onefold=formats, **precision("bf16")))
+        engine = start(net(seed=3, width=128), config(2, onefold=formats, **precision("bf16")))
         engine.load_checkpoint(f"{folder}/{name}")
         found.append(train(engine, 2))
         engine.destroy()
@@ -528,7 +530,7 @@ def load_both(folder: str, formats: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize("formats", ["int8, split", "int8, 8 bits", "bf16"])
 def test_a_save_beside_training_copies_what_is_held(on_ranks, tmp_path, formats):
     for staged, held in on_ranks(2, save_beside_training, str(tmp_path), FORMATS[formats]):
-        assert staged < 1.25 * held  # and not four bytes a value
+        assert staged < held + 10_000, "what is held, and random states"
     assert on_ranks(2, load_both, str(tmp_path), FORMATS[formats]) == [None, None]
 
 

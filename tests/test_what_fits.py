@@ -219,6 +219,22 @@ def test_model_states_are_the_plans(seed):
             assert said == pytest.approx(exact, rel=0.01, abs=0.01 * whole), (name, values)
 
 
+@pytest.mark.parametrize("offload_optimizer", CHOICES["offload_optimizer"])
+@pytest.mark.parametrize("offload_param", CHOICES["offload_param"])
+@pytest.mark.parametrize("master_dtype", ["bf16_int16", "bf16_int8"])
+def test_split_masters_are_the_plans_in_every_tier(offload_optimizer, offload_param, master_dtype):
+    values = {**DEFAULTS, **SHAPES["GPT 125M"], "gpus": 2, "stage": 3, "state_dtype": "int8"}
+    values |= {"offload_optimizer": offload_optimizer, "offload_param": offload_param, "master_dtype": master_dtype}
+    case, plan = planned(values)
+    for name, said, exact in (
+        ("parameters", formulas.resting_parameters(case), plan[Tier.DEVICE].parameters),
+        ("masters", formulas.masters(case), plan[Tier.DEVICE].masters),
+        ("host", formulas.host_bytes(case) / case.gpus - PROCESS, plan[Tier.HOST].total),
+        ("nvme", formulas.nvme_bytes(case) / case.gpus, plan[Tier.NVME].total),
+    ):
+        assert said == pytest.approx(exact, rel=0.01, abs=1e6), name
+
+
 def rehearsed(values: dict[str, Any]) -> Any:
     case = case_of(values)
 

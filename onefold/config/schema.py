@@ -179,8 +179,8 @@ class OnefoldSection:
         "auto",
         "Who steps states below a GPU. host: its cores, where they rest; device: they pass through the GPU, gradient, "
         "master and states up, master and states down, with the bits of states on the GPU; both: some units each, at "
-        "the same time. auto: both; the GPU alone where states or masters are in fewer bytes; the host where its "
-        "memory is not page-locked.",
+        "the same time. auto: the GPU where states or masters are in fewer bytes; else the host where its memory is "
+        "not page-locked; else both.",
     )
     delayed_host_step: bool = key(
         False,

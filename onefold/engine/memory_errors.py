@@ -97,13 +97,15 @@ def device_account(state: TrainState) -> DeviceAccount:
     held = held_bytes(schedule, state.step, Tier.DEVICE)
     unsharded = sum(param.full.untyped_storage().size() for unit in schedule.units for param in unit.sharded)
     slots = sum(param.grad.open_bytes for param in schedule.trained_params())
+    matrices = state.step.matrices if state.step is not None else None
+    states = held.states + (matrices.held_kept() if matrices is not None else 0)
     return DeviceAccount(
         total=total,
         limit=round(total * torch.cuda.memory.get_per_process_memory_fraction(device)),
         free=free,
         reserved=torch.cuda.memory_reserved(device),
         allocated=torch.cuda.memory_allocated(device),
-        held=ModelBytes(held.parameters - unsharded, held.gradients - slots, held.masters, held.states, 0),
+        held=ModelBytes(held.parameters - unsharded, held.gradients - slots, held.masters, states, 0),
         unsharded=unsharded,
         slots=slots,
     )

@@ -322,13 +322,16 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
 
 
 def _passing_through(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec]) -> int:
-    """Chunks of states on the device, where these rest below it and the device steps them."""
-    largest = 0
+    """Chunks of states on the device, where these rest below it and the device steps them: those of the host, and those
+    of a disk, have memory of their own.
+    """
+    largest = {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
         if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
             gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
-            largest = max(largest, bytes_of_step(spec) + spec.layout.shard_size * gradient)
-    return UNDER_WAY * min(largest, CHUNK_BYTES)
+            needed, tier = bytes_of_step(spec) + spec.layout.shard_size * gradient, spec.residency.states
+            largest[tier] = max(largest[tier], needed)
+    return UNDER_WAY * sum(min(each, CHUNK_BYTES) for each in largest.values())
 
 
 def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:
@@ -385,7 +388,7 @@ def _times(
     beside = [value for name, value in seconds.items() if name not in ("states over the bus", "host's step", "disk")]
     # The host's thread also sees to what comes from a disk and passes through the device.
     by_thread = host_step + through[Tier.NVME] / gpu.bus
-    after = max(through[Tier.HOST] / gpu.bus, by_thread, seconds.get("disk", 0.0))
+    after = max(sum(through.values()) / gpu.bus, by_thread, seconds.get("disk", 0.0))
     if (not plan.overlap and machine.world > 1) or machine.is_cpu:  # cores do not exchange while they compute
         return seconds, sum(beside) + after
     return seconds, max(beside) + after

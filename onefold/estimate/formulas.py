@@ -146,10 +146,10 @@ def resting_parameters(case: Case) -> float:
 
 def beside_weights(case: Case) -> float:
     """Elements whose masters rest in the same tier as their weights."""
-    is_host = offloads_parameters(case) and case.offload_optimizer == "cpu" and case.offload_param == "cpu"
-    is_nvme = case.offload_optimizer == "nvme" and case.offload_param == "nvme"
-    on_nvme = parameter_elements_on_nvme(case) if is_nvme else 0
-    return stepped(case) if is_host or not offloads(case) else on_nvme
+    on_nvme = parameter_elements_on_nvme(case)
+    below = stepped(case) - on_nvme if case.offload_optimizer == "cpu" else on_nvme
+    offloaded = below if offloads_parameters(case) else 0
+    return offloaded if offloads(case) else stepped(case)
 
 
 def master_bytes(case: Case) -> float:

@@ -149,6 +149,8 @@ class DevicePass:
         while self._under_way:
             with suppress(Exception):  # the first error is the one that is told
                 self._under_way.popleft().arrival.wait()
+        with suppress(Exception):
+            self._stream.synchronize()  # a chunk that failed between its copies
 
     def _finish_oldest(self) -> None:
         chunk = self._under_way.popleft()

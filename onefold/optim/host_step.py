@@ -137,9 +137,10 @@ class HostStep:
             if passing:
                 self._memory.pass_worker.submit(self._pass_all, passing, step, last_use)
         except BaseException as error:  # an interrupt: nobody may wait for what is not asked for
-            self._failed = error
+            self._failed = RuntimeError("the step was interrupted before all of it was asked for")
+            self._failed.__cause__ = error
             for each in passing.values():
-                each.fail(error)
+                each.fail(self._failed)
             raise
 
     def _submit(self, what: str, store: ShardStore, work: Callable[..., _Made], *given: Any) -> Future[_Made]:

@@ -48,7 +48,7 @@ from onefold.plan.layout import round_up
 # A shared file system may show another node's new folder late.
 _VISIBLE_SECONDS = 10.0
 _ALIGNMENT = 64
-# Elements that are copied at once: what is held in another form is decoded first.
+# Elements that are copied at once.
 _COPIED = 1 << 24
 
 
