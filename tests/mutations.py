@@ -842,6 +842,23 @@ MUTATIONS = [
         "test_timeline.py -k every_byte",
     ),
     Mutation(
+        "below-interrupts-kept",
+        "onefold/optim/host_step.py",
+        """            self._failed = RuntimeError("the step was interrupted before all of it was asked for")
+            self._failed.__cause__ = error
+""",
+        """            self._failed = error
+""",
+        "test_offload_faults.py -k interrupted",
+    ),
+    Mutation(
+        "below-two-buses",
+        "onefold/estimate/forecast.py",
+        "after = max(sum(through.values()) / gpu.bus, by_thread,",
+        "after = max(through[Tier.HOST] / gpu.bus, by_thread,",
+        "test_estimate.py -k share_the_bus",
+    ),
+    Mutation(
         "below-shared-by-ranks",
         "onefold/runtime/build.py",
         "by_device = shared.gives_to_device(trained)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -480,8 +481,9 @@ def test_states_of_host_and_disk_share_the_bus_and_not_its_chunks() -> None:
     found = []
     for some in (0, 10_000_000, 1_000_000_000):
         setting = Setting("", {"stage": 2, "offload_optimizer": {**disk, "max_in_cpu": some}})
-        question = Question(find_model("25m"), find_machine("H100"), DEFAULT_CONFIG, 2, 128)
-        found += forecast(question, [setting], finds_batch=False)
+        machine = replace(find_machine("H100"), disk=1e12)
+        config = {**DEFAULT_CONFIG, "onefold": {"offloaded_step": "device"}}
+        found += forecast(Question(find_model("25m"), machine, config, 2, 128), [setting], finds_batch=False)
     on_disk, mixed, on_host = found
     assert len({round(each.seconds["states over the bus"], 9) for each in found}) == 1
     for each in found:

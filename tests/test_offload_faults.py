@@ -327,10 +327,9 @@ def optimizer_raises(kind: str, folder: str, saves: str, leave: str, num_steps: 
 
 
 def interrupted(kind: str, folder: str) -> dict[str, Any]:
-    """The user interrupts between two units of a step: what is told from then on, and whether the engine goes."""
+    """The user interrupts between two units of a step: whether another one is refused, and whether the engine goes."""
     stage, keys = KEYS[kind](folder)
-    model = net()
-    engine = start(model, config(stage, zero_optimization={**keys, "overlap_comm": True}, **precision("bf16")))
+    engine = start(net(), config(stage, zero_optimization={**keys, "overlap_comm": True}, **precision("bf16")))
     train(engine, 1)
     host, calls = engine.state.step._host, []
     submit = host._submit
@@ -351,7 +350,6 @@ def interrupted(kind: str, folder: str) -> dict[str, Any]:
     host._submit = submit
     found["later"] = within(20, lambda: one_step(engine, x, y))
     found["destroy"] = within(20, engine.destroy)
-    found["weights"] = all(parameter.numel() for parameter in model.parameters())
     return found
 
 
@@ -359,9 +357,8 @@ def interrupted(kind: str, folder: str) -> dict[str, Any]:
 def test_an_interrupted_step_is_refused_later_and_the_engine_goes(on_ranks, tmp_path, kind):
     (found,) = on_ranks(1, interrupted, kind, str(tmp_path))
     assert found["raised"]
-    assert "interrupted" in found["later"][1]
+    assert "KeyboardInterrupt has interrupted a step" in found["later"][1]
     assert found["destroy"] == ("", "")
-    assert found["weights"]
 
 
 @pytest.mark.parametrize(

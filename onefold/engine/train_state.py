@@ -44,9 +44,16 @@ class TrainState:
     """Why weights and states are a mixture of what they were and of a checkpoint, or nothing."""
 
     def check_present(self) -> None:
-        """Raise after `offload_states`, after a load that failed half-way, and once ranks are known to be stuck."""
+        """Raise after `offload_states`, after a load that failed half-way or a step that was interrupted, and once
+        ranks are known to be stuck.
+        """
         self.check_reloaded()
         self.schedule.order.agreement.guard.check()
+        if self.step is not None and self.step.interrupted:
+            raise RuntimeError(
+                f"{self.step.interrupted} has interrupted a step, and some weights are stepped and some are not: load "
+                "a checkpoint into a new engine (onefold.initialize)"
+            )
         if self.half_loaded:
             raise RuntimeError(
                 f"{self.half_loaded}. Its weights and states are partly those of before: the engine neither computes "

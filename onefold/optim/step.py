@@ -56,6 +56,8 @@ class ShardedStep:
         self.overflow = False
         # From the first change of a step until the engine has counted it: what is held is no step's state.
         self.changing = False
+        # What has ended a step half-way, if that was not an error.
+        self.interrupted = ""
         # Whether its steps may have added keys to its groups.
         self.keeps_other_keys = chosen.is_stepped
         # Called before states are handed out to be written.
@@ -115,8 +117,14 @@ class ShardedStep:
                     "none on: let it return None"
                 )
         self.changing = True
-        with torch.no_grad(), self._user_code():
-            self._apply(coefficient, skip)
+        try:
+            with torch.no_grad(), self._user_code():
+                self._apply(coefficient, skip)
+        except Exception:
+            raise
+        except BaseException as error:
+            self.interrupted = type(error).__name__
+            raise
         for stepped in (optimizer, *self.instances):
             stepped._opt_called = True  # type: ignore[attr-defined] # torch's schedulers warn unless they see this
         hooks = step_hooks("post", optimizer, self.instances)
