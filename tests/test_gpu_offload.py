@@ -12,7 +12,7 @@ from models import batches, config, net, precision, start, weights_of
 
 from onefold.offload.bus import Bus
 from onefold.offload.param_shard import StepOutput
-from onefold.optim.device_pass import DevicePass
+from onefold.optim.device_pass import DevicePass, PassingShard
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
 from onefold.plan import Tier
@@ -196,8 +196,8 @@ def longer_shard() -> bool:
     for window, gradient, _ in windows:
         with torch.cuda.stream(passing._stream):
             torch.cuda._sleep(100_000_000)
-        now = bus.now()
-        passing.start(OneGroup(), window, gradient, StepOutput(), step, now, lambda window=window: told.append(window))
+        shard = PassingShard(OneGroup(), gradient, StepOutput(), step, bus.now())
+        passing.start(shard, window, lambda window=window: told.append(window))
     passing.finish()
     for window, gradient, before in windows:
         states = {name: torch.zeros(window.stop, device="cuda") for name in window.states}

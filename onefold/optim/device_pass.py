@@ -39,6 +39,17 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
+class PassingShard:
+    """What is stepped, with what, and where its weights go. The gradient lies along the shard."""
+
+    store: ShardStore
+    gradient: torch.Tensor
+    output: StepOutput
+    step: Step
+    last_use: LastUse
+
+
+@dataclass(frozen=True)
 class _FromStart:
     """A range of a shard as a shard by itself, counted from the start of the range."""
 
@@ -95,45 +106,29 @@ class DevicePass:
         self._under_way: deque[_Chunk] = deque()
         self._number = 0
 
-    def start(
-        self,
-        store: ShardStore,
-        window: StateWindow,
-        gradient: torch.Tensor,
-        output: StepOutput,
-        step: Step,
-        last_use: LastUse,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
+    def start(self, shard: PassingShard, window: StateWindow, then: Callable[[], None] = lambda: None) -> None:
         """All of a window is on its way; `then` is called when it is in host memory again, by a later call of this or
-        of `finish`. `gradient` lies along the shard.
+        of `finish`.
         """
         if window.start == window.stop:
             self.finish()
             then()
             return
-        for start, stop in pairwise([*range(window.start, window.stop, self._reserve(window, gradient)), window.stop]):
+        size = self._reserve(window, shard.gradient)
+        for start, stop in pairwise([*range(window.start, window.stop, size), window.stop]):
             if len(self._under_way) == UNDER_WAY:
                 self._finish_oldest()
             slot = self._slots[self._number % UNDER_WAY]
             self._number += 1
             with torch.cuda.stream(self._stream):
-                arrival, is_sent = self._start(slot, store, window, (start, stop), gradient, output, step, last_use)
-            take = None if is_sent else partial(_take_weights, window, output, start, stop)
+                arrival, is_sent = self._start(slot, shard, window, start, stop)
+            take = None if is_sent else partial(_take_weights, window, shard.output, start, stop)
             self._under_way.append(_Chunk(arrival, take, then if stop == window.stop else None))
 
-    def take(
-        self,
-        store: ShardStore,
-        window: StateWindow,
-        gradient: torch.Tensor,
-        output: StepOutput,
-        step: Step,
-        last_use: LastUse,
-    ) -> None:
+    def take(self, shard: PassingShard, window: StateWindow) -> None:
         """All of a window, until it is in host memory again."""
         try:
-            self.start(store, window, gradient, output, step, last_use)
+            self.start(shard, window)
             self.finish()
         except BaseException:
             self.abandon()
@@ -176,29 +171,20 @@ class DevicePass:
         return size
 
     def _start(
-        self,
-        slot: _Slot,
-        store: ShardStore,
-        window: StateWindow,
-        place: tuple[int, int],
-        gradient: torch.Tensor,
-        output: StepOutput,
-        step: Step,
-        last_use: LastUse,
+        self, slot: _Slot, shard: PassingShard, window: StateWindow, start: int, stop: int
     ) -> tuple[Arrival, bool]:
         """The last copy down, and whether what computes has the weights of the range already."""
-        start, stop = place
         inside = slice(start - window.start, stop - window.start)
         held = [window.master[inside], *(state[inside] for state in window.states.values())]
         on_host = [part for flat in held for part in tensors_of(flat) if isinstance(part, torch.Tensor)]
-        scaled, *on_device = slot.room([gradient[start:stop], *on_host])
-        ups = zip([gradient[start:stop], *on_host], [scaled, *on_device], strict=True)
-        self._bus.up_together(list(ups), last_use).order()
+        sources = [shard.gradient[start:stop], *on_host]
+        gradient, *on_device = slot.room(sources)
+        self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).order()
         parts = iter(on_device)
         master, *states = [_as(flat, parts) for flat in held]
         through = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
-        self._tiler.step(_FromStart(store, start), through, 0, stop - start, scaled, None, step)
-        is_sent = output.send_from_device(weights_of(master), start, stop)
+        self._tiler.step(_FromStart(shard.store, start), through, 0, stop - start, gradient, None, shard.step)
+        is_sent = shard.output.send_from_device(weights_of(master), start, stop)
         return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_sent
 
 

@@ -29,7 +29,7 @@ from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import Flat, LastUse, StepOutput, held_bytes, tensors_of
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.device_pass import DevicePass
+from onefold.optim.device_pass import DevicePass, PassingShard
 from onefold.optim.matrix_rules import WIRE, MatrixRule
 from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
 from onefold.optim.rules import MASTER, Rule
@@ -164,7 +164,7 @@ class HostStep:
         for window in self._windows(store):
             if self._passes(store):
                 assert self._pass_of_disk is not None
-                self._pass_of_disk.take(store, window, gradient, output, step, last_use)
+                self._pass_of_disk.take(PassingShard(store, gradient, output, step, last_use), window)
             else:
                 for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                     self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
@@ -194,9 +194,9 @@ class HostStep:
                     raise self._failed.with_traceback(None)
                 with recorded(Track.STEP, "device step", store.unit, numel=store.stop - store.start, by_host=True):
                     output = self._output(store, gradient, last_use)
+                    shard = PassingShard(store, gradient, output, step, last_use)
                     for window in whole_window(store):
-                        then = partial(_tell_stepped, store, output, stepped)
-                        self._pass.start(store, window, gradient, output, step, last_use, then)
+                        self._pass.start(shard, window, partial(_tell_stepped, store, output, stepped))
             self._pass.finish()
         except BaseException as error:
             self._failed = error
