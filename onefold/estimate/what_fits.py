@@ -19,7 +19,7 @@ from onefold.estimate.formulas import Case
 from onefold.estimate.machines import GB, GPUS
 from onefold.estimate.to_javascript import translate_module
 from onefold.plan import Placement
-from onefold.plan.forms import BLOCK, SIGNED
+from onefold.plan.forms import BLOCK, SIGNED, SPLIT_8, SPLIT_16
 from onefold.plan.table import TABLE
 
 
@@ -76,9 +76,10 @@ CHOICES: dict[str, list[Any]] = {
     "master_dtype": ["fp32", "bf16_int16", "bf16_int8"],
 }
 
+_SPLIT = [form.parts[1].dtype.itemsize for form in (SPLIT_16, SPLIT_8)]
 FORMATS: dict[str, dict[str, float]] = {
     "state_dtype": {"fp32": 4, "int8": sum(part.numel(BLOCK) * part.dtype.itemsize for part in SIGNED.parts) / BLOCK},
-    "master_dtype": {"fp32": 0, "bf16_int16": 2, "bf16_int8": 1},
+    "master_dtype": {"fp32": 0, "bf16_int16": _SPLIT[0], "bf16_int8": _SPLIT[1]},
 }
 """Bytes an element: of moments, and of a master beside its weight."""
 

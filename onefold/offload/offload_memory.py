@@ -1,12 +1,12 @@
 """The tiers below the device, as one engine has them: which flat parameter rests in which, decided by all ranks alike;
-host memory, files, the bus, and the thread that works there.
+host memory, files, the bus, and the threads that work there.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,8 @@ def make_memory(
 
 
 Need = tuple[int, torch.dtype]
+# How long the end of an engine waits for threads after a step that failed.
+_DRAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,8 @@ class OffloadMemory:
             holder.forget_prefetched()
 
     def drain(self) -> None:
-        """Until both threads have ended what they were asked for, in whatever way."""
-        for thread in (self.worker, self.pass_worker):
-            thread.submit(int).result()
+        """Until both threads have ended what they were asked for, or for a while: one of them may be who calls."""
+        wait([thread.submit(int) for thread in (self.worker, self.pass_worker)], _DRAIN_SECONDS)
 
     def close(self) -> None:
         """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""

@@ -63,9 +63,8 @@ class HostStep:
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory, self._plan = memory, plan
         # Where the device steps what rests below it: beside the host's thread, and on it what comes from a disk.
-        self._pass, self._pass_of_disk = (
-            DevicePass(rule, memory.bus) if memory.bus.crosses else None for _ in range(2)
-        )
+        passes = [DevicePass(rule, memory.bus) if memory.bus.crosses else None for _ in range(2)]
+        self._pass, self._pass_of_disk = passes
         on_disk = [store for store in stores if store.state_tier is Tier.NVME]
         self._stream = StateStream(memory, on_disk) if on_disk else None
         self._failed: BaseException | None = None
@@ -97,7 +96,7 @@ class HostStep:
     def _check(self) -> None:
         if self._failed is not None:
             raise RuntimeError(
-                f"an earlier step failed on the host ({type(self._failed).__name__}: {self._failed}), and some of its "
+                f"an earlier offloaded step failed ({type(self._failed).__name__}: {self._failed}), and some of its "
                 "states are stepped and some are not: load a checkpoint into a new engine"
             ) from self._failed
 
