@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
+from test_offload_cases import VARIANTS, measure
 
 from onefold.offload.bus import Bus
 from onefold.offload.param_shard import StepOutput
@@ -140,6 +141,15 @@ def test_host_and_device_step_what_they_are_given(nccl, who, pinned):
         assert (host > 0) == (who != "device")
         if who in ("auto", "both"):
             assert 0.4 < device / (device + host) < 0.75
+
+
+@pytest.mark.parametrize("own", [
+    {"offloaded_step": "both"}, {"offloaded_step": "host"}, {"offloaded_step": "device"}, {"delayed_host_step": True},
+])  # fmt: skip
+def test_bytes_that_cross_in_a_step_equal_the_plan(nccl, tmp_path, own):
+    (found,) = nccl.run(measure, str(tmp_path), VARIANTS, "bf16", 1, own)
+    for name, seen in found.items():
+        assert seen["traffic"] == seen["crossing"], name
 
 
 def failing_pass() -> list[str]:

@@ -146,7 +146,10 @@ def host_held() -> Iterator[threading.Event]:
 # -- bytes and traffic ------------------------------------------------------------------------------------------
 
 
-def measure(folder: str, names: list[str], dtype: str, accumulation: int) -> dict[str, Any]:
+def measure(
+    folder: str, names: list[str], dtype: str, accumulation: int, own: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """`own`: what the config has under "onefold"."""
     found = {}
     for name in names:
         stage, keys = variants(str(Path(folder, f"rank{rank()}")))[name]
@@ -154,6 +157,7 @@ def measure(folder: str, names: list[str], dtype: str, accumulation: int) -> dic
             stage,
             zero_optimization={**keys, **NOTHING_KEPT},
             gradient_accumulation_steps=accumulation,
+            onefold=own or {},
             **precision(dtype),
         )
         engine = start(net(), settings)
@@ -166,6 +170,7 @@ def measure(folder: str, names: list[str], dtype: str, accumulation: int) -> dic
                     gradients.append({tier: engine.held_bytes(tier).gradients for tier in Tier})
                 engine.step()
             engine.wait_for_step()
+            engine.state.step.wait_for_host()  # also for a step whose weights are used one step later
             since = engine.ledger.since(before)
             traffic = {way: since.bytes(way) for way in ("down", "up", "read", "write")}
             rest.append({tier: engine.held_bytes(tier) for tier in Tier})
@@ -283,6 +288,13 @@ def test_bytes_that_cross_in_a_step_equal_the_plan(measured, world, dtype, accum
             if seen["traffic"] != seen["crossing"]:
                 wrong.append((name, "counted", seen["traffic"], "planned", seen["crossing"]))
     assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
+def test_bytes_that_cross_in_a_delayed_step_equal_the_plan(on_ranks, tmp_path, dtype):
+    (found,) = on_ranks(1, measure, str(tmp_path), VARIANTS, dtype, 1, {"delayed_host_step": True})
+    for name, seen in found.items():
+        assert seen["traffic"] == seen["crossing"], name
 
 
 # -- steps that are skipped, evaluated between, counted anew ----------------------------------------------------

@@ -2,9 +2,9 @@
 
 [Note: the newest value of a shard]
 A gather asks the shard for its source and never where that is. Only a shard in host memory may be older than its fp32
-master: on a GPU the host steps the master and leaves the cast to the device, which makes it at the next gather and
+master: beside a GPU the host steps the master and leaves the cast to the device, which makes it at the next gather and
 copies it back down. Until then the shard knows the master as its newest value (`stale_behind`), and whoever reads the
-shard in any other way casts it first (`refresh`).
+shard in any other way casts it first (`refresh`). Where the device steps, it casts at once and the shard is new.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class StepOutput:
     def send(self, master: torch.Tensor, start: int, stop: int) -> None:
         """These elements of the master are updated, and cast."""
 
-    def send_from_device(self, weights: torch.Tensor, start: int, stop: int) -> bool:
-        """These elements were updated on the device, in the order of the caller's stream. False where they do not rest
-        there: they are sent when the master is below again.
+    def send_from_device(self, weights: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
+        """These elements were updated on the device, in the order of the caller's stream, and rest there until the
+        bus's next copy down has arrived, as does `spare`, memory for a cast of them. False where the device cannot send
+        them to where they rest: they are sent when the master is below again.
         """
         return False
 
@@ -155,8 +156,10 @@ class HostShard(ParamShard):
         self._master: torch.Tensor | None = None
         self._copying: Arrival = HERE
 
-    def stale_behind(self, master: torch.Tensor) -> None:
-        """The host has stepped the master: the next gather casts it on the device, and the shard takes the cast."""
+    def stale_behind(self, master: torch.Tensor | None) -> None:
+        """The host has stepped the master: the next gather casts it on the device, and the shard takes the cast. None:
+        the shard was cast with the step.
+        """
         self._master = master
 
     def gather_source(self, *, is_overwritten: bool) -> Source:
@@ -190,9 +193,8 @@ class HostShard(ParamShard):
         self._copying.order()
 
     def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
-        if self._bus.crosses and isinstance(master, torch.Tensor):
-            return _CastLater(self, master)
-        return _InMemory(self.values)
+        cast_later = master if self._bus.crosses and isinstance(master, torch.Tensor) else None
+        return _HostOutput(self, self._bus, cast_later)
 
     def in_own_memory(self) -> ParamShard:
         self.refresh()
@@ -328,7 +330,7 @@ class DeviceOutput(StepOutput):
         else:
             self._bus.count("up", master.nbytes)
 
-    def send_from_device(self, weights: torch.Tensor, start: int, stop: int) -> bool:
+    def send_from_device(self, weights: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
         if self._last_use is not None:
             torch.cuda.current_stream().wait_event(self._last_use)
         self._target[start:stop].copy_(weights)
@@ -344,25 +346,28 @@ class DeviceOutput(StepOutput):
         return self._arrival
 
 
-class _CastLater(StepOutput):
-    """Nothing now: the next gather casts the master on the device, whose cores have nothing better to do."""
+class _HostOutput(StepOutput):
+    """Into a shard in host memory: cast by whoever steps. The host leaves it to the next gather, where that casts the
+    master on a device, whose cores have nothing better to do.
+    """
 
-    def __init__(self, shard: HostShard, master: torch.Tensor) -> None:
-        self._shard, self._master = shard, master
-
-    def finish(self) -> Arrival:
-        self._shard.stale_behind(self._master)
-        return HERE
-
-
-class _InMemory(StepOutput):
-    """Cast by the host into its shard."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
+    def __init__(self, shard: HostShard, bus: Bus, cast_later: torch.Tensor | None) -> None:
+        self._shard, self._bus, self._cast_later = shard, bus, cast_later
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        return self._target[start:stop]
+        return self._shard.values[start:stop] if self._cast_later is None else None
+
+    def send_from_device(self, weights: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
+        target = self._shard.values[start:stop]
+        if weights.dtype != target.dtype:
+            weights = spare.view(target.dtype)[: stop - start].copy_(weights)
+        self._bus.down(weights, target)
+        self._cast_later = None
+        return True
+
+    def finish(self) -> Arrival:
+        self._shard.stale_behind(self._cast_later)
+        return HERE
 
 
 class _ToDisk(StepOutput):

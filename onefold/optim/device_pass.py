@@ -184,7 +184,7 @@ class DevicePass:
         master, *states = [_as(flat, parts) for flat in held]
         through = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
         self._tiler.step(_FromStart(shard.store, start), through, 0, stop - start, gradient, None, shard.step)
-        is_sent = shard.output.send_from_device(weights_of(master), start, stop)
+        is_sent = shard.output.send_from_device(weights_of(master), start, stop, spare=gradient)
         return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_sent
 
 

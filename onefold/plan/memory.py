@@ -357,7 +357,7 @@ class Crossing:
 
 def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool) -> Crossing:
     """The plan's arithmetic of a step with so many micro-steps. `device_casts`: the device is a GPU. Shards on the host
-    beside their masters take its cast of them, which is gathered from the master then.
+    beside their masters take its cast: with the step where it steps them, else when they are gathered from the master.
     """
     down = up = read = written = 0
     for spec in specs:
@@ -379,20 +379,29 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         if spec.kept.as_matrices:  # to the device, where they are worked on, and back
             up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
         of_step = bytes_of_step(spec)
+        on_host = not unsharded and residency.parameters is Tier.HOST
+        is_held_twice = on_host and not (spec.master_is_shard or spec.weight_is_master)
         if device_casts and passes_device(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step
+            down += shard * spec.dtype.itemsize if is_held_twice else 0
         elif unsharded or residency.parameters is Tier.DEVICE:
             up += shard * master
-        is_held_twice = not spec.master_is_shard and spec.kept.master is None
-        if residency.states is residency.parameters is Tier.HOST and device_casts and is_held_twice:
+        elif device_casts and is_held_twice and _casts_at_gather(plan, spec):
             up += shard * (master - spec.dtype.itemsize)
             down += shard * spec.dtype.itemsize
         if residency.states is Tier.NVME:
             read, written = read + of_step, written + of_step
+            # What a delayed step has made is read once more, when it is used.
+            read += _bytes_of(spec.parts_of_master(), shard) if plan.delays_host else 0
         if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)
+
+
+def _casts_at_gather(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Whether a shard in host memory is gathered from its fp32 master after a step of the host's."""
+    return spec.residency.states is Tier.HOST and spec.kept.master is None and not plan.delays_host
 
 
 # -- which flat parameter rests in which tier -----------------------------------------------------------------------
