@@ -3,10 +3,10 @@
 [Note: the host's step]
 Each shard that the host steps is one task on its thread. It waits for the shard's gradient, updates chunk by chunk,
 and sends each chunk up as soon as it is updated; meanwhile later gradients come down and earlier parameters go up.
-The master goes up as it is and the device casts it: two more bytes on a bus that has time, for a pass over memory of
-a host that has none. Where 16-bit parameters rest below the device, the host casts them; on their way to a disk they
-are written over the gradient they were made of, which is read by then. What rests on a disk passes through a few
-page-locked buffers: one is read ahead while one is updated and one is written back.
+The master goes up as it is and the device casts it: two more bytes on the bus cost less than one more pass over memory
+of the host, which is what bounds its step. 16-bit parameters that rest on a disk are cast by the host, over the
+gradient they were made of, which is read by then. What rests on a disk passes through a few page-locked buffers: one is
+read ahead while one is updated and one is written back.
 All cores work on one tile together, which stays in their caches between the cast of its gradient and the update.
 """
 
