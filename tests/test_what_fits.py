@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,31 @@ from onefold.estimate.machines import GB, Gpu, Machine
 from onefold.estimate.models import ModelSource
 from onefold.estimate.rehearsal import META, rehearse
 from onefold.estimate.to_javascript import UntranslatableError, translate, translate_module
-from onefold.estimate.what_fits import CHOICES, DEFAULTS, GPU_KINDS, HOST_KINDS, NVME_KINDS, SHAPES, case_of, page
-from onefold.plan import Tier, assign_tiers, count_bytes, make_plan
+from onefold.estimate.what_fits import CHOICES, DEFAULTS, FORMATS, GPU_KINDS, HOST_KINDS, NVME_KINDS, SHAPES, page
+from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
+from onefold.plan.table import TABLE
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "what-fits.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
+
+
+def case_of(values: dict[str, Any]) -> Case:
+    """What the page's script does with the values of its controls."""
+    parameters, gradients, states = (placement is Placement.SHARDED for placement in TABLE[values["stage"]])
+    direct = {field.name: values[field.name] for field in fields(Case) if field.name in values}
+    memory = {name: values[name] * GB for name in ("gpu_memory", "host_memory", "nvme")}
+    return Case(
+        **{**direct, **memory},
+        shards_parameters=parameters,
+        shards_gradients=gradients,
+        shards_states=states,
+        itemsize=2 if values["precision"] == "bf16" else 4,
+        accumulates=values["accumulation"] > 1,
+        state_itemsize=FORMATS["state_dtype"][values["state_dtype"]],
+        master_rest=FORMATS["master_dtype"][values["master_dtype"]],
+    )
 
 
 # -- the translator ----------------------------------------------------------------------------------------------------

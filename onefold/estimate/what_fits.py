@@ -8,14 +8,11 @@ controls, their values, and which formula each line of a table shows.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
 from onefold.estimate import formulas
 from onefold.estimate.forecast import DEFAULT_CONFIG
-from onefold.estimate.formulas import Case
 from onefold.estimate.machines import GB, GPUS
 from onefold.estimate.to_javascript import translate_module
 from onefold.plan import Placement
@@ -100,23 +97,6 @@ HOST_KINDS = {
     "processes": "host_processes",
 }
 NVME_KINDS = {"parameters": "nvme_parameters", "masters and moments": "nvme_states"}
-
-
-def case_of(values: Mapping[str, Any]) -> Case:
-    """What the page's script does with the values of its controls."""
-    parameters, gradients, states = (placement is Placement.SHARDED for placement in TABLE[values["stage"]])
-    direct = {field.name: values[field.name] for field in fields(Case) if field.name in values}
-    memory = {name: values[name] * GB for name in ("gpu_memory", "host_memory", "nvme")}
-    return Case(
-        **{**direct, **memory},
-        shards_parameters=parameters,
-        shards_gradients=gradients,
-        shards_states=states,
-        itemsize=2 if values["precision"] == "bf16" else 4,
-        accumulates=values["accumulation"] > 1,
-        state_itemsize=FORMATS["state_dtype"][values["state_dtype"]],
-        master_rest=FORMATS["master_dtype"][values["master_dtype"]],
-    )
 
 
 def page() -> str:
