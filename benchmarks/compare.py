@@ -19,7 +19,17 @@ from benchmarks.systems import LIMITS, Workload, parse_systems
 from benchmarks.table import describe_run, failure_notes, format_table, ratio
 
 REFERENCE = "ddp"
-HEADER = ["system", "step s", "min s", f"x {REFERENCE}", "RSS MB", f"x {REFERENCE}", "at rest MB", "start-up s", "loss"]
+HEADER = [
+    "system",
+    "step s",
+    "min s",
+    f"x {REFERENCE}",
+    "RSS MiB",
+    f"x {REFERENCE}",
+    "at rest MiB",
+    "start-up s",
+    "loss",
+]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def summary(outcome: Outcome) -> str:
-    return f"{outcome.step_mean:.3f} s a step, {outcome.resident_mb:.0f} MB, loss {outcome.losses[-1]:.4f}"
+    return f"{outcome.step_mean:.3f} s a step, {outcome.resident_mb:.0f} MiB, loss {outcome.losses[-1]:.4f}"
 
 
 def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:

@@ -31,9 +31,9 @@ HEADER = [
     "s/step",
     "min s",
     f"x {REFERENCE}",
-    "peak GPU MB",
+    "peak GPU MiB",
     f"x {REFERENCE}",
-    "host RSS MB",
+    "host RSS MiB",
     "start-up s",
     "first loss",
     "last loss",
@@ -47,9 +47,9 @@ RANKS_HEADER = [
     "NCCL calls",
     "host exchanges",
     "MB sent",
-    "peak GPU MB",
+    "peak GPU MiB",
     "x FSDP2",
-    "start-up peak MB",
+    "start-up peak MiB",
     "first loss",
     "last loss",
 ]
@@ -65,8 +65,9 @@ RANKS_SYSTEMS = [
 ]
 RANKS_COLUMNS = (
     "a step and rank: NCCL calls (a group that is started in one go is one) and host exchanges (between CPUs) of rank "
-    "0; MB sent by the loopback's counter, headers and host exchanges with them; peak GPU MB of the fullest rank after "
-    "the first step, start-up peak until then; x FSDP2: the one that reduces in the same type, for stage 3 with reshard"
+    "0; MB sent by the loopback's counter, headers and host exchanges with them; peak GPU MiB of the fullest rank "
+    "after the first step, start-up peak until then; x FSDP2: the one that reduces in the same type, for stage 3 with "
+    "reshard"
 )
 # Sequences a rank and step.
 BATCHES = {"27m": 4, "109m": 4, "390m": 2}
@@ -129,7 +130,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def summary(outcome: Outcome) -> str:
-    text = f"{outcome.step_mean:.3f} s a step, {whole_peak(outcome):.0f} MB, start-up {outcome.startup_seconds:.1f} s"
+    text = f"{outcome.step_mean:.3f} s a step, {whole_peak(outcome):.0f} MiB, start-up {outcome.startup_seconds:.1f} s"
     if outcome.collectives:
         text += f", {outcome.collectives} calls, {outcome.host_exchanges} host exchanges, {sent(outcome)} MB sent"
     return text

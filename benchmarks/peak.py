@@ -85,8 +85,8 @@ def describe_peak(snapshot: dict[str, Any], top: int) -> str:
     if rest:
         rows.append([f"{len(largest) - top} more", "", f"{sum(rest) / 2**20:.1f}", str(len(rest))])
     whole, before = sum(each.size for each in peak), sum(each.size for each in peak if each.before)
-    header = f"{whole / 2**20:.1f} MB at the peak, {before / 2**20:.1f} MB of it from before the step"
-    return f"{header}\n\n" + format_table(["allocated by", "when", "MB", "blocks"], rows)
+    header = f"{whole / 2**20:.1f} MiB at the peak, {before / 2**20:.1f} MiB of it from before the step"
+    return f"{header}\n\n" + format_table(["allocated by", "when", "MiB", "blocks"], rows)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from typing import Any
@@ -125,6 +126,11 @@ def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
             engine.backward(engine(x, y))
             engine.step()
         engine.wait_for_step()
+        # Without the padding, which is stepped too.
+        words = re.search(r"by the host ([\d,]+) parameters, by the GPU ([\d,]+)", engine.describe())
+        assert words is not None
+        for told, stepped in zip(words.groups(), reversed(numel), strict=True):
+            assert 0.9 * stepped <= int(told.replace(",", "")) <= stepped
         engine.destroy()
         found[str(stage)] = numel[0], numel[1]
     return found

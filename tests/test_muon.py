@@ -504,6 +504,31 @@ def test_rates_and_constants_of_both_kinds():
     assert not {"muon_lr", "adam_lr", "adamw_names", "split_rows"} & (matrices.keys() | others.keys())
 
 
+@pytest.mark.parametrize(("params", "rates"), [
+    ({}, (0.02, 3e-4)),
+    ({"lr": 1e-3}, (1e-3, 1e-3)),
+    ({"lr": 1e-3, "adam_lr": 1e-4}, (1e-3, 1e-4)),
+    ({"muon_lr": 0.1}, (0.1, 3e-4)),
+    ({"lr": None, "muon_lr": None}, (0.02, 3e-4)),
+])  # fmt: skip
+def test_what_is_left_out_is_deepspeeds(params, rates):
+    model = Net(depth=1)
+    matrices, others = choose(None, Section(**params), list(model.parameters()), model).groups
+    assert (matrices["lr"], others["lr"]) == rates
+    assert (matrices["momentum"], others["betas"], others["eps"]) == (0.95, (0.9, 0.95), 1e-10)
+    grouped = [{"params": [model.head.weight], "use_muon": True, "lr": 0.5}]
+    assert choose(None, Section(**params), grouped, model).groups[0]["lr"] == 0.5
+
+
+def test_shampoo_has_one_rate_unless_two_are_given():
+    model, section = Net(depth=1), Section()
+    section.type = "Shampoo"
+    for params, rates in (({}, (1e-3, 1e-3)), ({"lr": 0.1}, (0.1, 0.1)), ({"adam_lr": 1e-4}, (1e-3, 1e-4))):
+        section.params = params
+        matrices, others = choose(None, section, list(model.parameters()), model).groups
+        assert (matrices["lr"], others["lr"]) == rates
+
+
 @pytest.mark.parametrize(
     ("params", "told"),
     [

@@ -97,10 +97,13 @@ class LionParams(_Params):
 
 @dataclass(frozen=True)
 class MuonParams(_Params):
-    """The momentum of hidden matrices, orthogonalised; embeddings, heads and vectors are stepped by AdamW."""
+    """Orthogonalised momentum for hidden matrices, AdamW for embeddings, heads and vectors. DeepSpeed's defaults."""
 
-    muon_lr: float | None = key(None, "Learning rate of matrices; left out: `lr`.", minimum=0)
-    adam_lr: float | None = key(None, "Learning rate of all others; left out: `lr`.", minimum=0)
+    lr: float | None = key(  # type: ignore[assignment]
+        None, "Learning rate of all that the next two say nothing of.", minimum=0
+    )
+    muon_lr: float | None = key(0.02, "Learning rate of matrices; left out: `lr`, if that is given.", minimum=0)
+    adam_lr: float | None = key(3e-4, "Learning rate of all others; left out: `lr`, if that is given.", minimum=0)
     momentum: float = key(0.95, "Decay of the momentum.", **_BETA)
     nesterov: bool = key(True, "Look ahead along the momentum.")
     ns_steps: int = key(5, "Iterations that orthogonalise.", minimum=1, below=100)
@@ -113,8 +116,8 @@ class MuonParams(_Params):
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(
         None, "How the rate follows a matrix's shape, under torch's names; left out: original."
     )
-    betas: Betas = key((0.9, 0.999), "AdamW's: decay of the averages of the gradient and of its square.", **_BETA)
-    eps: float = key(1e-8, "AdamW's: added to the root in the denominator.", minimum=0)
+    betas: Betas = key((0.9, 0.95), "AdamW's: decay of the averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-10, "AdamW's: added to the root in the denominator.", minimum=0)
     adamw_names: tuple[str, ...] = key((), "Patterns of names of parameters that AdamW is to step.")
     split_rows: tuple[str, ...] = key(
         (), "Parameters that are several matrices below each other: `*.qkv.weight=3`, `*.kv.weight=512,512`."

@@ -320,12 +320,13 @@ def _own_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
 
 def _matrix_groups(rule: MatrixRule, params: Mapping[str, Any], groups: Groups) -> Groups:
     """Groups of matrices with what the rule reads, and groups of others with what AdamW reads."""
+    params = {key: value for key, value in params.items() if value is not None}
     found = _own_groups(rule.name, params, groups)
     for given, group in zip(groups, found, strict=True):
         is_matrices = rule.takes(group)
-        rates = {True: group.pop("muon_lr", None), False: group.pop("adam_lr")}
-        if "lr" not in given and (rate := rates[is_matrices]) is not None:
-            group["lr"] = rate
+        default = {True: group.pop("muon_lr", None), False: group.pop("adam_lr")}[is_matrices] or group["lr"]
+        if given.get("lr") is None:
+            group["lr"] = params.get("muon_lr" if is_matrices else "adam_lr", params.get("lr", default))
         for name in ("adamw_names", "split_rows"):
             group.pop(name)
         if is_matrices:

@@ -381,13 +381,15 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         of_step = bytes_of_step(spec)
         on_host = not unsharded and residency.parameters is Tier.HOST
         is_held_twice = on_host and not (spec.master_is_shard or spec.weight_is_master)
+        # After a step of the host's a shard beside its fp32 master is gathered from that.
+        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not plan.delays_host
         if device_casts and passes_device(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step
             down += shard * spec.dtype.itemsize if is_held_twice else 0
         elif unsharded or residency.parameters is Tier.DEVICE:
             up += shard * master
-        elif device_casts and is_held_twice and _casts_at_gather(plan, spec):
+        elif device_casts and is_held_twice and casts_later:
             up += shard * (master - spec.dtype.itemsize)
             down += shard * spec.dtype.itemsize
         if residency.states is Tier.NVME:
@@ -397,11 +399,6 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)
-
-
-def _casts_at_gather(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Whether a shard in host memory is gathered from its fp32 master after a step of the host's."""
-    return spec.residency.states is Tier.HOST and spec.kept.master is None and not plan.delays_host
 
 
 # -- which flat parameter rests in which tier -----------------------------------------------------------------------

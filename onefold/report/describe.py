@@ -19,6 +19,7 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
+from onefold.plan.memory import passes_device
 from onefold.runtime import Schedule, Unit
 
 
@@ -89,6 +90,11 @@ def describe(
     pools = f"kept in pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
     matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
     lines.append(f"buffers beside    {pools}{beside}{matrices}; activations come on top")
+    if offloaded := [param for unit in units for param in unit.trained if param.store.steps_on_host]:
+        on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
+        by_gpu = sum(param.layout.numel for param in on_gpu if passes_device(plan, param.spec))
+        by_host = sum(param.layout.numel for param in offloaded) - by_gpu
+        lines.append(f"offloaded step    by the host {by_host:,} parameters, by the GPU {by_gpu:,}")
     if crossing.any:
         lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
     return "\n".join(lines)
