@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batches, config, net, rank, start
+from test_offload_cases import host_held
 from torch import nn
 
 from onefold.compat import deepspeed
@@ -191,6 +193,30 @@ def looked_at(stage: int) -> dict[str, Any]:
         "window": (optimizer.micro_step_id, optimizer._epilogue_ran_this_backward),
         "scaler": optimizer.needs_scaler(),
     }
+
+
+def looked_at_early() -> list[bool]:
+    """Masters and 16-bit slices that are read right after a step, which the host has not taken yet."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    engine = engine_of(2, bf16={"enabled": True}, zero_optimization=zero)
+    optimizer, found = engine.optimizer, []
+    for read in (
+        lambda: optimizer.fp32_partitioned_groups_flat,
+        lambda: [part for parts in optimizer.parallel_partitioned_bit16_groups for part in parts],
+    ):
+        with host_held() as go:
+            engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
+            engine.step()
+            threading.Timer(0.3, go.set).start()
+            early = [flat.clone() for flat in read()]
+        engine.wait_for_step()
+        found.append(all(torch.equal(one, other) for one, other in zip(early, read(), strict=True)))
+    engine.destroy()
+    return found
+
+
+def test_an_optimizer_shows_what_the_host_has_stepped(on_ranks):
+    assert on_ranks(1, looked_at_early) == [[True, True]]
 
 
 @pytest.mark.slow

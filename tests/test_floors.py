@@ -158,7 +158,7 @@ AROUND = {"checkpoint", "cli", "train", "env_report"}
 def test_the_package_stays_small():
     """DeepSpeed's names aside: they are as many as its modules that others import."""
     lines = {path: len(path.read_text().splitlines()) for path in OURS}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 28_700
+    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 28_800
     assert sum(lines.values()) < 37_800
 
 

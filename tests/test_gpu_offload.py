@@ -13,7 +13,7 @@ from models import batches, config, net, precision, start, weights_of
 from test_offload_cases import VARIANTS, measure
 
 from onefold.offload.bus import Bus
-from onefold.offload.param_shard import StepOutput
+from onefold.offload.param_shard import HostShard, StepOutput
 from onefold.optim.device_pass import DevicePass, PassingShard
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
@@ -149,13 +149,68 @@ def test_host_and_device_step_what_they_are_given(nccl, who, pinned):
             assert 0.4 < device / (device + host) < 0.75
 
 
-@pytest.mark.parametrize("own", [
-    {"offloaded_step": "both"}, {"offloaded_step": "host"}, {"offloaded_step": "device"}, {"delayed_host_step": True},
+@pytest.mark.parametrize("extra", [
+    {"onefold": {"offloaded_step": "both"}},
+    {"onefold": {"offloaded_step": "host"}},
+    {"onefold": {"offloaded_step": "device"}},
+    {"onefold": {"offloaded_step": "device", "master_dtype": "bf16_int16"}},
+    {"onefold": {"delayed_host_step": True}},
+    {"onefold": {"delayed_host_step": True, "master_dtype": "bf16_int16"}},
+    {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}},
 ])  # fmt: skip
-def test_bytes_that_cross_in_a_step_equal_the_plan(nccl, tmp_path, own):
-    (found,) = nccl.run(measure, str(tmp_path), VARIANTS, "bf16", 1, own)
+def test_bytes_that_cross_in_a_step_equal_the_plan(nccl, tmp_path, extra):
+    (found,) = nccl.run(measure, str(tmp_path), VARIANTS, "bf16", 1, extra)
     for name, seen in found.items():
         assert seen["traffic"] == seen["crossing"], name
+
+
+def later_accumulation() -> tuple[int, int]:
+    """What goes up in a step, and what is planned, where micro-steps became two after the start."""
+    zero = {"offload_optimizer": CPU}
+    engine = start(net(), config(2, onefold={"offloaded_step": "device"}, zero_optimization=zero, **precision("bf16")))
+    engine.set_gradient_accumulation_steps(2)
+    for number in range(2):
+        before = engine.ledger.copy()
+        for x, y in batches(2, seed=number):
+            engine.backward(engine(x, y))
+            engine.step()
+        engine.wait_for_step()
+    moved, planned = engine.ledger.since(before).bytes("up"), engine.planned_crossing().up
+    engine.destroy()
+    return moved, planned
+
+
+def test_bytes_that_cross_follow_the_number_of_micro_steps(nccl):
+    ((moved, planned),) = nccl.run(later_accumulation)
+    assert moved == planned
+
+
+def late_readers() -> list[bool]:
+    """Gathers of a shard in host memory, the device being late, and writes to it right after them."""
+    bus, size = Bus(torch.device("cuda"), lambda way, num_bytes: None), 1 << 20
+    shard, read = HostShard(torch.ones(size).pin_memory(), bus), torch.zeros(size, device="cuda")
+    torch.cuda._sleep(100_000_000)
+    shard.copy_to(read, is_overwritten=False)
+    shard.write(torch.full((size,), 2.0))
+    # The device's cast of the master comes down late, and the shard is gathered once more meanwhile.
+    shard16, master = (
+        HostShard(torch.zeros(size, dtype=torch.bfloat16).pin_memory(), bus),
+        torch.ones(size).pin_memory(),
+    )
+    shard16.stale_behind(master)
+    casts = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    with torch.cuda.stream(bus._streams["down"]):
+        torch.cuda._sleep(100_000_000)
+    for cast in casts:
+        shard16.copy_to(cast, is_overwritten=False)
+    shard16.wait()
+    master.fill_(3)
+    torch.cuda.synchronize()
+    return [bool((values == 1).all()) for values in (read, *casts, shard16.values)]
+
+
+def test_what_a_gather_reads_is_not_written_before(nccl):
+    assert nccl.run(late_readers) == [[True] * 4]
 
 
 def failing_pass() -> list[str]:

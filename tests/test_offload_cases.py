@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -146,10 +147,7 @@ def host_held() -> Iterator[threading.Event]:
 # -- bytes and traffic ------------------------------------------------------------------------------------------
 
 
-def measure(
-    folder: str, names: list[str], dtype: str, accumulation: int, own: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """`own`: what the config has under "onefold"."""
+def measure(folder: str, names: list[str], dtype: str, accumulation: int, more_of_config: Any = None) -> dict[str, Any]:
     found = {}
     for name in names:
         stage, keys = variants(str(Path(folder, f"rank{rank()}")))[name]
@@ -157,8 +155,7 @@ def measure(
             stage,
             zero_optimization={**keys, **NOTHING_KEPT},
             gradient_accumulation_steps=accumulation,
-            onefold=own or {},
-            **precision(dtype),
+            **{**precision(dtype), **(more_of_config or {})},
         )
         engine = start(net(), settings)
         gradients, rest, traffic = [], [], None
@@ -290,9 +287,12 @@ def test_bytes_that_cross_in_a_step_equal_the_plan(measured, world, dtype, accum
     assert wrong == []
 
 
-@pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
-def test_bytes_that_cross_in_a_delayed_step_equal_the_plan(on_ranks, tmp_path, dtype):
-    (found,) = on_ranks(1, measure, str(tmp_path), VARIANTS, dtype, 1, {"delayed_host_step": True})
+@pytest.mark.parametrize(("dtype", "own"), [
+    ("bf16", {}), ("bf16", {"master_dtype": "bf16_int16"}), more("bf16", {"master_dtype": "bf16"}), more("fp32", {}),
+])  # fmt: skip
+def test_bytes_that_cross_in_a_delayed_step_equal_the_plan(on_ranks, tmp_path, dtype, own):
+    extra = {"onefold": {"delayed_host_step": True, **own}}
+    (found,) = on_ranks(1, measure, str(tmp_path), VARIANTS, dtype, 1, extra)
     for name, seen in found.items():
         assert seen["traffic"] == seen["crossing"], name
 
@@ -785,6 +785,49 @@ def ending(folder: str, tier: str, how: str) -> dict[str, Any]:
     after = weights_of(model)
     found["model lives"] = expected.keys() == after.keys() and not same(expected, after)
     return found
+
+
+def collected_by_its_own_thread(folder: str, tier: str) -> dict[str, Any]:
+    """The last reference to an engine is in a cycle, which the collector finds on the thread that steps for it."""
+    own = Path(folder, f"rank{rank()}")
+    gc.collect()
+    before, steps = our_threads(), HostStep._step
+    make = Maker(str(own), tier)
+    engine = make(net(), **precision("bf16"))
+    make.made.clear()
+    one_step(engine, *batches(1)[0])
+    model, expected = engine.module, weights_of(engine.module)
+    dropped = threading.Event()
+
+    def collecting(self: HostStep, *args: Any) -> Any:
+        assert dropped.wait(60)
+        gc.collect()
+        return steps(self, *args)
+
+    gc.disable()
+    try:
+        with mock.patch.object(HostStep, "_step", collecting):
+            one_step(engine, *batches(1, seed=1)[0])
+            cycle: list[Any] = [engine]
+            cycle.append(cycle)
+            del engine, make, cycle
+            dropped.set()
+            for _ in range(300):
+                if our_threads() == before:
+                    break
+                time.sleep(0.1)
+    finally:
+        gc.enable()
+    after = weights_of(model)
+    return {"threads": our_threads(), "before": before, "files": files_in(own), "stepped": not same(expected, after)}
+
+
+@pytest.mark.parametrize("tier", ["2 cpu", more("3 disk disk")])
+def test_an_engine_may_be_collected_by_its_own_thread(on_ranks, tmp_path, tier):
+    (got,) = on_ranks(1, collected_by_its_own_thread, str(tmp_path), tier)
+    assert got["threads"] == got["before"]
+    assert got["files"] == []
+    assert got["stepped"]
 
 
 @pytest.mark.parametrize("world", [1, more(2)])

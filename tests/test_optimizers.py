@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import onefold
 from onefold.optim.choose import choose, for_disk
+from onefold.utils import safe_set_full_fp32_param
 
 pytest.importorskip("prodigyopt")
 pytest.importorskip("schedulefree")
@@ -306,6 +307,37 @@ def test_what_cannot_be_stepped_tile_by_tile_is_named(on_ranks, tmp_path, build,
     (text,) = on_ranks(1, differing_tiles, build, str(tmp_path))
     with pytest.raises(RuntimeError, match=f"{build.__name__}.*{says}"):
         raise RuntimeError(text)
+
+
+class Moody(Counting):
+    """Refuses to be evaluated."""
+
+    def eval(self) -> None:
+        raise ValueError("not now")
+
+
+def after_a_refusal(refuses: bool, folder: str) -> Weights:
+    """Masters that are written two steps after a method was refused are what the third is taken from."""
+    model = net(width=53, depth=1)
+    optimizer = Moody(model.parameters())
+    engine = start(model, settings_of(2, "nvme", folder), optimizer=optimizer)
+    steps = all_batches(4)
+    train_engine(engine, steps[:1])
+    if refuses:
+        with pytest.raises(ValueError, match="not now"):
+            optimizer.eval()
+    train_engine(engine, steps[1:3])
+    for parameter in engine.module.parameters():
+        safe_set_full_fp32_param(parameter, torch.zeros_like(parameter))
+    train_engine(engine, steps[3:])
+    found = weights_of(engine.module)
+    engine.destroy()
+    return found
+
+
+def test_a_refused_method_leaves_states_on_disk_as_they_are(on_ranks, tmp_path):
+    (plain,), (refused,) = (on_ranks(1, after_a_refusal, refuses, str(tmp_path)) for refuses in (False, True))
+    assert all(torch.equal(plain[name], refused[name]) for name in plain)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

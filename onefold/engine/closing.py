@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from typing import Any
 
 from onefold.checkpoint.saving.saver import LINGER
@@ -28,6 +29,11 @@ def close_engine(
     """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model. `lingers`: rank
     0 may still be about to save, and gets this rank's part.
     """
+    if threading.current_thread().name.startswith("onefold-"):
+        # The garbage collector runs on one of the threads that are waited for below.
+        given = (state, saving, hooks, handles, memory, reports)
+        threading.Thread(target=close_engine, args=given, kwargs={"lingers": False}, name="closing-onefold").start()
+        return
     if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
         saving.linger(LINGER)
     saving.stop()

@@ -423,7 +423,8 @@ class Engine(nn.Module):
     def planned_crossing(self) -> Crossing:
         """Bytes that cross between tiers in one step, on one rank: what `ledger` counts."""
         specs = [param.spec for unit in self.state.schedule.units for param in unit.params]
-        return count_crossing(specs, self.plan, self.batch.accumulation, device_casts=self.device.type == "cuda")
+        plan, on_gpu = self._complete(self.plan), self.device.type == "cuda"
+        return count_crossing(specs, plan, self.batch.accumulation, device_casts=on_gpu)
 
     def held_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
         """What is really allocated, counted from the tensors."""

@@ -89,6 +89,11 @@ class Bus:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def drain(self) -> None:
+        """Until all copies beside the compute are made."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def _copy(self, way: str, pairs: Pairs, after: torch.cuda.Event | None) -> Arrival:
         num_bytes, numel = sum(source.nbytes for source, _ in pairs), sum(source.numel() for source, _ in pairs)
         if not self.crosses:

@@ -111,6 +111,9 @@ class ParamShard:
     def refresh(self) -> None:
         """The shard itself has its newest value, whether or not anybody has gathered it."""
 
+    def wait(self) -> None:
+        """Until no copy reads or writes the shard, or the master it is behind, as the host sees it."""
+
     def order(self) -> None:
         """What the caller's stream does next comes after copies into the shard that are under way."""
 
@@ -154,7 +157,9 @@ class HostShard(ParamShard):
         self.values = values
         self._bus = bus
         self._master: torch.Tensor | None = None
+        # The last copies into the shard, and out of it.
         self._copying: Arrival = HERE
+        self._reading: Arrival = HERE
 
     def stale_behind(self, master: torch.Tensor | None) -> None:
         """The host has stepped the master: the next gather casts it on the device, and the shard takes the cast. None:
@@ -166,25 +171,32 @@ class HostShard(ParamShard):
         return _HostSource(self, is_overwritten=is_overwritten)
 
     def copy_to(self, target: torch.Tensor, *, is_overwritten: bool) -> None:
+        self._copying.order()
         if self._master is None:
             self._bus.up_at_once(self.values, target)
-            return
-        for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
-            self._bus.up_at_once(source, part)
-        self._copying, self._master = self._bus.down(target, self.values), None
-        if is_overwritten:
-            self._copying.order()
+        else:
+            for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
+                self._bus.up_at_once(source, part)
+        self._reading = Arrival(self._bus.now())
+        if self._master is not None:
+            self._copying, self._master = self._bus.down(target, self.values), None
+            if is_overwritten:
+                self._copying.order()
+
+    def wait(self) -> None:
+        self._copying.wait()
+        self._reading.wait()
 
     def forget_prefetched(self) -> None:
-        self._copying.wait()
+        self.wait()
 
     def write(self, values: torch.Tensor) -> None:
-        self._copying.wait()
+        self.wait()
         self.values.copy_(values)
         self._master = None
 
     def refresh(self) -> None:
-        self._copying.wait()
+        self.wait()
         if self._master is not None:
             self.values.copy_(self._master)
             self._master = None

@@ -175,6 +175,8 @@ class ShardStore:
     def wait_for_master(self) -> None:
         """Until no copy up reads the master any more: a unit that nothing has used since may still be on its way."""
         self._sent.wait()
+        if self.param is not None:
+            self.param.wait()
 
     def finish_output(self, output: StepOutput) -> Arrival:
         """The host has updated the master, which is read until the arrival."""
@@ -226,17 +228,18 @@ class ShardStore:
         copy = self.param_copy
         if copy is None:
             return HERE
+        weights = read(tensors_of(self.master)[0])  # all of it, or the first part of its form
         if self.steps_on_host and (self.param is None or self.param.tier is Tier.DEVICE):
             assert self._memory is not None
             assert isinstance(copy, torch.Tensor)
-            arrival = self._memory.bus.up(read(self.master), copy)
+            arrival = self._memory.bus.up(weights, copy)
             arrival.order()
             self.take_fingerprint()
             return arrival
         if self.param is not None:
-            self.param.write(read(self.master))
+            self.param.write(weights)
         else:
-            write(copy, read(self.master))
+            write(copy, weights)
         return HERE
 
     def pull(self) -> None:

@@ -144,8 +144,9 @@ class DevicePass:
         while self._under_way:
             with suppress(Exception):  # the first error is the one that is told
                 self._under_way.popleft().arrival.wait()
-        with suppress(Exception):
-            self._stream.synchronize()  # a chunk that failed between its copies
+        with suppress(Exception):  # of a chunk that failed between its copies
+            self._stream.synchronize()
+            self._bus.drain()
 
     def _finish_oldest(self) -> None:
         chunk = self._under_way.popleft()
@@ -165,6 +166,7 @@ class DevicePass:
         num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
         if any(slot.num_bytes < num_bytes for slot in self._slots):
             self.finish()
+            self._slots = [_Slot(0, self._bus.device) for _ in self._slots]
             with torch.cuda.stream(self._stream):
                 self._slots = [_Slot(num_bytes, self._bus.device) for _ in self._slots]
             self._stream.synchronize()  # torch fills new memory where it is to be deterministic

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -198,10 +199,10 @@ class HostStep:
                         self._pass.start(shard, window, partial(_tell_stepped, store, output, stepped))
             self._pass.finish()
         except BaseException as error:
-            self._failed = error
+            self._failed = self._failed or error
             self._pass.abandon()
             for each in passing.values():
-                each.fail(error)
+                each.fail(self._failed)
 
     # -- whole matrices: two passes, and the device between them --------------------------------------------------
 
@@ -257,14 +258,20 @@ class HostStep:
                 output.leave()
         return store.finish_output(output)
 
-    def rewrite(self, stores: Sequence[ShardStore]) -> Windows:
+    @contextmanager
+    def rewriting(self, stores: Sequence[ShardStore]) -> Iterator[Windows]:
         """The windows of each shard, to be changed in this order by something else than a step."""
         self.wait()
         for store in stores:
             store.wait_for_master()
         if self._stream is not None:
             self._stream.plan(stores, ALL)
-        return self._windows
+        try:
+            yield self._windows
+        except BaseException:
+            if self._stream is not None:
+                self._stream.forget()
+            raise
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._stream is not None and store.state_tier is Tier.NVME:
@@ -279,12 +286,13 @@ class _Pass(NamedTuple):
     stepped: Future[Arrival]
 
     def fail(self, error: BaseException) -> None:
-        if not self.stepped.done():
+        with suppress(InvalidStateError):  # it is told already
             self.stepped.set_exception(error)
 
 
 def _tell_stepped(store: ShardStore, output: StepOutput, stepped: Future[Arrival]) -> None:
-    stepped.set_result(store.finish_output(output))
+    with suppress(InvalidStateError):  # an interrupt has told that it failed
+        stepped.set_result(store.finish_output(output))
 
 
 def _gradient_of(store: ShardStore) -> HostGrad:
@@ -337,7 +345,11 @@ class StateStream:
             while self._ahead and self._read_next():
                 pass
             _wait(passing)
-            yield passing.window
+            try:
+                yield passing.window
+            except GeneratorExit:  # an error of whoever asked for it
+                self._buffers.give_back(passing.buffer)
+                raise
             stores = [part.start_store(memory) for part, memory in _on_disk_and_here(store, passing.window)]
             self._writing.append(replace(passing, transfers=stores))
             if not self._behind:
@@ -346,6 +358,16 @@ class StateStream:
         is_last = not self._coming and not self._reading
         while self._writing and (store.param_copy is None or is_last):
             self._reclaim()
+
+    def forget(self) -> None:
+        """After an error: what is under way ends, and what was planned is not read."""
+        self._coming.clear()
+        for passing in (*self._reading, *self._writing):
+            for transfer in passing.transfers:
+                transfer.finish()
+            self._buffers.give_back(passing.buffer)
+        self._reading.clear()
+        self._writing.clear()
 
     def _next_is(self, store: ShardStore) -> bool:
         if self._reading:

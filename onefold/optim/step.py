@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -205,16 +205,18 @@ class ShardedStep:
         self.flush()
         schedule.wait_for_step()
         self.wait_for_host()
-        self.changing = True
-        self._pull_writes()
-        writes = WriteCheck()
-        for store in self.stores:
-            if store.comparable is not None and isinstance(store.master, torch.Tensor):
-                writes.take_over(store.master, store.comparable)
         with torch.no_grad(), self._user_code():
+            if isinstance(self._rule, InstanceRule):
+                self._rule.begin(self._groups_now(), method)
+            self.changing = True
+            self._pull_writes()
+            writes = WriteCheck()
+            for store in self.stores:
+                if store.comparable is not None and isinstance(store.master, torch.Tensor):
+                    writes.take_over(store.master, store.comparable)
             on_host = [store for store in self.stores if store.steps_on_host]
-            windows = self._host.rewrite(on_host) if self._host is not None else whole_window
-            self.stepper.call(method, windows, self._groups_now(), has_states=self.num_steps > 0)
+            with self._host.rewriting(on_host) if self._host is not None else nullcontext(whole_window) as windows:
+                self.stepper.call(method, windows, has_states=self.num_steps > 0)
             if isinstance(self._rule, InstanceRule):
                 self._rule.finish(self.groups)
             for arrival in [store.push() for store in self.stores]:

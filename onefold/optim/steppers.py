@@ -255,10 +255,9 @@ class TiledStepper:
         """The same after the last of all batches."""
         yield from ()
 
-    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+    def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
         """A method of the user's class that changes masters. `has_states`: a step has been taken."""
         assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
-        self._rule.begin(groups, method)
         for store in self._stores:
             for window in windows(store):
                 for segment in store.segments(window.start, window.stop):
@@ -387,7 +386,7 @@ class WholeStepper:
                 store.push().wait()
         yield from batches
 
-    def call(self, method: str, windows: Windows, groups: Sequence[Hyper], *, has_states: bool) -> None:
+    def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
         with self._over_masters():
             getattr(type(self._instance), method)(self._instance)
 

@@ -381,8 +381,9 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         of_step = bytes_of_step(spec)
         on_host = not unsharded and residency.parameters is Tier.HOST
         is_held_twice = on_host and not (spec.master_is_shard or spec.weight_is_master)
-        # After a step of the host's a shard beside its fp32 master is gathered from that.
-        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not plan.delays_host
+        # After a step of the host's a shard beside its fp32 master is gathered from that, unless all step at once.
+        at_once = plan.delays_host or (spec.kept.by_own_class and plan.states.tier is not Tier.NVME)
+        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not at_once
         if device_casts and passes_device(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step
@@ -395,7 +396,7 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         if residency.states is Tier.NVME:
             read, written = read + of_step, written + of_step
             # What a delayed step has made is read once more, when it is used.
-            read += _bytes_of(spec.parts_of_master(), shard) if plan.delays_host else 0
+            read += _bytes_of(spec.parts_of_master()[:1], shard) if plan.delays_host else 0
         if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize
     return Crossing(down, up, read, written)

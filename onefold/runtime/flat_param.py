@@ -123,7 +123,8 @@ class FlatParam:
                 return Gathering(self.full, self.secondary, span=self.plan.node_shard_size)
             self._secondary_serves = self._fills_secondary = True
         assert self.store.param is not None
-        source = self.store.param.gather_source(is_overwritten=self._is_rounded)
+        # The user may write to what is looked at.
+        source = self.store.param.gather_source(is_overwritten=self._is_rounded or lossless)
         return Gathering(self.full, source, lossy=self._is_rounded)
 
     def attach_views(self) -> None:

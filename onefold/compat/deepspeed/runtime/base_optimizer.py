@@ -86,6 +86,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
         """Of each flat parameter that is unsharded, the slices of all ranks."""
+        self._engine_state.schedule.wait_for_step()
         params = [param for param in self._engine_state.schedule.unsharded_params() if param.trainable]
         ranges = [[param.layout.shard_range(rank) for rank in range(param.layout.num_shards)] for param in params]
         return [[param.full[a:b] for a, b in each] for param, each in zip(params, ranges, strict=True)]
@@ -226,9 +227,9 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
     def master_of(self, store: ShardStore) -> torch.Tensor:
         """The tensor itself, or a copy: of one in another form the same until the next step, so that it is a key."""
+        self._step.wait_for_host()
         if isinstance(store.master, torch.Tensor):
             return store.master
-        self._step.wait_for_host()
         if is_on_disk(store.master):
             return read(store.master)
         number, found = self._decoded.get(store, (-1, None))
