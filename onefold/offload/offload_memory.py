@@ -180,10 +180,12 @@ class OffloadMemory:
         """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""
         self.worker.shutdown()
         self.pass_worker.shutdown()
-        self.bus.drain()
-        self._arena = Arena(0, pinned=False)
-        for swap in self._swaps:
-            swap.close()
+        try:
+            self.bus.drain()
+        finally:  # a device that has failed drains nothing
+            self._arena = Arena(0, pinned=False)
+            for swap in self._swaps:
+                swap.close()
 
 
 # Copies down that may be under way before the oldest holds the compute up.
