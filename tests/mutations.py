@@ -119,8 +119,8 @@ MUTATIONS = [
     Mutation(
         "disk-window-before-its-read",
         "onefold/optim/host_step.py",
-        "            _wait(passing)\n            yield",
-        "            yield",
+        "            _wait(passing)\n            try:",
+        "            try:",
         "test_offload_waits.py -k window",
     ),
     Mutation(

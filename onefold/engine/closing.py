@@ -7,6 +7,8 @@ import sys
 import threading
 from typing import Any
 
+import torch
+
 from onefold.checkpoint.saving.saver import LINGER
 from onefold.engine.reporting import StepReports
 from onefold.engine.saving import Saving
@@ -32,7 +34,7 @@ def close_engine(
     if threading.current_thread().name.startswith("onefold-"):
         # The garbage collector runs on one of the threads that are waited for below.
         given = (state, saving, hooks, handles, memory, reports)
-        threading.Thread(target=close_engine, args=given, kwargs={"lingers": False}, name="closing-onefold").start()
+        threading.Thread(target=_close_beside, args=given, name="closing-onefold").start()
         return
     if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
         saving.linger(LINGER)
@@ -59,11 +61,19 @@ def close_engine(
                 handle.stand_alone()
             except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
                 logger.error("weights that rested on a disk are lost with the engine: %s", error)
+            except RuntimeError as error:  # of a device that has failed
+                logger.error("weights could not be kept when the engine went: %s", error)
         handles.clear()
     finally:
         if memory is not None:
             memory.close()
         schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
+
+
+def _close_beside(state: TrainState, *rest: Any) -> None:
+    if state.device.type == "cuda":
+        torch.cuda.set_device(state.device)  # a new thread begins with the first GPU
+    close_engine(state, *rest, lingers=False)
 
 
 # Whether the garbage collector runs, in which nobody should wait for other ranks.

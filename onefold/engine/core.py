@@ -301,8 +301,7 @@ class Engine(nn.Module):
         self.state.flush()
         self.state.schedule.wait_for_step()
         if self.state.step is not None:
-            self.state.step.wait_for_host()
-            self.state.step.let_change()
+            self.state.step.about_to_write()
 
     # -- accumulation -------------------------------------------------------------------------------------------
 

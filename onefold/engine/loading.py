@@ -88,6 +88,8 @@ class Loading:
         state.flush()
         self._saving.saver.finish()
         state.schedule.meet_for_load()
+        if state.step is not None:
+            state.step.about_to_write()
         state.drop_gradients()
         state.window.restart()
         asked = Asked(

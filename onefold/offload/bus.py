@@ -81,11 +81,11 @@ class Bus:
             else:
                 target.copy_(torch.empty_like(source, device=target.device).copy_(source, non_blocking=True))
 
-    def now(self) -> torch.cuda.Event | None:
-        """Where the caller's stream stands."""
+    def now(self, *, blocking: bool = False) -> torch.cuda.Event | None:
+        """Where the caller's stream stands. `blocking`: a host that waits for it sleeps."""
         if not self.crosses:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=blocking)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from onefold.comm import Agreement, Ledger, num_ranks_on_node
+from onefold.log import logger
 from onefold.offload.bus import Arrival, Bus
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
@@ -182,10 +183,11 @@ class OffloadMemory:
         self.pass_worker.shutdown()
         try:
             self.bus.drain()
-        finally:  # a device that has failed drains nothing
-            self._arena = Arena(0, pinned=False)
-            for swap in self._swaps:
-                swap.close()
+        except RuntimeError as error:  # a device that has failed
+            logger.warning("the device did not end its copies to the host: %s", error)
+        self._arena = Arena(0, pinned=False)
+        for swap in self._swaps:
+            swap.close()
 
 
 # Copies down that may be under way before the oldest holds the compute up.

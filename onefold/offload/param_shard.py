@@ -177,7 +177,7 @@ class HostShard(ParamShard):
         else:
             for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
                 self._bus.up_at_once(source, part)
-        self._reading = Arrival(self._bus.now())
+        self._reading = Arrival(self._bus.now(blocking=True))
         if self._master is not None:
             self._copying, self._master = self._bus.down(target, self.values), None
             if is_overwritten:

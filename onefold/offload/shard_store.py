@@ -175,7 +175,7 @@ class ShardStore:
     def wait_for_master(self) -> None:
         """Until no copy up reads the master any more: a unit that nothing has used since may still be on its way."""
         self._sent.wait()
-        if self.param is not None:
+        if self.param is not None and not self._plan.delays_host:  # with a delay no gather starts from the master
             self.param.wait()
 
     def finish_output(self, output: StepOutput) -> Arrival:

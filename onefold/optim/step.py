@@ -204,7 +204,7 @@ class ShardedStep:
         meet_for_call(schedule, method)
         self.flush()
         schedule.wait_for_step()
-        self.wait_for_host()
+        self.about_to_write()
         with torch.no_grad(), self._user_code():
             if isinstance(self._rule, InstanceRule):
                 self._rule.begin(self._groups_now(), method)
@@ -249,6 +249,13 @@ class ShardedStep:
         """Until what the host has been asked to step is stepped. Any thread may ask."""
         if self._host is not None:
             self._host.wait()
+
+    def about_to_write(self) -> None:
+        """Masters may be written from outside: no save, no step and no copy reads them any more."""
+        self.wait_for_host()
+        self.let_change()
+        for store in (store for store in self.stores if store.steps_on_host):
+            store.wait_for_master()
 
     @torch.no_grad()
     def pull_masters(self, units: Sequence[Unit]) -> None:

@@ -160,7 +160,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if flat.stays_unsharded and not place.engine.plan.shards_states:
         raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
     if not flat.stays_unsharded:
-        place.step.let_change()
+        place.step.about_to_write()
         place.master().write(value, local=True)
         flat.store.push().wait()
     else:
