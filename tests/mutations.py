@@ -810,6 +810,27 @@ MUTATIONS = [
         "test_estimate.py -k decisions_of_the_tutorials",
     ),
     Mutation(
+        "below-cast-stays-on-device",
+        "onefold/offload/param_shard.py",
+        "        self._bus.down(weights, target)\n        self._cast_later = None",
+        "        self._cast_later = None",
+        "test_device_pass.py -k same_bits",
+    ),
+    Mutation(
+        "below-cast-is-not-planned",
+        "onefold/plan/memory.py",
+        "            down += shard * spec.dtype.itemsize if is_held_twice else 0\n",
+        "",
+        "test_device_pass.py -k cross_in_a_step",
+    ),
+    Mutation(
+        "below-own-thread-closes-its-engine",
+        "onefold/engine/closing.py",
+        '    if threading.current_thread().name.startswith("onefold-"):',
+        "    if False:",
+        "test_offload_cases.py -k collected_by_its_own",
+    ),
+    Mutation(
         "below-frozen-on-a-disk",
         "onefold/offload/param_shard.py",
         "                memory[inside].copy_(master[inside])",
