@@ -810,6 +810,20 @@ MUTATIONS = [
         "test_estimate.py -k decisions_of_the_tutorials",
     ),
     Mutation(
+        "below-gather-before-its-cast",
+        "onefold/offload/param_shard.py",
+        "        self._copying.order()\n        if self._master is None:",
+        "        if self._master is None:",
+        "test_device_pass.py -k second_gather",
+    ),
+    Mutation(
+        "below-chunk-not-waited-for",
+        "onefold/optim/device_pass.py",
+        "        chunk.arrival.wait()\n",
+        "",
+        "test_device_pass.py -k same_bits",
+    ),
+    Mutation(
         "below-cast-stays-on-device",
         "onefold/offload/param_shard.py",
         "        self._bus.down(weights, target)\n        self._cast_later = None",

@@ -1,13 +1,16 @@
-"""The paths that states below a GPU take, run by a CPU: streams and events do nothing, and copies are made at once.
+"""The paths that states below a GPU take, run by a CPU. Copies over the bus are made as late as they may be: when the
+host waits for them, or another stream is ordered behind them. So whoever does not wait reads something else.
 
-What a GPU adds, its streams, its kernels and page-locked memory, is tested in `test_gpu_offload.py`. Here are bits,
+What a GPU adds, its own streams and kernels and page-locked memory, is tested in `test_gpu_offload.py`. Here are bits,
 bytes and errors of what passes through it, where there is none.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,35 +24,79 @@ from test_states import run_tiers as run_forms
 
 from onefold.engine.core import Engine
 from onefold.offload import host_memory, offload_memory, param_shard
-from onefold.offload.bus import Bus
+from onefold.offload.bus import Arrival, Bus, Pairs
+from onefold.offload.param_shard import HostShard
 from onefold.optim.device_pass import DevicePass
 from onefold.plan import Crossing, count_crossing
 
-
-class Event:
-    """Over as soon as it is there."""
-
-    def __init__(self, **settings: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+LOCK = threading.RLock()
 
 
 class Stream:
-    """Does nothing: what is put on it is done at once."""
+    """What is put on it is done at once, except on a late one: there when somebody waits for it."""
 
-    def __init__(self, device: Any = None) -> None:
-        pass
+    def __init__(self, device: Any = None, *, is_late: bool = False) -> None:
+        self.is_late, self.num_done, self._waiting = is_late, 0, deque[Callable[[], Any]]()
+
+    @property
+    def num_put(self) -> int:
+        return self.num_done + len(self._waiting)
+
+    def put(self, work: Callable[[], Any]) -> None:
+        with LOCK:
+            self._waiting.append(work)
+            if not self.is_late:
+                self.run(self.num_put)
+
+    def run(self, until: int) -> None:
+        with LOCK:
+            while self.num_done < until:
+                self._waiting.popleft()()
+                self.num_done += 1
 
     def wait_event(self, event: Event) -> None:
-        assert isinstance(event, Event)
+        self.put(event.synchronize)
 
     def synchronize(self) -> None:
-        pass
+        self.run(self.num_put)
+
+
+class Event:
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._stream, self._until = Stream(), 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = stream or current()
+        self._until = self._stream.num_put
+
+    def synchronize(self) -> None:
+        self._stream.run(self._until)
+
+
+COMPUTE = Stream()
+CURRENT = threading.local()
+
+
+def current(device: Any = None) -> Stream:
+    return getattr(CURRENT, "stream", COMPUTE)
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    before, CURRENT.stream = current(), stream
+    try:
+        yield
+    finally:
+        CURRENT.stream = before
+
+
+def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> Arrival:
+    stream, arrived = bus._streams[way], Event()
+    bus.count(way, sum(source.nbytes for source, _ in pairs))
+    stream.wait_event(after)
+    stream.put(lambda: [target.copy_(source) for source, target in pairs])
+    arrived.record(stream)
+    return Arrival(arrived)
 
 
 def planned_on_gpu(engine: Engine) -> Crossing:
@@ -65,7 +112,7 @@ def below_a_gpu() -> Iterator[list[int]]:
 
     def crossing(self: Bus, device: torch.device, count: Callable[[str, int], None]) -> None:
         make(self, device, count)
-        self.crosses, self._streams = True, {"down": Stream(), "up": Stream()}
+        self.crosses, self._streams = True, {way: Stream(is_late=True) for way in ("down", "up")}
 
     def counted(self: DevicePass, slot: Any, shard: Any, window: Any, start_: int, stop: int) -> Any:
         passed.append(stop - start_)
@@ -75,10 +122,11 @@ def below_a_gpu() -> Iterator[list[int]]:
         for place, name, value in [
             (torch.cuda, "Event", Event),
             (torch.cuda, "Stream", Stream),
-            (torch.cuda, "stream", lambda stream: nullcontext()),
-            (torch.cuda, "current_stream", lambda device=None: Stream()),
+            (torch.cuda, "stream", on_stream),
+            (torch.cuda, "current_stream", current),
             (torch.cuda, "set_device", lambda device: None),
             (Bus, "__init__", crossing),
+            (Bus, "_copy", copy_late),
             (DevicePass, "_start", counted),
             (Engine, "planned_crossing", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
@@ -92,6 +140,17 @@ def simulated(case: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """What a case returns, and the elements that have passed through the device."""
     with below_a_gpu() as passed:
         return case(*args), sum(passed)
+
+
+def test_a_second_gather_waits_for_the_cast_of_the_first():
+    with below_a_gpu():
+        shard = HostShard(torch.zeros(8, dtype=torch.bfloat16), Bus(torch.device("cpu"), lambda way, num_bytes: None))
+        shard.stale_behind(torch.ones(8))
+        first, second = (torch.zeros(8, dtype=torch.bfloat16) for _ in range(2))
+        shard.copy_to(first, is_overwritten=False)
+        assert not shard.values.any(), "it is late"
+        shard.copy_to(second, is_overwritten=False)
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("world", [1, more(2)])
