@@ -18,6 +18,7 @@ import pytest
 import torch
 from models import first_difference, more
 from test_gpu_offload import failing_pass, later_accumulation, run_tiers
+from test_muon import run_tiers as run_matrices
 from test_offload_cases import VARIANTS, measure
 from test_states import ADAMW, FORMATS
 from test_states import run_tiers as run_forms
@@ -201,6 +202,19 @@ def test_states_in_fewer_bytes_pass_with_the_same_bits(on_ranks, tmp_path, world
     for told, passed in on_ranks(world, simulated, run_forms, FORMATS[name], str(tmp_path), 1, ADAMW):
         assert told == []
         assert passed
+
+
+@pytest.mark.parametrize("world", [1, more(2)])
+@pytest.mark.parametrize("accumulation", [1, more(2)])
+def test_whole_matrices_below_a_gpu_have_the_same_bits(on_ranks, tmp_path, world, accumulation):
+    results = on_ranks(world, simulated, run_matrices, "bf16", str(tmp_path), accumulation)
+    for (traces, crossings), passed in results:
+        assert passed, "vectors and embeddings"
+        for name, trace in traces.items():
+            if accumulation == 1 or name != "device":
+                assert first_difference(trace, traces["host"]) is None, name
+        for name, (moved, planned) in crossings.items():
+            assert moved == planned, name
 
 
 def test_a_step_of_the_device_that_fails_is_told(on_ranks):
