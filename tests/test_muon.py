@@ -45,7 +45,9 @@ WIDTH = 48  # a matrix of which lies on several ranks
 
 
 def muon(**params: Any) -> dict[str, Any]:
-    return {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.01, **params}}
+    """AdamW with torch's defaults."""
+    adamw = {"adam_lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}
+    return {"type": "Muon", "params": {"muon_lr": 0.02, "weight_decay": 0.01, **adamw, **params}}
 
 
 def wide(**shape: Any) -> Net:
