@@ -51,7 +51,7 @@ class Trial:
     seed: int
 
     def section(self) -> dict[str, Any]:
-        params: dict[str, Any] = {"lr": self.rate, "betas": BETAS, "weight_decay": DECAY}
+        params: dict[str, Any] = {"lr": self.rate, "betas": BETAS, "eps": 1e-8, "weight_decay": DECAY}
         if self.optimizer != "AdamW":
             params["adam_lr"] = 2e-3  # of embeddings, head and vectors
         return {"type": self.optimizer, "params": params}
