@@ -185,6 +185,24 @@ def test_a_failing_rank_shows_its_traceback_once_and_nothing_else(tmp_path: Path
     assert len(lines) <= 7
 
 
+def test_a_rank_that_is_killed_while_it_tells_why_is_named_all_the_same(tmp_path: Path) -> None:
+    # The first half of what it tells is written, and the other never is.
+    path = script(
+        tmp_path,
+        "import json\n"
+        "def dump(told, file):\n"
+        "    file.write(json.dumps(told)[:20])\n"
+        "    file.flush()\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "json.dump = dump\n"
+        "raise ValueError('the cause')\n",
+    )
+    code, _, stderr = launch("--nproc", "1", path)
+    assert code == 128 + 9
+    assert "Traceback" not in stderr
+    assert re.search(r"onefold: rank 0 \(host .+, pid \d+\) failed: SIGKILL", stderr)
+
+
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     path = script(tmp_path, "if rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(0.2)\nraise ConnectionError\n")
     code, _, stderr = launch("--nproc", "2", path)

@@ -229,8 +229,11 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
     now = time.time()
     # torch reads whole seconds; ranks fail within milliseconds of each other, so the launcher needs the rest.
     extra = {"py_callstack": text, "timestamp": str(int(now)), "exact_timestamp": now}
-    with open(error_file, "w") as file:
+    # The agent may end this rank at any moment, and cannot read half a file.
+    part = f"{error_file}.part"
+    with open(part, "w") as file:
         json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+    os.replace(part, error_file)
 
 
 def run_script(arguments: list[str]) -> None:
