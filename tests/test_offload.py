@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,4 @@ def test_a_delayed_step_uses_weights_one_step_old(on_ranks, world, stage):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
         assert "INEXACT" in described
+        assert re.search(r"offloaded step    by the host [\d,]+ parameters$", described, re.MULTILINE)

@@ -359,8 +359,8 @@ class DeviceOutput(StepOutput):
 
 
 class _HostOutput(StepOutput):
-    """Into a shard in host memory: cast by whoever steps. The host leaves it to the next gather, where that casts the
-    master on a device, whose cores have nothing better to do.
+    """Into a shard in host memory: cast by whoever steps. Beside a GPU the host leaves the cast of its own steps to the
+    next gather (`cast_later`: the master), since the GPU is idle then and the host is not.
     """
 
     def __init__(self, shard: HostShard, bus: Bus, cast_later: torch.Tensor | None) -> None:

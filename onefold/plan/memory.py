@@ -381,9 +381,10 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         of_step = bytes_of_step(spec)
         on_host = not unsharded and residency.parameters is Tier.HOST
         is_held_twice = on_host and not (spec.master_is_shard or spec.weight_is_master)
-        # After a step of the host's a shard beside its fp32 master is gathered from that, unless all step at once.
-        at_once = plan.delays_host or (spec.kept.by_own_class and plan.states.tier is not Tier.NVME)
-        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not at_once
+        # After a step of the host's a shard is gathered from its fp32 master. A delayed step, and an optimizer of the
+        # user's that steps all shards at once, write the shard themselves.
+        writes_shard = plan.delays_host or (spec.kept.by_own_class and plan.states.tier is not Tier.NVME)
+        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not writes_shard
         if device_casts and passes_device(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step

@@ -94,7 +94,8 @@ def describe(
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if passes_device(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
-        lines.append(f"offloaded step    by the host {by_host:,} parameters, by the GPU {by_gpu:,}")
+        beside = f", by the GPU {by_gpu:,}" if on_gpu else ""
+        lines.append(f"offloaded step    by the host {by_host:,} parameters{beside}")
     if crossing.any:
         lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
     return "\n".join(lines)
