@@ -100,7 +100,7 @@ class MuonParams(_Params):
     """Orthogonalised momentum for hidden matrices, AdamW for embeddings, heads and vectors. DeepSpeed's defaults."""
 
     lr: float | None = key(  # type: ignore[assignment]
-        None, "Learning rate of all that the next two say nothing of.", minimum=0
+        None, "Learning rate of matrices and all others, where `muon_lr` or `adam_lr` does not give its own.", minimum=0
     )
     muon_lr: float | None = key(0.02, "Learning rate of matrices; left out: `lr`, if that is given.", minimum=0)
     adam_lr: float | None = key(3e-4, "Learning rate of all others; left out: `lr`, if that is given.", minimum=0)
