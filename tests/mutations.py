@@ -636,13 +636,13 @@ MUTATIONS = [
     Mutation(
         "write-not-taken-over-by-any-optimizer",
         "onefold/optim/steppers.py",
-        "            self._writes.take_over(store.master, store.comparable)",
-        "            pass",
+        "        store.sync_master_from_model_weight()",
+        "        pass",
         "test_held_parameters.py -k any_optimizer",
     ),
     Mutation(
         "write-takes-all-over",
-        "onefold/optim/steppers.py",
+        "onefold/offload/write_check.py",
         "torch.where(rounded == used, master, used.to(master.dtype))",
         "used.to(master.dtype)",
         "test_held_parameters.py -k part_of_a_line",

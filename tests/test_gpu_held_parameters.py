@@ -7,7 +7,7 @@ import test_held_parameters as held
 import torch
 
 from onefold.offload.fingerprint import fingerprint
-from onefold.optim.steppers import WriteCheck
+from onefold.offload.write_check import WriteCheck
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -112,3 +112,12 @@ def moved_away_and_back(stage: int) -> list[object]:
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_model_that_is_moved_away_comes_back(nccl, stage):
     assert nccl.run(moved_away_and_back, stage) == [[True, True, None, True, 2]]
+
+
+def test_readers_of_masters_see_writes_to_weights_on_a_gpu(nccl, tmp_path):
+    """The master is in host memory: a fingerprint shows the write, and other elements keep their low bits."""
+    assert nccl.run(held.readers_of_masters, "2 offload", "bf16", "host", str(tmp_path)) == [None]
+
+
+def test_a_write_that_a_delayed_step_on_a_gpu_would_replace_raises(nccl):
+    assert nccl.run(held.write_during_a_delayed_step) == [None]

@@ -467,6 +467,105 @@ def test_looking_for_writes_moves_no_bit(on_ranks, plan):
     assert on_ranks(2, untouched, plan, "bf16") == [True, True]
 
 
+# -- readers of master weights between two steps -----------------------------------------------------------------
+
+
+def master_of(engine: Any, name: str) -> torch.Tensor:
+    return onefold.utils.safe_get_full_fp32_param(engine.module.get_parameter(name))
+
+
+def loaded_master(saved: Any, folder: str, config: dict[str, Any], background: bool) -> torch.Tensor:
+    saved.save_checkpoint(folder, tag=f"background {background}", background=background)
+    saved.module[0].weight.data[0] = 7.0  # later than the save
+    saved.wait_for_checkpoint()
+    engine = start(net(), config)
+    engine.load_checkpoint(folder, tag=f"background {background}")
+    return master_of(engine, "0.weight")
+
+
+def master_after_partial_load(engine: Any, folder: str) -> torch.Tensor:
+    """Load a checkpoint of another part of the model."""
+    torch.manual_seed(1)
+    other = start(nn.Sequential(nn.Linear(16, 32)).requires_grad_(True), config(0, optimizer=SGD))
+    other.save_checkpoint(folder, tag="part")
+    engine.load_checkpoint(folder, tag="part", load_module_strict=False, load_optimizer_states=False)
+    return master_of(engine, "3.weight")
+
+
+def master_after_setting_another(engine: Any) -> torch.Tensor:
+    bias = engine.module[0].bias
+    onefold.utils.safe_set_full_fp32_param(bias, torch.zeros_like(bias, dtype=torch.float32))
+    return master_of(engine, "0.weight")
+
+
+def readers_of_masters(plan: str, dtype: str, tier: str, folder: str) -> str | None:
+    """Write a row, read the master by one way, and compare: the row is there, and all others keep their low bits."""
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": f"{folder}/nvme", "pin_memory": False}}
+    stage, zero = PLANS[plan]
+    settings = config(stage, zero_optimization={**zero, **(offload if tier == "nvme" else {})}, optimizer=SGD,
+                      **precision(dtype))  # fmt: skip
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    readers: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {
+        "safe_get_full_fp32_param": ("0.weight", lambda engine: master_of(engine, "0.weight")),
+        "save": ("0.weight", lambda engine: loaded_master(engine, folder, settings, False)),
+        "background save": ("0.weight", lambda engine: loaded_master(engine, folder, settings, True)),
+        "safe_set of another": ("0.weight", master_after_setting_another),
+        "partial load": ("3.weight", lambda engine: master_after_partial_load(engine, folder)),
+    }
+    engine = start(net(), settings)
+    for number, (name, (parameter, reader)) in enumerate(readers.items()):
+        x, y = data(number, kind)
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+        expected = master_of(engine, parameter).clone()
+        expected[0] = value = 0.125 * (number + 1)
+        engine.module.get_parameter(parameter).data[0] = value
+        found = reader(engine)
+        if not torch.equal(found, expected):
+            rows = (found != expected).any(1).nonzero().flatten().tolist()
+            return f"{name}: rows {rows} of {parameter} are not what was written or stepped"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "tier"),
+    [
+        ("0", "fp16", "device"),
+        ("2", "bf16", "device"),
+        ("3 persistent", "bf16", "device"),
+        ("2 offload", "fp32", "host"),
+        ("1", "bf16", "nvme"),
+        more("1", "bf16", "device"),
+        more("2 offload", "bf16", "host"),
+        more("3 persistent", "fp32", "nvme"),
+    ],
+)
+def test_every_reader_of_masters_sees_in_place_writes(on_ranks, tmp_path, plan, dtype, tier):
+    assert on_ranks(2, readers_of_masters, plan, dtype, tier, str(tmp_path)) == [None, None]
+
+
+def write_during_a_delayed_step() -> str | None:
+    engine = start(net(), settings("2 offload", onefold={"delayed_host_step": True}))
+
+    def step(number: int) -> None:
+        x, y = data(number)
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+
+    step(0)
+    with GatheredParameters([engine.module[0].weight], modifier_rank=0):
+        engine.module[0].weight.data.mul_(0.5)
+    step(1)
+    engine.module[0].weight.data.mul_(0.5)
+    x, y = data(2)
+    engine.backward(F.mse_loss(engine(x), y))
+    return refusal(engine.step, "written in place", "delayed_host_step", "GatheredParameters")
+
+
+def test_a_write_that_a_delayed_step_would_replace_raises(on_ranks):
+    assert on_ranks(1, write_during_a_delayed_step) == [None]
+
+
 # -- what a user keeps ------------------------------------------------------------------------------------------
 
 

@@ -737,3 +737,28 @@ def test_shipped_configs_run(on_ranks, path, tmp_path):
     world = fixed[0] // (fixed[1] * fixed[2]) if all(fixed) else 2
     assert on_ranks(world, runs_shipped, str(path), str(tmp_path)) == [(True, True, True)] * world
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def states_of_a_shard_of_padding(stage: int, optimizer: str) -> list[object]:
+    """The model is smaller than a shard: the second rank has nothing but padding."""
+    torch.manual_seed(0)
+    params = {"lr": 0.1, "momentum": 0.9}
+    engine = start(nn.Linear(8, 8), config(stage, optimizer={"type": optimizer, "params": params}))
+    for step in range(2):
+        engine.backward(engine(torch.full((2, 8), 1.0 + step)).square().mean())
+        engine.step()
+    weight = engine.module.weight
+    found: list[object] = []
+    for name in ("exp_avg", "momentum_buffer", "nothing"):
+        state = safe_get_full_optimizer_state(weight, name)
+        found.append(None if state is None else tuple(state.shape))
+    try:
+        safe_set_full_optimizer_state(weight, torch.zeros(8, 8), "nothing")
+    except ValueError as error:
+        found.append("nothing" in str(error))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(1, "SGD"), (3, "RMSprop"), more(2, "RMSprop"), more(3, "SGD")])
+def test_ranks_agree_on_a_state_that_the_optimizer_does_not_have(on_ranks, stage, optimizer):
+    assert on_ranks(2, states_of_a_shard_of_padding, stage, optimizer) == [[None, (8, 8), None, True]] * 2

@@ -176,17 +176,20 @@ class Saving:
         remembered = state.group.size == 1 or self._after_step[0] == state.global_steps
         return state.global_steps if remembered and not changing else None
 
+    def _synchronize(self) -> None:
+        if self._state.device.type == "cuda":
+            torch.cuda.synchronize(self._state.device)
+
     def part_of(self, request: SaveRequest, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
         """What this rank writes of a save, and its own state. `joined`: its program has not called for it."""
         state = self._state
         state.check_present()
-        if state.step is not None:
-            state.step.wait_for_host()
-        if state.device.type == "cuda":
-            torch.cuda.synchronize(state.device)
+        # The program may compute on another stream than this thread's, before the slots are made and after.
+        self._synchronize()
         rank, units = state.group.rank, state.schedule.units
         first = rank < state.group.num_shards  # others hold the same again
         slots = list(own_slots(units, state.step, exclude_frozen=request.exclude_frozen)) if first else []
+        self._synchronize()
         buffers = {name for name, _ in state.model.named_buffers()}
         for name, tensor in outside_units(state.model, exclude_frozen=request.exclude_frozen)[0].items():
             if rank == 0:

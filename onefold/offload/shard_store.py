@@ -41,10 +41,14 @@ from onefold.offload.param_shard import (
     write,
 )
 from onefold.offload.state_codec import Dither
+from onefold.offload.write_check import WriteCheck
 from onefold.plan import FlatParamSpec, Plan, Tier
 from onefold.plan.forms import Form, FormPart
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
+
+# Elements of a master that are compared with the model weight at once.
+_COMPARED = 1 << 22
 
 
 def _widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -240,6 +244,7 @@ class ShardStore:
             self.param.write(weights)
         else:
             write(copy, weights)
+        self.take_fingerprint()
         return HERE
 
     def pull(self) -> None:
@@ -258,8 +263,13 @@ class ShardStore:
 
     @property
     def comparable(self) -> torch.Tensor | None:
-        """What computes, where writes to it are to be found by comparing it with the master on one device."""
-        return None if self.steps_on_host and self.device.type != "cpu" else self._watched
+        """The model weight, if a step finds in-place writes to it by comparing it with the master tile by tile.
+
+        None where master and model weight are on different devices, and with a delayed step, during which the model
+        weight is older than its master: a fingerprint shows writes there.
+        """
+        apart = self.steps_on_host and (self.device.type != "cpu" or self._plan.delays_host)
+        return None if apart else self._watched
 
     @property
     def _watched(self) -> torch.Tensor | None:
@@ -279,6 +289,26 @@ class ShardStore:
         before = torch.stack([store._fingerprint for store in watched if store._fingerprint is not None])
         now = torch.stack([fingerprint(store._watched) for store in watched if store._watched is not None])
         return [store for store, is_changed in zip(watched, now.ne(before).tolist(), strict=True) if is_changed]
+
+    def sync_master_from_model_weight(self) -> None:
+        """Copy in-place writes to the model weight into the master weight ([Note: a write that no counter shows]).
+
+        Nothing is compared while a host step or `offload_states` keeps either of them elsewhere.
+        """
+        weight = self._watched
+        if weight is None or self._step is not None or not weight.untyped_storage().size():
+            return
+        if self.comparable is None and not self.written([self]):
+            return
+        if self.steps_on_host:
+            self.wait_for_master()
+        master, check, is_changed = read(self.master), WriteCheck(), False
+        for low in range(0, master.numel(), _COMPARED):
+            inside = slice(low, low + _COMPARED)
+            is_changed |= check.take_over(master[inside], weight[inside].to(master.device))
+        if is_changed and master is not self.master:
+            write(self.master, master)
+        self.take_fingerprint()
 
     # -- ranges -------------------------------------------------------------------------------------------------
 

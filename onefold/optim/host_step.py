@@ -79,7 +79,8 @@ class HostStep:
         return bool(self._late)
 
     def collect(self) -> None:
-        """With a delay: what the last step made is used from now on."""
+        """In delayed mode, start using the parameters computed by the previous step."""
+        self.refuse_late_writes()
         arrivals = []
         for store, step in self._late:
             step.result()
@@ -87,6 +88,17 @@ class HostStep:
         for arrival in arrivals:
             arrival.wait()
         self._late.clear()
+
+    def refuse_late_writes(self) -> None:
+        """Raise if a parameter was written in place while a delayed step computes its next value."""
+        written = ShardStore.written([store for store, _ in self._late])
+        if written:
+            names = ", ".join(sorted({store.unit for store in written}))
+            raise RuntimeError(
+                f"parameters of {names} were written in place after a step with onefold.delayed_host_step: the values "
+                "of that step arrive at the next one and would replace them. Write inside zero.GatheredParameters, "
+                "which collects the step first, or turn delayed_host_step off"
+            )
 
     def wait(self) -> None:
         """Until all is stepped that was asked for; raises if not all of it could be. Any thread may ask."""

@@ -15,7 +15,7 @@ import torch
 
 from onefold.comm.agreement import as_float, as_integer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import Flat
+from onefold.offload.param_shard import Flat, is_on_disk
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.host_step import HostStep
@@ -31,7 +31,7 @@ from onefold.optim.norm import (
     exchange_scalars,
     meet_for_call,
 )
-from onefold.optim.steppers import Step, TiledStepper, WholeStepper, WriteCheck, whole_window
+from onefold.optim.steppers import Step, TiledStepper, WholeStepper, whole_window
 from onefold.plan import Plan, Tier
 from onefold.recorder import Track, recorded
 from onefold.runtime import FlatParam, Schedule, Unit
@@ -143,7 +143,8 @@ class ShardedStep:
         schedule.wait_for_step()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
-            self._pull_writes()
+            for store in ShardStore.written(self.stores):
+                store.sync_master_from_model_weight()
         step = Step(self.num_steps + 1, coefficient, self._groups_now(), skip)
         for store in self.stores:
             store.begin_step()
@@ -209,11 +210,7 @@ class ShardedStep:
             if isinstance(self._rule, InstanceRule):
                 self._rule.begin(self._groups_now(), method)
             self.changing = True
-            self._pull_writes()
-            writes = WriteCheck()
-            for store in self.stores:
-                if store.comparable is not None and isinstance(store.master, torch.Tensor):
-                    writes.take_over(store.master, store.comparable)
+            self.sync_masters()
             on_host = [store for store in self.stores if store.steps_on_host]
             with self._host.rewriting(on_host) if self._host is not None else nullcontext(whole_window) as windows:
                 self.stepper.call(method, windows, has_states=self.num_steps > 0)
@@ -231,10 +228,28 @@ class ShardedStep:
         self._schedule.start_refreshes()
         self._schedule.wait_for_step()
 
-    def _pull_writes(self) -> None:
-        """Where masters are on the host and parameters on a device: what was written since the last step goes down."""
-        for store in ShardStore.written(self.stores):
-            store.pull()
+    # -- master weights outside a step --------------------------------------------------------------------------
+
+    def master_of(self, store: ShardStore) -> Flat:
+        """Return a master weight for reading between steps, with all in-place writes to the parameters in it."""
+        # A background save may still read the file that a write would change.
+        if is_on_disk(store.master):
+            self.let_change()
+        self.sync_masters([store])
+        return store.master
+
+    @torch.no_grad()
+    def sync_masters(self, stores: Sequence[ShardStore] | None = None) -> None:
+        """Wait for the offloaded step, then copy in-place writes to model weights into their master weights.
+
+        Every reader of master weights outside a step calls this or `master_of`. Any thread may call it.
+        """
+        self.wait_for_host()
+        if self._host is not None and self._host.is_late:
+            self._host.refuse_late_writes()
+            return
+        for store in self.stores if stores is None else stores:
+            store.sync_master_from_model_weight()
 
     # -- the host's step ----------------------------------------------------------------------------------------
 
@@ -251,9 +266,9 @@ class ShardedStep:
             self._host.wait()
 
     def about_to_write(self) -> None:
-        """Masters may be written from outside: no save, no step and no copy reads them any more."""
-        self.wait_for_host()
+        """Prepare for writes to master weights from outside a step: wait for all that reads them, and sync them."""
         self.let_change()
+        self.sync_masters()
         for store in (store for store in self.stores if store.steps_on_host):
             store.wait_for_master()
 

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.gpu_kernels import kernels_of
 from onefold.offload.encoded import EncodedFlat
-from onefold.offload.fingerprint import as_integers
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.param_shard import Flat, tensors_of
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither, host_tile
+from onefold.offload.write_check import WriteCheck
 from onefold.optim.instance import InstanceRule, plain_step
 from onefold.optim.rules import MASTER, EncodedTile, Hyper, Rule, Tile
 from onefold.plan import KeptStates, Tier
@@ -27,13 +26,6 @@ from onefold.runtime import Unit
 
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
-
-_kernels = kernels_of(
-    "onefold.optim.write_kernels",
-    "the check for written parameters",
-    "onefold.honour_writes false turns the check off",
-)
-
 
 InMemory = torch.Tensor | EncodedFlat
 """Values along a shard, not on a disk."""
@@ -75,39 +67,6 @@ class Step:
     groups: Sequence[Hyper]
     skip: torch.Tensor | None = None
     """On the device: 1 where this is no step after all."""
-
-
-class WriteCheck:
-    """Compares masters with what computes, a range at a time. One thread uses it at a time.
-
-    [Note: a write that no counter shows]
-    Writes to parameters from outside (`p.clamp_()`, `p.data.mul_()` and their kin) are to reach the master. Where a
-    master of its own stands behind an unsharded parameter, the parameter is the master's rounding from one step to the
-    next, unless somebody has written to it; and writes through `.data` change no version counter. So the step compares:
-    an element that is not its master's rounding has been written, and becomes the master's value. That reads two bytes
-    a parameter beside the four that the update reads anyway. Where the master is on the host and the parameter on a GPU
-    they cannot be compared; a fingerprint of the parameter is taken when it arrives and again at the next step instead.
-    """
-
-    def __init__(self) -> None:
-        self._scratch: torch.Tensor | None = None
-
-    def take_over(self, master: torch.Tensor, used: torch.Tensor) -> None:
-        """Elements of `used` that are not the master's rounding become the master's."""
-        if kernels := _kernels(master):
-            kernels.take_over(master, used)
-            return
-        rounded = self._rounded(master, used.dtype)
-        if master.is_cuda or not torch.equal(as_integers(rounded), as_integers(used)):
-            master.copy_(torch.where(rounded == used, master, used.to(master.dtype)))
-
-    def _rounded(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if master.dtype == dtype:
-            return master
-        fits = self._scratch is not None and self._scratch.dtype == dtype and self._scratch.device == master.device
-        if self._scratch is None or not fits or self._scratch.numel() < master.numel():
-            self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
-        return self._scratch[: master.numel()].copy_(master)
 
 
 def num_tiles(kept: KeptStates) -> int:
@@ -307,7 +266,6 @@ class WholeStepper:
 
     def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
         self._instance = instance
-        self._writes = WriteCheck()
         self._targets: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
         self._by_group: list[list[nn.Parameter]] = [[] for _ in instance.param_groups]
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -344,9 +302,7 @@ class WholeStepper:
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         assert store.grad is not None
         store.grad.wait()
-        if store.comparable is not None:
-            assert isinstance(store.master, torch.Tensor)
-            self._writes.take_over(store.master, store.comparable)
+        store.sync_master_from_model_weight()
         scaled = gradient.to(store.master.dtype).mul(step.coefficient)
         for target, start, stop in self._targets[id(store)]:
             target.grad = scaled[start:stop].view(target.shape)

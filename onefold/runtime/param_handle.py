@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.comm import Agreement, Collective, Ledger, agree, broadcast_from
+from onefold.comm import Agreement, Collective, Gathering, Ledger, agree, broadcast_from
 from onefold.offload.fingerprint import fingerprint
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
@@ -152,7 +152,7 @@ class ParamHandle:
                 with torch.inference_mode(mode=False), torch.no_grad():
                     gatherings = [param.start_unshard(lossless=True) for param in sharded]
                     if not blank:
-                        self.collective.start_gather(gatherings).finish()
+                        self.gather("gather of", gatherings)
                     for param in sharded:
                         param.attach_views()
         self.lent += 1
@@ -167,6 +167,12 @@ class ParamHandle:
                 for param in self.params:
                     if not param.stays_unsharded:
                         param.reshard(drop=True)
+
+    def gather(self, what: str, gatherings: list[Gathering]) -> None:
+        """Gather now, under a name that the hang guard reports. All ranks call this together."""
+        name = self.params[0].layout.members[0].name
+        with self._agreement.guard.launching(what, [name]):
+            self.collective.start_gather(gatherings).finish()
 
     # -- what a held parameter asks -----------------------------------------------------------------------------
 
@@ -343,7 +349,14 @@ class ParamHandle:
         unit = self.unit
         if unit is not None:
             return unit.schedule.order.meet(request, numbers)
-        return Agreement(self.collective.group, self.ledger).meet("GatheredParameters", numbers)
+        return self._agreement.meet("GatheredParameters", numbers)
+
+    @property
+    def _agreement(self) -> Agreement:
+        unit = self.unit
+        if unit is not None:
+            return unit.schedule.order.agreement
+        return Agreement(self.collective.group, self.ledger)
 
     def take_values_of(self, rank: int, agreement: Agreement | None = None) -> None:
         """One rank has written: its values become everybody's. A parameter that was given data of another shape leaves

@@ -25,6 +25,9 @@ from onefold.report.memory_usage import see_memory_usage as see_memory_usage
 from onefold.runtime import FlatParam, ParamHandle, handle_of
 from onefold.runtime.order import Request
 
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+"""Every dtype, in an order that is the same on all ranks."""
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -37,7 +40,7 @@ class _Place:
     member: Member
 
     def master(self) -> _Range:
-        return _Range(self, self.param.store.master, self.param.store.start)
+        return _Range(self, self.step.master_of(self.param.store), self.param.store.start)
 
     def gradient(self) -> _Range | None:
         shard = self.param.grad.shard
@@ -46,15 +49,20 @@ class _Place:
         shard.wait()
         return _Range(self, shard.value, self.param.own_range[0])
 
-    def state(self, name: str) -> _Range | None:
-        """None before the optimizer has made it."""
+    def state(self, name: str, *, local: bool) -> _Range | None:
+        """Return this rank's part of a state, or None if the optimizer has not made it.
+
+        A rank whose shard is all padding may have no states, so unless `local` is set the ranks, which call this
+        together, compare what they have and all return a range or all return None.
+        """
         store = self.param.store
         found = self.step.states_of(store, name)
-        # A shard that is all padding has no states, but other ranks wait for it.
-        if not found and (store.segments() or not self.step.num_steps):
+        kind = 1 + _DTYPES.index(found[0][1].dtype) if found else 0
+        if not local and store.stop - store.start < self.param.layout.total:
+            kind = max(row[0] for row in self.handle.meet(Request.READ, [kind]))
+        if not kind:
             return None
-        like = found[0][1] if found else store.master
-        flat = torch.zeros(store.stop - store.start, dtype=like.dtype, device=self.param.device)
+        flat = torch.zeros(store.stop - store.start, dtype=_DTYPES[kind - 1], device=self.param.device)
         for start, tensor in found:
             flat[start : start + tensor.numel()].copy_(read(tensor).flatten())
         return _Range(self, flat, store.start)
@@ -89,7 +97,7 @@ class _Range:
             handle = self.place.handle
             handle.meet(Request.READ, [])
             full = torch.empty(param.layout.total, dtype=full.dtype, device=full.device)
-            handle.collective.start_gather([Gathering(full, own)]).finish()
+            handle.gather("gather of states of", [Gathering(full, own)])
         return full[member.start : member.stop].view(member.shape).clone()
 
     def local(self) -> torch.Tensor:
@@ -165,11 +173,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         flat.store.push().wait()
     else:
         place.engine.about_to_write()
-        place.master().write(value, local=True)
+        master = place.master()
+        master.write(value, local=True)
         start, stop = flat.own_range
-        flat.full[start:stop].copy_(read(flat.store.master))
+        flat.full[start:stop].copy_(read(master.tensor))
         place.handle.meet(Request.READ, [])
-        place.handle.collective.start_gather([Gathering(flat.full)]).finish()
+        place.handle.gather("gather of weights of", [Gathering(flat.full)])
         flat.note_values()
 
 
@@ -221,13 +230,13 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A whole state such as `exp_avg`; None before the optimizer has made it."""
     place = _place(param)
-    range_ = place.state(optim_state_key) if place else None
+    range_ = place.state(optim_state_key, local=False) if place else None
     return range_.unsharded() if range_ else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     place = _place(param)
-    range_ = place.state(optim_state_key) if place else None
+    range_ = place.state(optim_state_key, local=True) if place else None
     return range_.local() if range_ else None
 
 
@@ -242,7 +251,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 @torch.no_grad()
 def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bool) -> None:
     place = _trained(param)
-    range_ = place.state(name)
+    range_ = place.state(name, local=local)
     if range_ is None:
         raise ValueError(f"{place.member.name} has no optimizer state {name!r}")
     range_.write(value, local=local)

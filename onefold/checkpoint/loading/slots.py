@@ -22,7 +22,9 @@ from onefold.runtime import FlatParam, Unit, handle_of
 
 
 def own_slots(units: Sequence[Unit], step: ShardedStep | None, *, exclude_frozen: bool) -> Iterator[Slot]:
-    """What this rank saves: its own shard of every flat parameter, whatever else it holds."""
+    """Yield what this rank saves: its shard of every flat parameter, with in-place writes to the parameters in it."""
+    if step is not None:
+        step.sync_masters()
     for param in (param for unit in units for param in unit.params):
         if param.trainable or not exclude_frozen:
             yield from weight_slots(param, step, *param.own_range)

@@ -69,7 +69,9 @@ class Saver:
         self._stop = threading.Event()
         self._listener: threading.Thread | None = None
         if board.group.size > 1:
-            self._listener = threading.Thread(target=_listen, args=(weakref.ref(self), self._stop), daemon=True)
+            self._listener = threading.Thread(
+                target=_listen, args=(weakref.ref(self), self._stop), name="onefold-save-listener", daemon=True
+            )
             self._listener.start()
             weakref.finalize(self, self._stop.set)
 

@@ -120,7 +120,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             "loss_scale": self.loss_scale,
             "ds_version": VERSION,
             states_key: {"state": dict(enumerate(states)), "param_groups": groups},
-            masters: [_decoded(store.master) for store in stores],
+            masters: [_decoded(self.sharded.master_of(store)) for store in stores],
         }
 
     def _set_fp32_optimizer_param_groups(self) -> None:
@@ -227,14 +227,14 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
     def master_of(self, store: ShardStore) -> torch.Tensor:
         """The tensor itself, or a copy: of one in another form the same until the next step, so that it is a key."""
-        self._step.wait_for_host()
-        if isinstance(store.master, torch.Tensor):
-            return store.master
-        if is_on_disk(store.master):
-            return read(store.master)
+        master = self._step.master_of(store)
+        if isinstance(master, torch.Tensor):
+            return master
+        if is_on_disk(master):
+            return read(master)
         number, found = self._decoded.get(store, (-1, None))
         if found is None or number != self._step.num_steps:
-            found = read(store.master)
+            found = read(master)
             self._decoded[store] = self._step.num_steps, found
         return found
 

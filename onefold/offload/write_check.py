@@ -1,0 +1,54 @@
+"""Find in-place writes to model weights by comparing them with their master weights.
+
+[Note: a write that no counter shows]
+In-place writes to a parameter (`p.clamp_()`, `p.data.mul_()`) must reach its master weight. A model weight that has a
+separate master is the master's rounding from one step to the next, unless the program has written to it, and writes
+through `.data` change no version counter. So both are compared: an element that is not its master's rounding has been
+written, and replaces the master's value. Every step compares while it updates, which reads two bytes per parameter in
+addition to the four that the update reads anyway. Code that reads master weights between two steps (checkpoints,
+`safe_get_*`, `optimizer.state_dict()`) calls `ShardedStep.master_of` or `ShardedStep.sync_masters`, which compare.
+Where the master is in host memory and the model weight on a GPU, a fingerprint of the model weight shows first whether
+they have to be compared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from onefold.gpu_kernels import kernels_of
+from onefold.offload.fingerprint import as_integers
+
+_kernels = kernels_of(
+    "onefold.offload.write_kernels",
+    "the check for written parameters",
+    "onefold.honour_writes false turns the check off",
+)
+
+
+class WriteCheck:
+    """Compares master weights with model weights, a range at a time. Only one thread may use it at a time."""
+
+    def __init__(self) -> None:
+        self._scratch: torch.Tensor | None = None
+
+    def take_over(self, master: torch.Tensor, used: torch.Tensor) -> bool:
+        """Copy elements of `used` that are not the master's rounding into the master.
+
+        Return False if there are none. On a GPU the answer is always True, because reading it would synchronize.
+        """
+        if kernels := _kernels(master):
+            kernels.take_over(master, used)
+            return True
+        rounded = self._rounded(master, used.dtype)
+        if not master.is_cuda and torch.equal(as_integers(rounded), as_integers(used)):
+            return False
+        master.copy_(torch.where(rounded == used, master, used.to(master.dtype)))
+        return True
+
+    def _rounded(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if master.dtype == dtype:
+            return master
+        fits = self._scratch is not None and self._scratch.dtype == dtype and self._scratch.device == master.device
+        if self._scratch is None or not fits or self._scratch.numel() < master.numel():
+            self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
+        return self._scratch[: master.numel()].copy_(master)
