@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import mutants
 import pytest
 from mutations import MUTATIONS, Mutation
+from mutations_tier import TIER_MUTATIONS
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *TIER_MUTATIONS], ids=lambda mutation: mutation.name)
 def test_every_mutation_applies_once_and_names_its_tests(mutation):
     text = (ROOT / mutation.file).read_text()
     assert text.count(mutation.old) == 1, f"{mutation.file} holds what {mutation.name} replaces so many times"
@@ -21,11 +23,13 @@ def test_every_mutation_applies_once_and_names_its_tests(mutation):
     files = [word for word in shlex.split(mutation.tests) if ".py" in word]
     assert files
     for file in files:
-        assert (ROOT / "tests" / file.partition("::")[0]).exists(), file
+        assert (ROOT / mutants.find_test(ROOT, file.partition("::")[0])).exists(), file
 
 
 def test_names_are_told_apart():
-    assert [name for name, count in Counter(one.name for one in MUTATIONS).items() if count > 1] == []
+    assert [
+        name for name, count in Counter(one.name for one in [*MUTATIONS, *TIER_MUTATIONS]).items() if count > 1
+    ] == []
 
 
 SOURCE = "def double(x):\n    return x * 2\n\n\ndef half(x):\n    return x / 2\n"
@@ -69,6 +73,53 @@ def test_tests_that_are_not_there_are_no_catch(tree):
         outcome = mutants.try_out(Mutation("lost", "thing.py", "x * 2", "x * 3", tests), tree)
         assert outcome.verdict == mutants.UNCLEAR
         assert (tree / "thing.py").read_text() == SOURCE
+
+
+def test_a_file_that_cannot_be_imported_is_left_out(tree, capsys):
+    """A collection error is no failure of a test, with the mutation or without it."""
+    (tree / "tests" / "test_optional.py").write_text("import no_such_package\n")
+    tests = "test_optional.py test_thing.py -k double"
+    assert mutants.main([], [Mutation("caught", "thing.py", "x * 2", "x * 3", tests)], tree) == 0
+    assert "cannot be imported here: test_optional.py" in capsys.readouterr().out
+    mutants.main([], [Mutation("alone", "thing.py", "x * 2", "x * 3", "test_optional.py")], tree)
+    assert "UNCLEAR" in capsys.readouterr().out
+    importing = Mutation("importing", "thing.py", "def double", "def triple", "test_thing.py")
+    assert mutants.try_out(importing, tree).verdict == mutants.UNCLEAR
+
+
+def test_what_fails_without_the_mutation_too_hides_nothing(tree):
+    """A broken test stands before the one that sees the mutation, in a folder below `tests/`."""
+    (tree / "tests" / "below").mkdir()
+    (tree / "tests" / "test_thing.py").unlink()
+    broken = "def test_broken_first():\n    assert False\n\n\n"
+    path = tree / "tests" / "below" / "test_thing.py"
+    path.write_text(TESTS.replace("def test_double", f"{broken}def test_double"))
+    outcome = mutants.try_out(Mutation("caught", "thing.py", "x * 2", "x * 3", "test_thing.py"), tree)
+    assert (outcome.verdict, outcome.tier) == (mutants.CAUGHT, "first")
+    assert outcome.test == "tests/below/test_thing.py::test_double"
+
+
+def test_the_slow_tier_may_be_left_out(tree):
+    path = tree / "tests" / "test_thing.py"
+    path.write_text("import pytest\n" + TESTS.replace("def test_double", "@pytest.mark.slow\ndef test_double"))
+    mutation = Mutation("slow", "thing.py", "x * 2", "x * 3", "test_thing.py -k 'double or half'")
+    assert mutants.try_out(mutation, tree).tier == "slow"
+    assert mutants.try_out(mutation, tree, mutants.Environment(["first"])).verdict == mutants.SURVIVED
+
+
+def test_several_are_tried_at_a_time_and_written_down(tree, tmp_path_factory, capsys):
+    file = tmp_path_factory.mktemp("written") / "outcomes.json"
+    tried = [TRIED["caught"], TRIED["SURVIVED"], TRIED["DOES NOT APPLY"]]
+    assert mutants.main(["--jobs", "2", "--json", str(file)], tried, tree) == 1
+    assert "1 of 3 caught" in capsys.readouterr().out
+    written = {row["name"]: row for row in json.loads(file.read_text())}
+    assert {name: row["verdict"] for name, row in written.items()} == {
+        "caught": "caught", "weak": "SURVIVED", "stale": "DOES NOT APPLY"
+    }  # fmt: skip
+    assert written["caught"]["test"] == "tests/test_thing.py::test_double"
+    assert written["caught"]["package"] == "thing.py"
+    assert written["caught"]["seconds"] > 0
+    assert (tree / "thing.py").read_text() == SOURCE
 
 
 def test_mutations_are_listed_and_chosen_by_name(tree, capsys):
