@@ -41,6 +41,7 @@ WHOLE = ["0", "1", "2", "2 offload", "3 persistent"]
 
 def settings(plan: str, **rest: Any) -> dict[str, Any]:
     stage, zero = PLANS[plan]
+    zero = {**zero, **rest.pop("zero_optimization", {})}
     return config(stage, zero_optimization=zero, **{"optimizer": SGD, **rest})
 
 
@@ -362,6 +363,32 @@ def writes(plan: str, way: str) -> str | None:
 @pytest.mark.parametrize("plan", ["2 offload", more("2"), more("3 persistent"), more("0"), more("1")])
 def test_writes_to_unsharded_parameters_equal_plain_torch(on_ranks, plan, way):
     assert on_ranks(2, writes, plan, way) == [None, None]
+
+
+def used_by_reference(plan: str, overlap: bool) -> str | None:
+    """The program keeps the Parameters in lists, and reads and writes them right after each step."""
+    both = Beside(plan, zero_optimization={"overlap_comm": overlap})
+    ours, plain = list(both.engine.module.parameters()), list(both.plain.parameters())
+    averages = [[p.detach().clone() for p in some] for some in (ours, plain)]
+    for _ in range(4):
+        both.step()
+        with torch.no_grad():
+            for average, some in zip(averages, (ours, plain), strict=True):
+                torch._foreach_lerp_(average, some, 0.5)
+            for some in (ours, plain):
+                torch._foreach_mul_(some, 0.75)
+    for p, one, other in zip(plain, *averages, strict=True):
+        if not torch.allclose(one.cpu(), other.cpu(), atol=1e-6):
+            return f"an average of shape {tuple(p.shape)} has read values from before a step"
+    both.step()
+    return both.difference()
+
+
+@pytest.mark.parametrize(
+    ("plan", "overlap"), [("2", True), ("2 offload", True), ("3 persistent", True), more("1", True), more("0", False)]
+)
+def test_parameters_that_the_program_keeps_are_new_after_a_step(on_ranks, plan, overlap):
+    assert on_ranks(2, used_by_reference, plan, overlap) == [None, None]
 
 
 def writes_in_16_bits(plan: str, dtype: str, optimizer: str, honour: bool) -> str | None:

@@ -10,6 +10,8 @@ Parameter.
   until it comes back. `requires_grad` tells the engine what to leave out of the step. `grad` is the engine's:
   autograd's gradient has been moved into a flat buffer, so reading it gives what stands for it, and setting it to None
   drops it.
+* Unsharded, while the all-gather of updated values is in flight. An operation on values, in place or not, finishes the
+  all-gather first (`finish_update`): the program may hold the Parameter itself, and need not get it from its module.
 * Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation
   on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`); before `initialize` a
   function in place that every rank calls is served (`ParamHandle.initialise`); elsewhere it raises.
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 HOLDER = "_onefold_handle"
 _PLAIN = "_onefold_plain_class"
 _RESTING = "_onefold_resting"
+_UPDATING = "_onefold_updating"
 
 
 # -- the plain attributes ---------------------------------------------------------------------------------------
@@ -68,6 +71,11 @@ def hold(parameter: nn.Parameter, *, resting: bool) -> None:
     parameter.__class__ = _held_class(plain_class(parameter), resting)
 
 
+def hold_while_updating(parameter: nn.Parameter) -> None:
+    """Make operations on an unsharded Parameter wait until its updated values have been gathered."""
+    parameter.__class__ = _held_class(plain_class(parameter), False, True)
+
+
 def let_go(parameter: nn.Parameter) -> None:
     """The Parameter is a plain one again."""
     parameter.__class__ = plain_class(parameter)
@@ -84,10 +92,10 @@ def is_resting(value: object) -> bool:
 
 
 @cache
-def _held_class(plain: type[nn.Parameter], resting: bool) -> type[nn.Parameter]:
-    base: type[nn.Parameter] = plain if not resting else _held_class(plain, False)
-    members: dict[str, Any] = {_PLAIN: plain, _RESTING: resting, "__module__": plain.__module__}
-    members |= _RESTING_MEMBERS if resting else _HELD_MEMBERS
+def _held_class(plain: type[nn.Parameter], resting: bool, updating: bool = False) -> type[nn.Parameter]:
+    base: type[nn.Parameter] = _held_class(plain, False) if resting or updating else plain
+    members: dict[str, Any] = {_PLAIN: plain, _RESTING: resting, _UPDATING: updating, "__module__": plain.__module__}
+    members |= _RESTING_MEMBERS if resting else _UPDATING_MEMBERS if updating else _HELD_MEMBERS
     made: Any = type(plain)
     held: type[nn.Parameter] = made(plain.__name__, (base,), members)
     return held
@@ -174,6 +182,34 @@ _HELD_MEMBERS: dict[str, Any] = {
     "__deepcopy__": _deepcopy,
     "__reduce_ex__": _reduce,
 }
+
+
+# -- operations on parameters whose updated values are being gathered -------------------------------------------
+
+
+@outside_compiler
+def _wait_and_call(
+    cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    kwargs = kwargs or {}
+    if reads_no_values(func) and func not in _MEMORY:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    for value in tensors_in((args, kwargs)):
+        if getattr(type(value), _UPDATING, False):
+            finish_update(value)
+    return func(*args, **kwargs)
+
+
+def finish_update(parameter: nn.Parameter) -> None:
+    """Wait until the updated values of an unsharded Parameter have been gathered."""
+    holder = _holder(parameter)
+    if holder is not None:
+        holder.finish_update()
+    hold(parameter, resting=False)
+
+
+_UPDATING_MEMBERS: dict[str, Any] = {"__torch_function__": classmethod(_wait_and_call)}
 
 
 # -- operations on sharded parameters ---------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class InFlightCollectives:
         if travels:
             _make_room(self.refreshes, size, self._plan.gather_bucket, self._finish_refresh)
         for unit in batch:
-            unit.is_refreshing = True
+            unit.begin_refresh()
         span = self._span(Track.GATHERS, "refresh", batch, size, Tier.DEVICE, Wire.NATIVE)
         pending = self._launch_refresh(batch, span) if travels else None
         self.refreshes.append(PendingCollective(batch, pending, size, span))
@@ -196,7 +196,7 @@ class InFlightCollectives:
         self.refreshes.popleft()
         self._wait("refresh of", refresh.units, pending, refresh.span)
         for unit in refresh.units:
-            unit.is_refreshing = False
+            unit.end_refresh()
 
     def wait_for_refresh(self, unit: Unit) -> None:
         """Finish the refresh that carries this unit, and those launched before it."""
@@ -211,7 +211,7 @@ class InFlightCollectives:
         """After a step that failed nothing of it is waited for."""
         for refresh in self.refreshes:
             for unit in refresh.units:
-                unit.is_refreshing = False
+                unit.end_refresh()
         self.refreshes.clear()
 
     def refresh_now(self, unit: Unit, params: list[FlatParam]) -> None:

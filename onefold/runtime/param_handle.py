@@ -273,6 +273,13 @@ class ParamHandle:
         with torch.no_grad():
             parameter.copy_(value)
 
+    def finish_update(self) -> None:
+        """Wait until the parameters that the last step has updated are gathered from all ranks."""
+        unit = self.unit
+        if unit is not None:
+            with torch._C.DisableTorchFunction():
+                unit.schedule.in_flight.wait_for_refresh(unit)
+
     def data_read(self, parameter: nn.Parameter) -> None:
         """From now on writes are looked for by value: resharding would lose them."""
         param, index = self.place_of(parameter)

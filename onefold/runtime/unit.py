@@ -10,7 +10,7 @@ unsharded when backward ends is resharded then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from onefold.comm import Gathering, Reduction
 from onefold.plan import Moment
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import at_rest
+from onefold.runtime.held import at_rest, hold, hold_while_updating
 from onefold.runtime.torch_internals import unrecorded
 
 if TYPE_CHECKING:
@@ -115,6 +115,21 @@ class Unit:
     def join(self, schedule: Schedule) -> None:
         """From now on the schedule knows which collective comes next."""
         self._schedule = weakref.ref(schedule)
+
+    # -- the all-gather of updated parameters -------------------------------------------------------------------
+
+    def begin_refresh(self) -> None:
+        self.is_refreshing = True
+        for parameter in self._refreshed_parameters():
+            hold_while_updating(parameter)
+
+    def end_refresh(self) -> None:
+        self.is_refreshing = False
+        for parameter in self._refreshed_parameters():
+            hold(parameter, resting=False)
+
+    def _refreshed_parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for param in self.refreshed for parameter in param.parameters)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
