@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from hypothesis import settings
 from parts import files_of
 from ranks import RankPool, start_mps, stop_mps
+
+# Test files lie in folders by package, and some share cases by name: the name of each is unique.
+sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
 
 # Ranks are forked from this process: no thread pool may exist here yet.
 torch.set_num_threads(1)
@@ -77,7 +81,7 @@ def _number(item: pytest.Item) -> int:
 
 
 def _function(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0].removeprefix("tests/")
+    return f"{item.path.name}::{item.name.partition('[')[0]}"
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:

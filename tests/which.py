@@ -212,7 +212,8 @@ def tests_of(module: str) -> list[str]:
     name = module.removeprefix("./").removeprefix("onefold/")
     folders = [f"{folder}/" for folder in Path(name).parents]
     found = next((TESTS[place] for place in (name, *folders) if place in TESTS), "")
-    return [f"tests/test_{test}.py" for test in found.split()]
+    places = {path.name: path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    return [str(places[f"test_{test}.py"]) for test in found.split()]
 
 
 def main(modules: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ DeepSpeed is not installed with onefold and does not share an environment with i
 accelerate in it, and name its Python:
 
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed==0.19.8
-    ONEFOLD_DEEPSPEED_PYTHON=/path/to/python make test-slow ARGS="tests/test_beside_deepspeed.py -s"
+    ONEFOLD_DEEPSPEED_PYTHON=/path/to/python make test-slow ARGS="tests/compat/test_beside_deepspeed.py -s"
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import batches, config, net, precision, start
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks lie beside the package, and are not installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks lie beside the package, and are not installed
 
 from benchmarks.calls import Calls, count_calls
 from benchmarks.gpu import reference_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SCRIPT = f"""
 import json, os, sys
 sys.path.insert(0, {str(TESTS)!r})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # Addresses at which this process listens, from /proc; sockets of gloo among them.
 SCRIPT = """
 import json, os, sys

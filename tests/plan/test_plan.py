@@ -17,7 +17,7 @@ from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_pl
 from onefold.plan.memory import SharedStep, passes_device
 from onefold.runtime.build import plan_units
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "configs"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 R, S = Placement.REPLICATED, Placement.SHARDED
 
 

@@ -17,7 +17,7 @@ from onefold.comm.codec import Codec
 from onefold.comm.quantized import Wires
 from onefold.plan import Feedback
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks lie beside the package, and are not installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks lie beside the package, and are not installed
 
 from benchmarks.traffic import ways
 

@@ -764,7 +764,7 @@ def test_a_plan_knows_what_the_work_on_matrices_takes():
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parent.parent / "docs" / "optimizers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 
 
 def run_page(stage: int) -> list[float]:

@@ -32,7 +32,7 @@ from onefold.estimate.what_fits import CHOICES, DEFAULTS, FORMATS, GPU_KINDS, HO
 from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.table import TABLE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "what-fits.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")

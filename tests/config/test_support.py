@@ -11,7 +11,7 @@ from onefold.config import Config, ConfigError, load_config
 from onefold.config.keys import SectionKey, walk
 from onefold.config.params import OPTIMIZERS, SCHEDULES, Coefficients
 
-PACKAGE = Path(__file__).parent.parent / "onefold"
+PACKAGE = Path(__file__).parents[2] / "onefold"
 LEAVES = {path: entry for path, entry in walk(Config) if entry.section is None or entry.optional}
 # What only describes the config, and reads a key to say something about it, is no reader.
 SPEAKERS = {"keys.py", "support.py", "document.py", "read.py"}

@@ -18,7 +18,7 @@ FEW = ["save in the background", "exception", "Ctrl-C"]
 def ends(folder: Path, stage: int, count: int, *paths: str) -> dict[str, dict[str, int]]:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(stage), str(count), str(folder), *paths],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -699,7 +699,7 @@ def test_an_external_parameter_kept_out_of_sight_is_found_when_registered(on_ran
 
 # -- the shipped configs ----------------------------------------------------------------------------------------
 
-CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 SHIPPED = sorted(
     {path for kind in ("zero3", "zero-plus-plus", "offload", "infinity") for path in CONFIGS.glob(f"*{kind}*")}
 )

@@ -1,7 +1,7 @@
 """The guide tells the truth: its scripts run, its configs load, its commands say what it says they do.
 
-`python tests/test_guide.py` writes what `onefold plan` says today into the guide: its blocks, and the table of section
-3. Sentences that name one of these numbers are found by `test_numbers_in_sentences_stand_in_a_block`.
+`python tests/docs/test_guide.py` writes what `onefold plan` says today into the guide: its blocks, and the table of
+section 3. Sentences that name one of these numbers are found by `test_numbers_in_sentences_stand_in_a_block`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from onefold.offload import host_memory, swap_folder
 from onefold.optim.loss_scale import DynamicLossScale, LossScaleError
 from onefold.plan import make_plan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 GUIDE = DOCS / "guide.md"

@@ -345,7 +345,7 @@ def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, row: object, words:
 @pytest.mark.slow
 def test_a_model_of_transformers_is_trained_in_every_stage(tmp_path: Path) -> None:
     """From a folder with weights: the losses of every stage are the same, and what was saved loads again."""
-    examples = Path(__file__).parent.parent / "examples/huggingface"
+    examples = Path(__file__).parents[2] / "examples/huggingface"
     subprocess.run([sys.executable, str(examples / "tiny.py"), str(tmp_path / "base")], check=True, capture_output=True)
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "the cat ", "completion": "sleeps at home"}\n{"text": "the dog runs"}\n' * 20)

@@ -17,7 +17,7 @@ import torch
 import onefold
 from onefold.compat import not_offered
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "onefold/compat/deepspeed"
 MODULES = sorted(
     ".".join(["deepspeed", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")

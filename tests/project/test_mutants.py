@@ -12,7 +12,7 @@ import pytest
 from mutations import MUTATIONS, Mutation
 from mutations_tier import TIER_MUTATIONS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mutation", [*MUTATIONS, *TIER_MUTATIONS], ids=lambda mutation: mutation.name)

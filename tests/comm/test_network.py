@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks lie beside the package, and are not installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks lie beside the package, and are not installed
 
 from benchmarks.model import ModelShape
 from benchmarks.network import UNSHAPED, NoNetwork, Rate, run

@@ -526,10 +526,10 @@ def next_start(folder: str) -> tuple[list[str], list[float]]:
 
 @pytest.mark.slow
 def test_what_a_killed_job_left_is_removed_by_the_next(on_ranks, tmp_path):
-    here, root = str(Path(__file__).parent), str(Path(onefold.__file__).parents[1])
+    folders = [str(Path(onefold.__file__).parents[1]), *map(str, Path(__file__).parents[:2])]
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINS, str(tmp_path), root, here],
+        [sys.executable, "-c", TRAINS, str(tmp_path), *folders],
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         text=True,

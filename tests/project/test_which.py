@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import parts
 import pytest
 import which
 
 PACKAGE = which.ROOT / "onefold"
+FILES = {path.name: path for path in (which.ROOT / "tests").rglob("test_*.py")}
 
 
 def has_code(text: str) -> bool:
@@ -34,16 +33,20 @@ def test_every_line_is_of_a_module():
 
 def test_every_test_file_is_named_and_exists():
     named = {name for line in (*which.TESTS.values(), which.OTHERS) for name in line.split()}
-    there = {path.stem.removeprefix("test_") for path in (which.ROOT / "tests").glob("test_*.py")}
+    there = {path.stem.removeprefix("test_") for path in (which.ROOT / "tests").rglob("test_*.py")}
     assert named - there == set()
     assert there - named == set(), "name them beside the modules that they test, in tests/which.py"
 
 
 def test_the_command_prints_files_once_and_in_order(capsys):
     assert which.main(["onefold/window.py", "./onefold/loader.py"]) == 0
-    assert capsys.readouterr().out.split() == ["tests/test_window.py", "tests/test_engine.py", "tests/test_loader.py"]
+    assert capsys.readouterr().out.split() == [
+        f"tests/engine/test_{name}.py" for name in ("window", "engine", "loader")
+    ]
     assert which.main(["onefold/config/keys.py"]) == 0
-    assert capsys.readouterr().out.split() == [f"tests/test_{name}.py" for name in ("config", "support", "params")]
+    assert capsys.readouterr().out.split() == [
+        f"tests/config/test_{name}.py" for name in ("config", "support", "params")
+    ]
     assert which.main(["onefold/nowhere.py"]) == 1
     assert "is not in the table" in capsys.readouterr().err
     assert which.main([]) == 2
@@ -51,9 +54,9 @@ def test_the_command_prints_files_once_and_in_order(capsys):
 
 def test_the_quick_check_names_tests_that_exist():
     """`make check` runs the first case of each."""
-    for name in (Path(__file__).parent / "check.txt").read_text().split():
+    for name in (which.ROOT / "tests" / "check.txt").read_text().split():
         file, _, function = name.partition("::")
-        assert f"\ndef {function}(" in (Path(__file__).parent / file).read_text(), name
+        assert f"\ndef {function}(" in FILES[file].read_text(), name
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
@@ -66,7 +69,7 @@ def test_every_file_of_the_gpu_is_in_one_part_and_no_part_is_much_longer(num_par
 
 
 def test_files_that_are_timed_exist_and_other_parts_are_refused():
-    assert [name for name in parts.SECONDS if not (Path(__file__).parent / name).exists()] == []
+    assert parts.SECONDS.keys() - FILES.keys() == set()
     for wrong in ("", "1", "0/3", "4/3", "a/b"):
         with pytest.raises(ValueError, match="expected a number and how many there are"):
             parts.files_of(wrong, [])

@@ -28,7 +28,7 @@ from onefold.checkpoint.format.safetensors_files import SafetensorsReader
 from onefold.cli.main import main
 from onefold.optim.loss_scale import DynamicLossScale
 
-FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 SPEC = importlib.util.spec_from_file_location("deepspeed_fixture_model", FIXTURES / "model.py")
 fixture = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = fixture

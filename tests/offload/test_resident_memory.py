@@ -46,7 +46,7 @@ def test_pools_keep_what_the_plan_counts(on_ranks, world, stage, dtype, accumula
 def heap_in_a_fresh_process() -> list[int]:
     """Resident MB above the start: with many small tensors, without half of them, and given back."""
     code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import json, torch
 from onefold.allocator import give_back_free_memory
 from onefold.report.memory_usage import resident_bytes
@@ -86,7 +86,7 @@ def test_memory_apart_from_the_heap_is_gone_when_it_is_freed():
 
 def work(stage: int, preset: str) -> None:
     """One rank: trains a few steps and says what it holds."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from benchmarks.model import GPT, PRESETS, make_batch
 
     torch.set_num_threads(1)
@@ -114,8 +114,12 @@ def told_by_a_job(stage: int, preset: str) -> dict[str, int]:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],
-            cwd=Path(__file__).parent,
-            env={**os.environ, **rank_environment(rank, 2, port, backend="gloo"), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **rank_environment(rank, 2, port, backend="gloo"),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -13,7 +13,7 @@ from onefold.config import Batch, Config, ConfigError, check_built, load_config,
 from onefold.config.document import document
 from onefold.config.keys import entries, walk
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "configs").iterdir())
 
 
