@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import subprocess
 import sys
@@ -70,6 +71,12 @@ def _leave_cases_to_the_slow_tier(items: list[pytest.Item]) -> None:
         for place, item in enumerate(some):
             if place != len(some) // 2:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections, here and in the ranks that are forked: it is never freed."""
+    gc.collect()
+    gc.freeze()
 
 
 CHECK = Path(__file__).with_name("check.txt")
