@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train check test test-of test-slow test-gpu mutants lint format docs bench bench-network install-as-deepspeed clean
+.PHONY: train check test test-of test-programs test-slow test-gpu mutants lint format docs bench bench-network install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,16 +14,19 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## the main job: a small GPT learns the standard library's source
 	$(BIN)/onefold train $(ARGS)
 
-check: lint  ## before a commit: lint, types, one case of every property, in under two minutes
+check: lint  ## before a commit, in under two minutes: lint, types, and one case of each test in tests/check.txt
 	$(BIN)/python -m pytest -q -m 'not gpu and not slow' --first-cases $(ARGS)
 
-test: $(STAMP)  ## the suite, in real gloo processes
+test: $(STAMP)  ## before a merge: the first tier of all tests, on real gloo ranks
 	$(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS)
 
 test-of: $(STAMP)  ## the tests of one module: make test-of MODULE=onefold/comm/exchange.py
 	files=$$($(BIN)/python tests/which.py $(MODULE)) && $(BIN)/python -m pytest -q -m 'not gpu and not slow' $$files $(ARGS)
 
-test-slow: $(STAMP)  ## more of the same cases: other world sizes, more models
+test-programs: $(STAMP)  ## the part of `make test` that starts interpreters: commands, launchers, examples, the guide
+	$(BIN)/python -m pytest -q -m 'program and not gpu and not slow' $(ARGS)
+
+test-slow: $(STAMP)  ## the other combinations of the same tests; ARGS="--slice 3/10" runs a tenth of them
 	$(BIN)/python -m pytest -q -m 'slow and not gpu' $(ARGS)
 
 test-gpu:  ## tests that need a CUDA device, with the Python that has it; ARGS="--part 1/3" for a third of their files

@@ -28,18 +28,28 @@ settings.load_profile("onefold")
 
 _pools: dict[int, RankPool] = {}
 
+CHECK = Path(__file__).with_name("check.txt")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slice", help="of the chosen tests only some, as 3/10: the third tenth; ten in a row make all of them"
+        "--slice", help="run only some of the chosen tests, as 3/10: the third tenth; 1/10 to 10/10 make all of them"
     )
     parser.addoption("--part", help="of the tests that need a GPU only a part, as 2/3: whole files (tests/parts.py)")
-    parser.addoption("--first-cases", action="store_true", help="of each test in tests/check.txt only the first case")
+    parser.addoption(
+        "--first-cases", action="store_true", help="run only the first case of each test in tests/check.txt"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare the quick check the imports of files of which it runs nothing."""
+    if not config.getoption("--first-cases") or collection_path.suffix != ".py":
+        return None
+    return collection_path.name not in {name.partition("::")[0] for name in CHECK.read_text().split()} or None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _leave_cases_to_the_slow_tier(items)
     chosen_slice, part, first_cases = (config.getoption(name) for name in ("--slice", "--part", "--first-cases"))
     if chosen_slice is not None:
         which, _, of = chosen_slice.partition("/")
@@ -60,26 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, [item for item in items if first.get(_function(item)) is item])
 
 
-def _leave_cases_to_the_slow_tier(items: list[pytest.Item]) -> None:
-    """Of a test on ranks with several cases the first tier has the one in the middle."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        on_ranks = {"on_ranks", "own_ranks"} & set(getattr(item, "fixturenames", ()))
-        if on_ranks and item.get_closest_marker("slow") is None:
-            cases.setdefault(_function(item), []).append(item)
-    for some in cases.values():
-        for place, item in enumerate(some):
-            if place != len(some) // 2:
-                item.add_marker("slow")
-
-
 def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections, here and in the ranks that are forked: it is never freed."""
     gc.collect()
     gc.freeze()
-
-
-CHECK = Path(__file__).with_name("check.txt")
 
 
 def _number(item: pytest.Item) -> int:

@@ -28,22 +28,20 @@ def covering(
 ) -> pytest.MarkDecorator:
     """Parametrize a test over the product of the dimensions, whose first tier covers every pair of values.
 
-    `more(value)` in a dimension keeps that value in the slow tier. `strength=1` asks only that every value occurs, which
-    takes as many cases as the longest dimension has values. The cases of `always`, one value for each dimension, belong
-    to the first tier in any case. `where` is called with the values by name and leaves out the combinations for which it
-    is false.
+    `more(value)` in a dimension keeps that value in the slow tier. `strength=1` asks only that every value occurs: then
+    there are as many cases as the longest dimension has values. The cases of `always`, one value for each dimension,
+    belong to the first tier in any case. `where` is called with the values by name, and combinations for which it is
+    false are left out of both tiers.
     """
-    names = list(dimensions)
-    values = {name: [_plain(value) for value in given] for name, given in dimensions.items()}
+    given = {name: list(values) for name, values in dimensions.items()}
+    names = list(given)
     product = [
         case
-        for case in itertools.product(*values.values())
+        for case in itertools.product(*([_plain(value) for value in values] for values in given.values()))
         if where is None or where(**dict(zip(names, case, strict=True)))
     ]
-    late = {name: [_plain(value) for value in given if _is_slow(value)] for name, given in dimensions.items()}
-    early = [
-        case for case in product if not any(value in late[name] for name, value in zip(names, case, strict=True))
-    ]
+    late = [[_plain(value) for value in values if _is_slow(value)] for values in given.values()]
+    early = [case for case in product if not any(value in slow for value, slow in zip(case, late, strict=True))]
     asked = list(always)
     for case in asked:
         if case not in product:
@@ -97,8 +95,10 @@ def _id(names: Sequence[str], case: Case) -> str:
 
 
 def _word(name: str, value: Any) -> str:
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool) or value in (None, ""):
         return name if value else f"no {name}"
     if isinstance(value, str):
         return value
-    return f"{name} {getattr(value, '__name__', value)}"
+    if isinstance(value, list | tuple):
+        return f"{name} {'+'.join(map(str, value))}"
+    return f"{name} {getattr(value, '__name__', value)}".replace("torch.", "")

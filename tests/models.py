@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,18 @@ def more(*values: Any) -> Any:
 def one_in(every: int, values: Iterable[Any]) -> list[Any]:
     """Some of many like cases; the others are for `make test-slow`."""
     return [value if number % every == 0 else more(value) for number, value in enumerate(values)]
+
+
+def table(names: Iterable[str], check: Callable[..., list[str]], *args: Any) -> list[str]:
+    """Run `check(name, *args)` for each name, in one call on the ranks, and return what is wrong with any of them."""
+    problems = []
+    for name in names:
+        try:
+            problems += check(name, *args)
+        except BaseException as error:
+            error.add_note(f"This was {name!r}.")
+            raise
+    return problems
 
 
 def flip(file: Path, offset: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120.0
+TIMEOUT = 240.0
 
 
 class RankError(AssertionError):

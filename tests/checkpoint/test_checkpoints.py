@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import VOCABULARY, batches, config, more, net, precision, rank, start
+from covering import covering
+from models import VOCABULARY, batches, config, net, precision, rank, start
 from ranks import RankPool
 from torch import nn
 from torch.nn import functional as F
@@ -209,7 +210,7 @@ def of_all_plans(on_ranks: OnRanks, tmp_path_factory: pytest.TempPathFactory) ->
     return Saved(on_ranks, str(tmp_path_factory.mktemp("all")), "bf16", WORLDS, [1.0, 1.0])
 
 
-@pytest.mark.parametrize(("stage", "world"), [plan if sum(plan) % 2 else more(*plan) for plan in PLANS])
+@covering(stage=STAGES, world=WORLDS, strength=1)
 def test_every_plan_takes_up_every_other_plans_checkpoint(
     on_ranks: OnRanks, of_all_plans: Saved, stage: int, world: int
 ) -> None:
@@ -478,7 +479,7 @@ def trained_values(folder: str, tag: str) -> Arrays:
     return {name: tensor.numpy() for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("stage", [*slower(0, 1, 2), 3])
+@covering(stage=STAGES)
 def test_units_groups_and_precision_may_change(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, between_layouts, str(tmp_path), stage) == [[], []]
 
@@ -573,7 +574,7 @@ def parts_of_a_load(folder: str, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [*slower(0, 2), 1, 3])
+@covering(stage=STAGES)
 def test_the_switches_of_load_checkpoint(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     for found in on_ranks(2, parts_of_a_load, str(tmp_path), stage):
         assert found == {
@@ -641,8 +642,7 @@ def adapted(folder: str, stage: int) -> Any:
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@covering(stage=STAGES)
 def test_an_adapter_resumes_from_itself_alone(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, adapted, str(tmp_path), stage) == [(True, True)] * 2
 
@@ -660,7 +660,7 @@ def evaluated(folder: str, stage: int) -> Any:
     return [name for name in differing(now, saved) if name.startswith("as computed")], other.global_steps
 
 
-@pytest.mark.parametrize("stage", [1, 3, *slower(0)])
+@covering(stage=(0, 1, 3))
 def test_an_engine_that_only_evaluates_loads_too(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, evaluated, str(tmp_path), stage) == [([], 1)] * 2
 
@@ -715,7 +715,7 @@ def misfit(folder: str, stage: int) -> Any:
     return error, loose, differing(before, held(other)), len(learn(other, 1))
 
 
-@pytest.mark.parametrize("stage", [3, *slower(1)])
+@covering(stage=(1, 3))
 def test_another_model_is_refused_with_every_difference(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     for (kind, text), (_, loose), changed, steps in on_ranks(2, misfit, str(tmp_path), stage):
         assert kind == "MisfitError"
@@ -846,10 +846,7 @@ def fails_to_load(folder: str, name: str, why: str) -> Any:
     return error[0], *after
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("rmsprop instance", "damage"), *slower(("rmsprop instance", "misfit"), ("bf16", "damage"), ("bf16", "misfit"))],
-)
+@covering(name=("rmsprop instance", "bf16"), why=("damage", "misfit"), strength=1)
 def test_a_load_that_fails_leaves_everything_as_it_was(on_ranks: OnRanks, tmp_path: Path, name: str, why: str) -> None:
     kind = "CheckpointError" if why == "damage" else "MisfitError"
     assert on_ranks(2, fails_to_load, str(tmp_path), name, why) == [(kind, [], True, True)] * 2
@@ -999,7 +996,7 @@ def there_and_back(folder: str, stage: int) -> Any:
     return back, first == again, differing(held(engine), late), engine.global_steps
 
 
-@pytest.mark.parametrize("stage", [*slower(0, 2), 1, 3])
+@covering(stage=STAGES)
 def test_an_engine_goes_back_to_its_own_checkpoint(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, there_and_back, str(tmp_path), stage) == [(([], 1), True, [], 4)] * 2
 
@@ -1146,7 +1143,7 @@ def manifests(folder: str | Path) -> list[Path]:
     return list(Path(folder).glob("*/manifest.json"))
 
 
-@pytest.mark.parametrize("stage", [*slower(0, 2), 3])
+@covering(stage=(0, 2, 3))
 def test_a_save_inside_a_window_is_refused_with_the_reason(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     for errors, unlike, published in on_ranks(2, in_a_window, str(tmp_path), stage):
         assert len(errors) == 6
@@ -1265,7 +1262,7 @@ def while_training(folder: str, stage: int, kind: str) -> Any:
     return unlike
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, "fp32"), (3, "bf16"), *slower((1, "bf16"), (2, "fp32"))])
+@covering(stage=STAGES, kind=("fp32", "bf16"), strength=1)
 def test_a_save_in_the_background_holds_what_there_was_at_the_call(
     on_ranks: OnRanks, tmp_path: Path, stage: int, kind: str
 ) -> None:
@@ -1393,7 +1390,7 @@ def on_rank_0(folder: str, stage: int, background: bool) -> Any:
     return unlike, set(differing(held(engine), held(beside))) - {"as computed/seen"}
 
 
-@pytest.mark.parametrize(("stage", "background"), [(0, False), (3, True), *slower((1, False), (2, True), (3, False))])
+@covering(stage=STAGES, background=(False, True), strength=1)
 def test_saved_on_rank_0_alone_a_checkpoint_is_the_same(
     on_ranks: OnRanks, tmp_path: Path, stage: int, background: bool
 ) -> None:
@@ -1418,7 +1415,7 @@ def resumes_where_rank_0_saved(folder: str, stage: int) -> Any:
     return advance(other, endless(other, found["epoch"], {}), 3) == expected, differing(expected_held, held(other))
 
 
-@pytest.mark.parametrize("stage", [*slower(0, 1, 2), 3])
+@covering(stage=STAGES)
 def test_a_run_that_rank_0_alone_has_saved_resumes_exactly(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, resumes_where_rank_0_saved, str(tmp_path), stage) == [(True, [])] * 2
 
@@ -1455,7 +1452,6 @@ def slow_position(folder: str) -> list[Any]:
         return [checkpoint.own(number)["data"]["samples"] for number in range(2)]
 
 
-@pytest.mark.slow
 def test_the_data_of_a_rank_that_joins_is_that_of_the_step(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, slow_position, str(tmp_path))[0] == [16, 16]
 
@@ -1600,6 +1596,7 @@ def whole_of(folder: Path, tag: str) -> Arrays:
         return {name: checkpoint.tensor(name).numpy() for name in names}
 
 
+@pytest.mark.program
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [["0", "3"], *slower(["1"], ["2"])])
 def test_a_program_that_saves_on_rank_0_alone_runs_to_its_end(tmp_path: Path, stages: list[str]) -> None:
@@ -1635,6 +1632,7 @@ if engine.global_rank == 0:
 """
 
 
+@pytest.mark.program
 @pytest.mark.slow
 def test_a_rank_does_not_leave_before_rank_0s_last_save(tmp_path: Path) -> None:
     assert launch(tmp_path, LATE, str(tmp_path / "saved")) == (0, "")
@@ -1665,6 +1663,7 @@ if sys.argv[2] == "raises":
 """
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("nproc", "how"), [(1, "returns"), *slower((2, "returns"), (1, "raises"), (2, "raises"))])
 def test_the_end_of_a_program_waits_for_its_save(tmp_path: Path, nproc: int, how: str) -> None:
     code, words = launch(tmp_path, LEAVING, str(tmp_path / "saved"), how, nproc=nproc)
@@ -1698,6 +1697,7 @@ if engine.global_rank == 1:
 """
 
 
+@pytest.mark.program
 @pytest.mark.slow
 def test_a_save_on_rank_1_alone_is_an_error_when_rank_0_has_ended(tmp_path: Path) -> None:
     code, words = launch(tmp_path, ONLY_RANK_1, str(tmp_path), timeout=40)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import NO_STATE, Net, config, flip, net, precision, start, train
 from torch import nn
 
@@ -140,9 +141,7 @@ def test_the_weights_are_the_live_masters(on_ranks: Callable[..., list[Any]], tm
     assert same(load(tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("size", ["5GB", "8KB", None])
+@covering(size=("5GB", "8KB", None), dtype=("fp32", "bf16", "fp16"), file_format=("safetensors", "bin"))
 def test_casts_are_torchs_in_every_format(
     saved: tuple[Path, Tensors], tmp_path: Path, file_format: str, dtype: str, size: str | None
 ) -> None:

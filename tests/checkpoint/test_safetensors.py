@@ -623,6 +623,7 @@ for tied in (False, True):
 """
 
 
+@pytest.mark.program
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_transformers_loads_an_export(tmp_path):

@@ -11,6 +11,8 @@ import pytest
 from onefold.cli.commands import COMMANDS
 from onefold.cli.main import build_parser, main
 
+pytestmark = pytest.mark.program
+
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_a_command_shows_its_help_with_examples(path: str, capsys: pytest.CaptureFixture[str]) -> None:

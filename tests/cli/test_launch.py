@@ -18,6 +18,8 @@ from onefold.cli.launch import choose, find_this_node, job_of_this_node, limit, 
 from onefold.cli.main import build_parser, main
 from onefold.cli.ranks import Job
 
+pytestmark = pytest.mark.program
+
 NODES = {"node1": (0, 1, 2, 3), "node2": (0, 1)}
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.program
+
 TESTS = Path(__file__).parents[1]
 SCRIPT = f"""
 import json, os, sys

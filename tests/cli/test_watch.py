@@ -18,6 +18,8 @@ from onefold.cli.watch_run import line_of_now, rows_of, silence, sparkline
 from onefold.report.plan_report import TrafficRow
 from onefold.report.run_file import RunFile, line_of, write_line
 
+pytestmark = pytest.mark.program
+
 COMMAND = [sys.executable, "-m", "onefold.cli.main", "watch"]
 
 

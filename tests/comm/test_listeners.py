@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.program
+
 TESTS = Path(__file__).parents[1]
 # Addresses at which this process listens, from /proc; sockets of gloo among them.
 SCRIPT = """

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import Net, Trace, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
@@ -67,9 +68,7 @@ def test_parts_of_two_add_branches_of_the_tree_of_all_ranks(on_ranks, dtype):
             assert first_difference(found[name], weight) is None, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
-@pytest.mark.parametrize("accumulation", [1, more(2)])
+@covering(dtype=("bf16", "fp32"), accumulation=(1, 2), strength=1)
 def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, accumulation):
     found = on_ranks(4, run, 2, dtype, accumulation)
     exact = on_ranks(4, run, None, dtype, accumulation)
@@ -113,7 +112,7 @@ def reduce_and_gather(replicas: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return source, target, line
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(4, 2), more(4, 4), more(3, 3), more(2, 2)])
+@pytest.mark.parametrize(("world", "replicas"), [(4, 2), more(4, 4), more(3, 3), (2, 2)])
 def test_sums_over_all_ranks_and_gathers_inside_a_part(on_ranks, world, replicas):
     found = on_ranks(world, reduce_and_gather, replicas)
     size = world // replicas

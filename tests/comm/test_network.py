@@ -13,6 +13,8 @@ from benchmarks.model import ModelShape
 from benchmarks.network import UNSHAPED, NoNetwork, Rate, run
 from benchmarks.systems import Workload
 
+pytestmark = pytest.mark.program
+
 # 14M parameters: large enough that headers and meetings are small beside them.
 SHAPE = ModelShape(num_layers=4, width=512, num_heads=4, vocabulary=1024, max_sequence=64)
 WORKLOAD = Workload(preset="tiny", dtype="bf16", batch=1, sequence=16, num_steps=3, num_warmup_steps=2, device="cpu")

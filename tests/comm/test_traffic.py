@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import batches, config, more, net, precision, start
 
 from onefold.comm import Exchange, Gathering, Ledger, Native, Reduction, data_group
@@ -35,11 +36,9 @@ def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3), 4])
-@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
-@pytest.mark.parametrize("accumulation", [more(1), 3])
-def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, size, accumulation):
-    others = world - 1
+@covering(world=(2, 1, 4, more(3)), dtype=("fp32", "bf16"), accumulation=(3, 1), strength=1)
+def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, accumulation):
+    others, size = world - 1, {"fp32": 4, "bf16": 2}[dtype]
     for stage, reductions, gathered in ((0, 1, 4), (1, 1, size), (2, accumulation, size)):
         for got in on_ranks(world, traffic, stage, dtype, accumulation):
             assert got["P"] % world == 0
@@ -118,12 +117,13 @@ def collectives(
     return target, expected + (1.0 if add else 0.0), line
 
 
-@pytest.mark.parametrize("kind", ["exchange", "native"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+@covering(
+    kind=("exchange", "native"),
+    world=(2, 3),
+    add=(False, True),
+    dtype=(torch.float32, torch.bfloat16),
+    wire=(torch.float32, torch.bfloat16),
+    where=lambda dtype, wire, **_: dtype.itemsize >= wire.itemsize,
 )
 def test_both_collectives_reduce_and_gather(on_ranks, kind, world, add, dtype, wire):
     for got, expected, line in on_ranks(world, collectives, kind, dtype, wire, add):

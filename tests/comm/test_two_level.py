@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Trace, config, first_difference, more, net, precision, start, train
@@ -114,9 +115,7 @@ def moved(
 SIZES = [(2, 2), (1, 1, 2), (1, 3), (4,), (1, 1, 1, 1), (2, 1, 1)]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("inbox", "add"), [(1 << 27, False), (3000, True)])
+@covering(sizes=SIZES, dtype=(torch.float32, torch.bfloat16), inbox=(1 << 27, 3000), add=(False, True), strength=1)
 def test_two_levels_give_the_bits_of_one(on_ranks, sizes, dtype, inbox, add):
     expected = on_ranks(4, moved, "exchange", sizes, dtype, inbox, torch.float32, add)
     found = on_ranks(4, moved, "auto", sizes, dtype, inbox, torch.float32, add)
@@ -173,8 +172,7 @@ def trained(stage: int, dtype: str, sizes: tuple[int, ...], extra: dict[str, Any
         mesh._mesh = before
 
 
-@pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
-@pytest.mark.parametrize("stage", [1, 3, more(0), more(2)])
+@covering(stage=(1, 3, 0, 2), dtype=("bf16", "fp32"), strength=1)
 def test_training_does_not_depend_on_how_ranks_are_spread(on_ranks, stage, dtype):
     one, *spread = [on_ranks(4, trained, stage, dtype, sizes, {}) for sizes in [(4,), (2, 2), (2, 1, 1), (1,) * 4]]
     assert {name for _, _, name in one} == {"exchange"}

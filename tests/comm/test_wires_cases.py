@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from models import (
     VOCABULARY,
     Net,
@@ -26,6 +27,7 @@ from models import (
     first_difference,
     more,
     net,
+    one_in,
     precision,
     rank,
     start,
@@ -153,18 +155,12 @@ def overflow_on_one_rank(name: str, stage: int, accumulation: int) -> tuple[list
     return found, alike
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "accumulation"),
-    [
-        ("all and LoCo", 3, 1),
-        ("qgZ", 1, 2),  # gradients stay where they are added up, padding and all
-        more("qgZ", 3, 1),
-        more("all", 3, 2),
-        more("qgZ", 0, 2),
-        more("qgZ", 2, 2),
-        more("LoCo", 1, 2),
-        more("LoCo", 2, 1),
-    ],
+@covering(
+    name=("qgZ", "LoCo", "all", "all and LoCo"),
+    stage=(0, 1, 2, 3),
+    accumulation=(1, 2),
+    where=lambda name, stage, **_: stage == 3 or not name.startswith("all"),
+    strength=1,
 )
 def test_an_overflow_on_one_rank_is_skipped_by_all_and_over_with_the_step(on_ranks, name, stage, accumulation):
     found = on_ranks(4, overflow_on_one_rank, name, stage, accumulation)
@@ -192,7 +188,7 @@ def scale_comes_down(name: str) -> tuple[int, float, float]:
     return engine.skipped_steps, engine.loss_scale(), norm
 
 
-@pytest.mark.parametrize("name", [more("qgZ"), "LoCo"])
+@covering(name=("qgZ", "LoCo"))
 def test_skipped_steps_leave_nothing_behind(on_ranks, name):
     """Errors that are fed back must not be those of a gradient that nobody used, at another scale."""
     plain, coded = on_ranks(4, scale_comes_down, "stage 3"), on_ranks(4, scale_comes_down, name)
@@ -226,7 +222,7 @@ def clipped(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qgZ", more("LoCo"), more("all")])
+@covering(name=("qgZ", "LoCo", "all"))
 def test_the_norm_is_that_of_the_decoded_sum(on_ranks, name):
     found = on_ranks(4, clipped, name)
     for each in found:
@@ -384,7 +380,7 @@ def test_what_is_written_from_outside_is_what_is_gathered_next(on_ranks, tmp_pat
         assert differing(each["hpZ"][2], each["stage 3"][2]) == []
 
 
-@pytest.mark.parametrize("way", [more(way) for way in WAYS])
+@pytest.mark.parametrize("way", one_in(4, WAYS))
 def test_what_is_written_from_outside_is_gathered_next_with_all_wires(on_ranks, tmp_path, way):
     found = on_ranks(4, written, ["stage 3", "all"], way, str(tmp_path))
     for each in found:
@@ -495,7 +491,7 @@ def handed_out(name: str, folder: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["frozen", "all", more("qwZ"), more("hpZ")])
+@covering(name=("frozen", "all", "qwZ", "hpZ"))
 def test_what_leaves_the_engine_was_never_rounded(on_ranks, tmp_path, name):
     for found in on_ranks(4, handed_out, name, str(tmp_path)):
         assert {way: names for way, names in found.items() if names} == {}
@@ -527,7 +523,7 @@ def frozen_shards(engine: Any) -> list[torch.Tensor]:
     return [run.store.param.values.clone() for run in runs]
 
 
-@pytest.mark.parametrize("name", ["frozen", "qwZ", more("all"), more("hpZ"), more("stage 3")])
+@covering(name=("frozen", "qwZ", "all", "hpZ", "stage 3"))
 def test_writing_some_weights_rounds_no_others(on_ranks, name):
     for changed, moved in on_ranks(4, written_in_part, name):
         assert changed == []
@@ -554,7 +550,7 @@ def resumed(name: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["all", more("hpZ"), more("qwZ"), more("qgZ")])
+@covering(name=("all", "hpZ", "qwZ", "qgZ"))
 def test_a_resumed_run_equals_the_uninterrupted_one(on_ranks, tmp_path, name):
     for found in on_ranks(4, resumed, name, str(tmp_path)):
         assert first_difference(found["taken up"], found["straight"]) is None
@@ -693,7 +689,7 @@ def test_wires_are_nothing_on_one_rank(on_ranks, dtype):
             assert first_difference(found[name][0], found["stage 3"][0]) is None, name
 
 
-@pytest.mark.parametrize("dtype", [more("fp32"), more("fp16")])
+@pytest.mark.parametrize("dtype", [more("fp32"), "fp16"])
 def test_odd_shapes_train_in_other_dtypes(on_ranks, dtype):
     names = ["stage 3", "hpZ", "all"]
     found = on_ranks(4, odd_model, names, 2, 2, dtype)
@@ -788,7 +784,6 @@ def detour(token: str, names: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_a_rank_that_parts_late_catches_up_with_second_shards(on_ranks, tmp_path):
     found = on_ranks(4, detour, f"{tmp_path}", ["stage 3", "hpZ", "all"])
     for each in found:
@@ -1187,7 +1182,6 @@ def own_kind(names: list[str], kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_wires_go_round_the_backends_own_collectives(on_ranks):
     """The same bytes as by the exchange."""
     names = ["stage 3", "hpZ", "all"]

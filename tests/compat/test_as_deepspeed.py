@@ -17,6 +17,8 @@ import torch
 import onefold
 from onefold.compat import not_offered
 
+pytestmark = pytest.mark.program
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "onefold/compat/deepspeed"
 MODULES = sorted(

@@ -19,6 +19,7 @@ from test_dropin import EXAMPLES, TRAINING, Runner, last_line, model, runner  # 
 
 PYTHON = os.environ.get("ONEFOLD_DEEPSPEED_PYTHON")
 pytestmark = [
+    pytest.mark.program,
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="ONEFOLD_DEEPSPEED_PYTHON names no Python with DeepSpeed"),
 ]

@@ -17,6 +17,8 @@ import torch
 from test_as_deepspeed import ROOT, installed  # noqa: F401 - a fixture
 from torch import nn
 
+pytestmark = pytest.mark.program
+
 EXAMPLES = ROOT / "examples/lightning"
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -70,7 +72,6 @@ def states_by_name(stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizers_state_dict_is_this_ranks_part_by_deepspeeds_names(on_ranks, stage):
     expected = {"stage": stage, "ranks": 2, "masters": True, "states": True, "group": 0.1, "copies": True}
@@ -98,7 +99,6 @@ def steps_by_the_optimizer(stage: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 def test_a_step_of_the_optimizer_is_a_step_of_its_engine(on_ranks):
     assert on_ranks(2, steps_by_the_optimizer, 2) == 2 * [[2, True, True, True]]
 
@@ -121,7 +121,6 @@ def optimizer_of_a_config() -> list[bool]:
     ]
 
 
-@pytest.mark.slow
 def test_an_optimizer_that_the_config_names_has_the_class_it_names(on_ranks):
     assert on_ranks(1, optimizer_of_a_config) == [6 * [True]]
 
@@ -155,7 +154,6 @@ def saved_inside_a_window(folder: str) -> list[Any]:
     return [*found, any("goes on without them" in line for line in heard)]
 
 
-@pytest.mark.slow
 def test_a_save_inside_a_window_is_warned_of_under_deepspeeds_name(on_ranks, tmp_path):
     assert on_ranks(1, saved_inside_a_window, str(tmp_path)) == [[4, True, 1, True]]
 
@@ -176,7 +174,6 @@ def files_of_a_checkpoint(folder: str) -> list[Any]:
     return [stage, Path(path).name, client["epoch"], client["names"], client["dp_world_size"], missing]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_tells_its_stage_and_client_state_through_torch_load(on_ranks, tmp_path):
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
     assert on_ranks(1, files_of_a_checkpoint, str(tmp_path)) == [[3, name, 4, ["a", "b"], 1, True]]
@@ -197,7 +194,6 @@ def empty_state_dict() -> list[Any]:
     return [list(found), [tuple(value.shape) for value in found.values()], refused]
 
 
-@pytest.mark.slow
 def test_a_state_dict_of_sharded_parameters_raises_when_it_is_used(on_ranks):
     expected = [["weight", "bias"], [(0,), (0,)], [True, True]]
     assert on_ranks(2, empty_state_dict) == [expected, expected]
@@ -214,7 +210,6 @@ def moved_with_gradients(stage: int) -> bool:
     return engine.global_steps == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_moving_a_module_leaves_the_engines_gradients_alone(on_ranks, stage):
     assert on_ranks(2, moved_with_gradients, stage) == [True, True]

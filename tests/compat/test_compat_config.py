@@ -144,7 +144,6 @@ def kinds_of_optimizers(stage: int, precision: str, section: dict[str, Any]) -> 
     return named
 
 
-@pytest.mark.slow
 def test_the_engines_optimizer_is_of_the_kind_that_deepspeed_makes(on_ranks):
     adam, sgd = {"type": "Adam", "params": {"lr": 0.1}}, {"type": "SGD", "params": {"lr": 0.1}}
     assert on_ranks(1, kinds_of_optimizers, 0, "fp16", adam) == [{"FusedAdam", "FP16_Optimizer"}]
@@ -194,7 +193,6 @@ def what_is_refused() -> list[str]:
     return words
 
 
-@pytest.mark.slow
 def test_the_engine_refuses_what_deepspeed_asserts(on_ranks):
     (words,) = on_ranks(1, what_is_refused)
     expected = [
@@ -225,7 +223,6 @@ def what_stays_as_it_is(stage: int) -> tuple[Any, ...]:
     return (*told, taken)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_buffers_of_containers_and_weights_of_eight_bits_stay_as_they_are(on_ranks, stage):
     expected = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn, True)

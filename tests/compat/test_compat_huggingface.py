@@ -14,6 +14,8 @@ from test_as_deepspeed import installed  # noqa: F401 - a fixture
 from test_dropin import EVERY_TWO, EXAMPLES, assert_alike, config, last_line, model, needs_trl, runner  # noqa: F401
 from torch import nn
 
+pytestmark = pytest.mark.program
+
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
@@ -79,7 +81,6 @@ def state_dicts(folder: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.slow
 def test_a_state_dict_of_a_sharded_module_has_names_and_refuses_its_values(on_ranks, tmp_path):
     """PEFT lists the keys of one module on rank 0; a model's, around some parameters that were gathered."""
     for found in on_ranks(2, state_dicts, str(tmp_path)):
@@ -107,7 +108,6 @@ def train_and_call_the_norm_alone(stage: int, overlap: bool) -> list[float]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_one_rank_may_call_a_module_whose_parameters_stay_unsharded(on_ranks, overlap):
     """PEFT computes the prompt that it saves on rank 0 alone, while the others wait in a barrier."""

@@ -139,7 +139,6 @@ def built_in_nested_contexts() -> list[Any]:
     return [seen, early, outer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE, outer.weight.numel(), whole]  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_an_inner_context_built_is_sharded_when_it_ends_on_one_rank_too(on_ranks, world_size):
     assert on_ranks(world_size, built_in_nested_contexts) == [[True, False, True, 0, 16]] * world_size
@@ -161,7 +160,6 @@ def statuses() -> dict[str, Any]:
     return {**found, "whole": all(whole), "after": gathered[0].ds_status.name}
 
 
-@pytest.mark.slow
 def test_persistent_parameters_are_available_and_empty_ones_have_no_shards(on_ranks):
     for found in on_ranks(2, statuses):
         assert found == {
@@ -219,7 +217,6 @@ def test_an_optimizer_shows_what_the_host_has_stepped(on_ranks):
     assert on_ranks(1, looked_at_early) == [[True, True]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_optimizer_shows_gradients_and_states(on_ranks, stage):
     for found in on_ranks(2, looked_at, stage):
@@ -243,7 +240,6 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_errors_are_of_the_kinds_that_programs_catch(on_ranks, tmp_path):
     for tags, scale, backward in on_ranks(2, refusals, str(tmp_path)):
         assert tags.startswith("True ")
@@ -271,7 +267,6 @@ def loaded(folder: str) -> int:
     return int(engine.global_steps)
 
 
-@pytest.mark.slow
 def test_a_universal_checkpoint_is_the_same_one_under_a_second_name(on_ranks, tmp_path: Path):
     on_ranks(2, saved, str(tmp_path))
     assert on_ranks(1, loaded, str(tmp_path)) == [3]
@@ -289,7 +284,6 @@ def local_parts(stage: int, more: dict[str, Any]) -> tuple[bool, bool, list[floa
     return ours, torch.equal(whole.to(weight.dtype), weight.detach()), whole.unique().tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}])
 def test_parts_of_a_parameter_that_stays_unsharded_are_set_by_all_ranks(on_ranks, stage, more):
@@ -310,7 +304,6 @@ def gradient_before_its_reduction() -> float:
     return (found - plain.head.weight.grad).abs().max().item()
 
 
-@pytest.mark.slow
 def test_inside_no_sync_a_gradient_is_what_this_rank_has_accumulated(on_ranks):
     assert max(on_ranks(2, gradient_before_its_reduction)) < 1e-6
 
@@ -332,7 +325,6 @@ def gradient_of_another_window() -> bool:
     return utils.safe_get_full_grad(engine.module.b.weight) is None
 
 
-@pytest.mark.slow
 def test_a_gradient_that_has_not_come_in_this_window_is_none(on_ranks):
     assert on_ranks(2, gradient_of_another_window) == [True, True]
 
@@ -352,7 +344,6 @@ def states_set() -> str:
     return ""
 
 
-@pytest.mark.slow
 def test_a_state_that_is_set_where_it_would_be_lost_is_refused(on_ranks):
     found = on_ranks(2, states_set)
     assert "safe_set_full_optimizer_state" in found[0]

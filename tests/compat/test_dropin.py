@@ -14,7 +14,10 @@ import pytest
 from test_as_deepspeed import ROOT, installed  # noqa: F401 - a fixture
 
 EXAMPLES = ROOT / "examples/huggingface"
-pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers and accelerate are not installed")
+pytestmark = [
+    pytest.mark.program,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers and accelerate are not installed"),
+]
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 TRAINING = [
     "--use_cpu", "True", "--max_steps", "4", "--logging_steps", "1", "--per_device_train_batch_size", "4",

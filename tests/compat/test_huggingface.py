@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Trace, config, more, precision, rank, start, weights_of
+from covering import covering
+from models import Trace, config, more, one_in, precision, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -225,8 +226,7 @@ def most_alive(kind: str) -> tuple[int, int]:
     return live.most, sum(unsharded_shape(parameter).numel() for parameter in model.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_in(3, KINDS))
 def test_no_rank_ever_holds_the_whole_model_while_it_is_built(on_ranks, kind):
     for most, whole in on_ranks(2, most_alive, kind):
         assert 0 < most < whole / 4, (most, whole)
@@ -332,10 +332,11 @@ def test_generating_between_steps_gives_the_same_tokens_and_changes_no_bit(on_ra
     assert on_ranks(2, trains_and_generates, kind, quiet, ragged, None) == [(True, True, True)] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "reentrant"),
-    [("llama", True), ("llama", False), ("gpt2", True), ("t5", True), ("t5", False), ("mixtral", False)],
+@covering(
+    kind=("llama", "gpt2", "t5", "mixtral"),
+    reentrant=(True, False),
+    where=lambda kind, reentrant: (kind, reentrant) not in (("gpt2", False), ("mixtral", True)),
+    strength=1,
 )
 def test_gradient_checkpointing_changes_no_bit(on_ranks, kind, reentrant):
     assert on_ranks(2, trains_and_generates, kind, "no_grad", False, reentrant) == [(True, True, True)] * 2
@@ -488,8 +489,7 @@ def resized(kind: str) -> tuple[bool, bool]:
     return found[0].same(found[1]), embedding.shape[0] == VOCABULARY + 7
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", more("gpt2")])
 def test_embeddings_resized_between_init_and_initialize_train_equal(on_ranks, kind):
     assert on_ranks(2, resized, kind) == [(True, True)] * 2
 
@@ -531,9 +531,7 @@ def gathers(kind: str, engaged: bool) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engaged", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@covering(kind=("llama", "t5"), engaged=(False, True), strength=1)
 def test_gathered_parameters_takes_what_transformers_passes(on_ranks, kind, engaged):
     for found in on_ranks(2, gathers, kind, engaged):
         assert all(found.values()), found
@@ -872,15 +870,14 @@ def fused(kind: str, way: str, reentrant: bool | None) -> tuple[bool, bool]:
     return found[0].same(found[1]), at_rest(engine.module)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way", "reentrant"),
     [
         ("llama", "gathered", None),
-        ("llama", "gathered", True),
-        ("llama", "gathered", False),
-        ("llama", "bare", None),
-        ("gpt2", "gathered", None),
+        more("llama", "gathered", True),
+        more("llama", "gathered", False),
+        more("llama", "bare", None),
+        more("gpt2", "gathered", None),
         ("gpt2", "bare", True),
     ],
 )

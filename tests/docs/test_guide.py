@@ -35,6 +35,8 @@ from onefold.offload import host_memory, swap_folder
 from onefold.optim.loss_scale import DynamicLossScale, LossScaleError
 from onefold.plan import make_plan
 
+pytestmark = pytest.mark.program
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.program
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()

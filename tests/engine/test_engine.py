@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from models import (
     Net,
     Trace,
     batches,
     config,
     first_difference,
-    more,
     net,
     precision,
     rank,
@@ -38,7 +38,7 @@ from onefold.runtime import handle_of
 from onefold.utils import memory_status, see_memory_usage
 
 # The others run in `make test-slow`.
-SOME_STAGES = [more(0), 1, more(2), 3]
+STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
 
 
@@ -281,8 +281,7 @@ def protocols(stage: int, accumulation: int) -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@covering(stage=STAGES, accumulation=(1, 2), strength=1)
 def test_every_way_to_ask_for_a_step_is_bit_equal(on_ranks, stage, accumulation):
     for found in on_ranks(2, protocols, stage, accumulation):
         assert found == dict.fromkeys(found)
@@ -305,7 +304,7 @@ def explicit_count(stage: int) -> str | None:
     return first_difference(Trace(steps, norms, weights_of(engine.module)), expected)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_an_explicit_boundary_needs_no_count_in_the_config(on_ranks, stage):
     assert on_ranks(2, explicit_count, stage) == [None, None]
 
@@ -338,9 +337,7 @@ def under_no_sync(stage: int, bare: bool, overlap: bool) -> str | None:
     return first_difference(weights_of(engine.module), weights_of(counted.module))
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=STAGES, bare=(False, True), overlap=(True, False))
 def test_no_sync_accumulates(on_ranks, stage, bare, overlap):
     assert on_ranks(2, under_no_sync, stage, bare, overlap) == [None, None]
 
@@ -360,7 +357,7 @@ def unmanaged(stage: int) -> tuple[str | None, int]:
     return first_difference(weights_of(engine.module), weights_of(counted.module)), engine.global_steps
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_unmanaged_accumulation(on_ranks, stage):
     assert on_ranks(2, unmanaged, stage) == [(None, 2)] * 2
 
@@ -385,7 +382,7 @@ def mixed_kinds(stage: int) -> None:
     third(x, y).backward()
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_both_kinds_of_backward_in_one_window_raise(on_ranks, stage):
     on_ranks(2, mixed_kinds, stage)
 
@@ -405,8 +402,7 @@ def zeroed(stage: int, who: str) -> tuple[str | None, bool]:
     return first_difference(weights_of(engine.module), weights_of(other.module)), nothing
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("who", ["engine", "optimizer"])
+@covering(stage=STAGES, who=("engine", "optimizer"))
 def test_zero_grad_forgets(on_ranks, stage, who):
     assert on_ranks(2, zeroed, stage, who) == [(None, True)] * 2
 
@@ -433,8 +429,7 @@ def half_bare(stage: int, accumulation: int) -> bool:
     return all(torch.allclose(mine.float(), other.float(), atol=2e-2) for mine, other in pairs)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@covering(stage=STAGES, accumulation=(1, 2), strength=1)
 def test_fp16_needs_a_scaled_loss(on_ranks, stage, accumulation):
     assert on_ranks(2, half_bare, stage, accumulation) == [True, True]
 
@@ -533,7 +528,7 @@ def information(stage: int) -> None:
     assert engine.zero_optimization_stage() == stage
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_information(on_ranks, stage):
     on_ranks(2, information, stage)
 
@@ -546,7 +541,7 @@ def clipped(stage: int) -> tuple[float, float]:
     return (weight_of(engine) - before).norm().item(), engine.get_global_grad_norm()
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_clipping_is_by_the_global_norm(on_ranks, stage):
     for moved, norm in on_ranks(2, clipped, stage):
         assert moved == pytest.approx(0.5, rel=1e-5)
@@ -568,7 +563,7 @@ def moving_scale(stage: int) -> tuple[list[float], list[float | None], list[floa
     return traces[0][0], traces[0][1], traces[1][1]
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_the_norm_stays_what_it_was_when_the_loss_scale_moves(on_ranks, stage):
     """It is divided by the scale that its gradient was computed with, not by the one that the step leaves."""
     for scales, norms, expected in on_ranks(2, moving_scale, stage):
@@ -658,7 +653,7 @@ def skipping(stage: int) -> tuple[list[float], int]:
     return rates, engine.skipped_steps
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_a_skipped_step_does_not_advance_the_scheduler(on_ranks, stage):
     for rates, skipped in on_ranks(2, skipping, stage):
         assert rates == pytest.approx([0.05, 0.05, 0.025, 0.0125])
@@ -756,9 +751,12 @@ def beside_own_optimizer(stage: int, build: Callable[..., Any], how: str, dtype:
     return weights_of(engine.module), weights_of(plain)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("build", [build_adam, build_signed, build_rprop])
-@pytest.mark.parametrize(("how", "dtype"), [("instance", "fp32"), ("callable", "bf16")])
+@covering(
+    stage=STAGES,
+    build=(build_adam, build_signed, build_rprop),
+    how=("instance", "callable"),
+    dtype=("fp32", "bf16"),
+)
 def test_a_users_optimizer_equals_torch(on_ranks, stage, build, how, dtype):
     for mine, theirs in on_ranks(2, beside_own_optimizer, stage, build, how, dtype):
         for name in theirs:
@@ -825,9 +823,7 @@ def loaded(stage: int, what: str, overlap: bool) -> bool:
     return all(torch.allclose(found[name].float(), expected[name].float(), atol=1e-3) for name in expected)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("what", ["module", "block"])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=STAGES, what=("module", "block"), overlap=(True, False))
 def test_load_state_dict_refreshes_the_masters(on_ranks, stage, what, overlap):
     assert on_ranks(2, loaded, stage, what, overlap) == [True, True]
 
@@ -845,7 +841,7 @@ def copy_that_loads(stage: int, loads: bool) -> Weights:
     return {"masters": torch.cat([piece.master for piece in engine.state.step.stores])}
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_a_copy_that_loads_weights_leaves_the_engine_alone(on_ranks, stage):
     with_loads, without = (on_ranks(2, copy_that_loads, stage, loads) for loads in (True, False))
     for mine, expected in zip(with_loads, without, strict=True):
@@ -880,8 +876,7 @@ def after_destroy(stage: int, overlap: bool, dtype: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize(("overlap", "dtype"), [(False, "fp32"), (True, "fp32"), (True, "bf16")])
+@covering(stage=STAGES, overlap=(True, False), dtype=("fp32", "bf16"))
 def test_destroy_leaves_a_plain_model(on_ranks, stage, overlap, dtype):
     on_ranks(2, after_destroy, stage, overlap, dtype)
 
@@ -1005,18 +1000,19 @@ def moved_by(stage: int, more: dict[str, Any], accumulation: int) -> tuple[torch
     return before - weight_of(engine), total, engine.get_global_grad_norm(), total.norm().item()
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize(("world", "accumulation"), [more(2, 1), (2, 2), more(3, 2)])
-@pytest.mark.parametrize(("more", "mean"), [
-    ({}, True),
-    ({"prescale_gradients": True}, True),
-    ({"gradient_predivide_factor": 4.0}, True),
-    ({"prescale_gradients": True, "gradient_predivide_factor": 4.0}, True),
-    ({"gradient_allreduce_op": "sum"}, False),
-])  # fmt: skip
-def test_how_gradients_are_combined(on_ranks, stage, accumulation, world, more, mean):
-    divisor = world if mean else 1
-    for moved, total, norm, expected_norm in on_ranks(world, moved_by, stage, more, accumulation):
+COMBINED: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "prescaled": {"prescale_gradients": True},
+    "predivided": {"gradient_predivide_factor": 4.0},
+    "prescaled and predivided": {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
+    "sum": {"gradient_allreduce_op": "sum"},
+}
+
+
+@covering(stage=STAGES, how=COMBINED, accumulation=(1, 2), world=(2, 3), strength=1)
+def test_how_gradients_are_combined(on_ranks, stage, how, accumulation, world):
+    divisor = 1 if how == "sum" else world
+    for moved, total, norm, expected_norm in on_ranks(world, moved_by, stage, COMBINED[how], accumulation):
         torch.testing.assert_close(moved, total / divisor, rtol=1e-5, atol=1e-6)
         assert norm == pytest.approx(expected_norm / divisor, rel=1e-5)
 
@@ -1033,8 +1029,7 @@ def travelled(stage: int, wire: str) -> tuple[torch.Tensor, torch.Tensor, int, t
     return weight_of(engine), expected, sent, engine.communication_data_type
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@covering(stage=STAGES, wire=("fp32", "bf16", "fp16"))
 def test_gradients_travel_in_the_communication_data_type(on_ranks, stage, wire):
     for mine, expected, sent, kind in on_ranks(2, travelled, stage, wire):
         assert torch.equal(mine, expected)
@@ -1057,7 +1052,7 @@ def accumulated_in(stage: int, dtype: str | None) -> tuple[torch.Tensor, torch.T
     return masters[0][:1].clone(), torch.tensor(engine.get_data_types()[1].itemsize)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 @pytest.mark.parametrize(("dtype", "total", "width"), [(None, 1027.0, 4), ("fp32", 1027.0, 4), ("bf16", 1024.0, 2)])
 def test_gradients_accumulate_in_the_chosen_dtype(on_ranks, stage, dtype, total, width):
     master, itemsize = on_ranks(2, accumulated_in, stage, dtype)[0]

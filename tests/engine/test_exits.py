@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from exits import PATHS
 
+pytestmark = pytest.mark.program
+
 SCRIPT = Path(__file__).with_name("exits.py")
 FEW = ["save in the background", "exception", "Ctrl-C"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
@@ -58,8 +59,7 @@ def leave_and_come_back(stage: int, dtype: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, more(2), 3])
-@pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
+@covering(stage=(0, 1, 2, 3), dtype=("bf16", "fp32"), strength=1)
 def test_it_comes_back_as_it_was(on_ranks, stage, dtype):
     for found in on_ranks(2, leave_and_come_back, stage, dtype):
         assert found == [None, None, 0, 0]

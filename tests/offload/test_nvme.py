@@ -497,6 +497,7 @@ def test_a_swap_that_is_forgotten_removes_its_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.program
 def test_the_end_of_the_process_removes_everything(tmp_path):
     program = """
 import sys, torch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from models import batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
@@ -80,24 +81,12 @@ def check_tiers(results: list[dict[str, Any]]) -> None:
         assert result["left"] == []
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype"),
-    [
-        (1, "fp32"),
-        (2, "bf16"),
-        more(4, "bf16"),
-        *(more(world, dtype) for world, dtype in ((1, "bf16"), (2, "fp32"))),
-        *(more(world, dtype) for world, dtype in ((3, "fp32"), (4, "fp32"), (3, "bf16"))),
-        *(more(world, "fp16") for world in (1, 2, 3, 4)),
-    ],
-)
+@covering(world=(1, 2, more(3), more(4)), dtype=("fp32", "bf16", "fp16"), strength=1)
 def test_every_tier_is_bit_equal(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 1, True, None))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [more(1), 2, more(3), more(4)])
-@pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
+@covering(world=(2, more(1), more(3), more(4)), dtype=("bf16", more("fp32")))
 def test_every_tier_is_bit_equal_with_accumulation(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 3, True, None))
 
@@ -139,8 +128,7 @@ def delayed_and_by_hand(stage: int) -> tuple[Any, ...]:
     return losses, by_hand, weights, stepped.state_dict(), described
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [2, 3])
+@covering(stage=(2, 3), world=(1, 2))
 def test_a_delayed_step_uses_weights_one_step_old(on_ranks, world, stage):
     for result in on_ranks(world, delayed_and_by_hand, stage):
         losses, by_hand, weights, expected, described = result

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from covering import covering
 from models import Net, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
 from test_offload import CPU, nvme, variants
 from torch import nn
@@ -349,9 +350,7 @@ def evaluating(make: Maker, dtype: str) -> Any:
     return found, everything_of(engine)
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("names", ALL)
-@pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
+@covering(names=(FEW, more(OTHERS)), dtype=("bf16", "fp32"), world=(2, 1), strength=1)
 def test_evaluation_between_any_two_calls_disturbs_nothing(on_ranks, tmp_path, world, names, dtype):
     equal_in_every_tier(on_ranks, world, evaluating, tmp_path, names, dtype)
 
@@ -366,9 +365,7 @@ def counting_anew(make: Maker, dtype: str) -> Any:
     return found, everything_of(engine)
 
 
-@pytest.mark.parametrize("world", [1, more(2)])
-@pytest.mark.parametrize("names", ALL)
-@pytest.mark.parametrize("dtype", ["bf16", more("fp32")])
+@covering(names=(FEW, more(OTHERS)), dtype=("bf16", "fp32"), world=(1, 2), strength=1)
 def test_the_accumulation_count_may_change_at_run_time(on_ranks, tmp_path, world, names, dtype):
     equal_in_every_tier(on_ranks, world, counting_anew, tmp_path, names, dtype)
 
@@ -388,7 +385,7 @@ def widened(folder: str, tier: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("tier", [more("2 cpu"), "3 disk disk"])
+@covering(tier=("2 cpu", "3 disk disk"))
 def test_a_new_accumulation_count_widens_the_sum_on_the_host_once(on_ranks, tmp_path, tier):
     narrow, wide, still = on_ranks(1, widened, str(tmp_path), tier)[0]
     assert narrow[0] * 2 == wide[0] == still[0]
@@ -452,9 +449,7 @@ def freezing(make: Maker, dtype: str) -> Any:
     return trace.losses, trace.norms, trace.weights
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("names", ALL)
-@pytest.mark.parametrize("dtype", [more("fp32"), "bf16"])
+@covering(names=(FEW, more(OTHERS)), dtype=("bf16", "fp32"), world=(2, 1), strength=1)
 def test_frozen_parameters_rest_where_parameters_are_offloaded_to(on_ranks, tmp_path, world, names, dtype):
     equal_in_every_tier(on_ranks, world, freezing, tmp_path, names, dtype)
 
@@ -701,7 +696,6 @@ def test_a_users_own_optimizer_on_disk_is_refused_by_name(on_ranks, tmp_path):
         assert left == []
 
 
-@pytest.mark.slow
 def test_torchs_own_optimizer_on_disk_steps_as_on_the_device_or_is_refused(on_ranks, tmp_path):
     text, left = on_ranks(1, refused_on_disk, str(tmp_path), "rmsprop")[0]
     if text:
@@ -822,7 +816,7 @@ def collected_by_its_own_thread(folder: str, tier: str) -> dict[str, Any]:
     return {"threads": our_threads(), "before": before, "files": files_in(own), "stepped": not same(expected, after)}
 
 
-@pytest.mark.parametrize("tier", ["2 cpu", more("3 disk disk")])
+@covering(tier=("2 cpu", "3 disk disk"))
 def test_an_engine_may_be_collected_by_its_own_thread(on_ranks, tmp_path, tier):
     (got,) = on_ranks(1, collected_by_its_own_thread, str(tmp_path), tier)
     assert got["threads"] == got["before"]
@@ -830,9 +824,12 @@ def test_an_engine_may_be_collected_by_its_own_thread(on_ranks, tmp_path, tier):
     assert got["stepped"]
 
 
-@pytest.mark.parametrize("world", [1, more(2)])
-@pytest.mark.parametrize("tier", [more("2 cpu"), "1 disk", more("3 disk disk"), more("3 cpu disk"), "3 deep"])
-@pytest.mark.parametrize("how", ["destroy", "del", more("again")])
+@covering(
+    tier=("2 cpu", "1 disk", "3 disk disk", "3 cpu disk", "3 deep"),
+    how=("destroy", "del", "again"),
+    world=(1, 2),
+    strength=1,
+)
 def test_an_engine_that_ends_leaves_no_file_and_no_thread(on_ranks, tmp_path, world, tier, how):
     for got in on_ranks(world, ending, str(tmp_path), tier, how):
         assert got["more threads"] > 0
@@ -931,8 +928,7 @@ def placed(folder: str, asked: list[tuple[int, dict[str, Any], dict[str, Any]]])
     return found
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("stage", [more(1), 2, more(3)])
+@covering(stage=(1, 2, 3), world=(2, 1), strength=1)
 def test_ratio_is_the_share_of_parameters_whose_states_leave_the_device(on_ranks, tmp_path, world, stage):
     ratios = [0, 0.3, 0.7, 1]
     asked = [(stage, {}, {})] + [(stage, {"offload_optimizer": {**CPU, "ratio": ratio}}, {}) for ratio in ratios]
@@ -949,8 +945,7 @@ def test_ratio_is_the_share_of_parameters_whose_states_leave_the_device(on_ranks
         assert {states for states, _ in found[-1][0]} == {"host"}
 
 
-@pytest.mark.parametrize("world", [1, more(2)])
-@pytest.mark.parametrize("stage", [more(1), 2, more(3)])
+@covering(stage=(1, 2, 3), world=(1, 2), strength=1)
 def test_auto_fills_the_device_first_as_far_as_its_budget_goes(on_ranks, tmp_path, world, stage):
     auto = {"offload_optimizer": {**CPU, "ratio": "auto"}}
     everything = on_ranks(world, placed, str(tmp_path), [(stage, {}, {})])[0][0][2]["device"]
@@ -967,8 +962,7 @@ def test_auto_fills_the_device_first_as_far_as_its_budget_goes(on_ranks, tmp_pat
             assert first_difference(got[4], reference[4]) is None
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("stage", [more(1), 2, more(3)])
+@covering(stage=(1, 2, 3), world=(2, 1), strength=1)
 def test_auto_spills_to_disk_what_the_host_has_no_room_for(on_ranks, tmp_path, world, stage):
     auto = {"offload_optimizer": {**nvme("swap"), "ratio": "auto"}}
     tiny = {"device_memory": 1e-9}
@@ -1114,9 +1108,12 @@ def save_while_the_host_steps(folder: str, tier: str, background: bool) -> Any:
     return first_difference(loaded, expected), first_difference(resumed, after)
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("tier", [more("1 cpu"), more("3 cpu cpu"), more("3 cpu disk"), more("2 disk"), "3 disk disk"])
-@pytest.mark.parametrize("background", [False, more(True)])
+@covering(
+    tier=("1 cpu", "3 cpu cpu", "3 cpu disk", "2 disk", "3 disk disk"),
+    background=(False, True),
+    world=(2, 1),
+    strength=1,
+)
 def test_a_save_right_after_step_holds_that_step(on_ranks, tmp_path, world, tier, background):
     if world > 1 and not tier.startswith("3"):
         pytest.skip("over several ranks step() waits for the host, where whole parameters are to be sent to all")
@@ -1172,10 +1169,11 @@ def go_on_while_saving(folder: str, tier: str, meanwhile: str) -> Any:
     return first_difference(loaded, expected), first_difference(resumed, after)
 
 
-@pytest.mark.parametrize("world", [1, more(2)])
-@pytest.mark.parametrize("tier", [more("1 disk"), "3 disk disk", more("3 cpu cpu"), more("2 half")])
-@pytest.mark.parametrize(
-    "meanwhile", ["steps", "load_state_dict", "master", more("state"), more("gathered"), more("destroy")]
+@covering(
+    tier=("1 disk", "3 disk disk", "3 cpu cpu", "2 half"),
+    meanwhile=("steps", "load_state_dict", "master", "state", "gathered", "destroy"),
+    world=(1, 2),
+    strength=1,
 )
 def test_a_save_in_the_background_holds_the_state_at_the_save(on_ranks, tmp_path, world, tier, meanwhile):
     for holds, resumes in on_ranks(world, go_on_while_saving, str(tmp_path), tier, meanwhile):

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from models import batches, config, more, net, precision, rank, start, train, weights_of
 from test_offload import CPU, nvme
 from test_offload_cases import everything_of, files_in, one_step, our_threads, same
@@ -133,7 +134,7 @@ def one_rank_refused(kind: str, good: str, bad: str) -> dict[str, Any]:
     return refused(kind, bad if rank() == 1 else good)
 
 
-@pytest.mark.parametrize("kind", ["2 disk", more("3 disk disk")])
+@covering(kind=("2 disk", "3 disk disk"))
 def test_what_one_rank_lacks_all_ranks_hear_of(on_ranks, tmp_path, kind):
     bad = tmp_path / "bad"
     bad.write_text("mine")
@@ -456,8 +457,7 @@ def read_again(kind: str, folder: str, after: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [more("3 disk disk"), "3 cpu disk"])
-@pytest.mark.parametrize("after", [0, more(1), more(2)])
+@covering(kind=("3 cpu disk", "3 disk disk"), after=(0, 1, 2), strength=1)
 def test_a_failed_read_of_parameters_is_told_and_nothing_hangs(on_ranks, tmp_path, kind, after):
     first, *later = on_ranks(1, read_again, kind, str(tmp_path), after)[0]
     assert first[0] == SwapError.__name__
@@ -483,8 +483,7 @@ def one_rank_fails(kind: str, folder: str, saves: str) -> tuple[str, str]:
     return within(40, work)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["2 disk", "3 disk disk"])
+@pytest.mark.parametrize("kind", [more("2 disk"), "3 disk disk"])
 def test_an_io_error_on_one_rank_ends_the_others_too(on_ranks, tmp_path, kind):
     """The pool tells that rank 1 died; rank 0 must have come back by then."""
     with pytest.raises(AssertionError, match="rank 1 died"):
@@ -524,6 +523,7 @@ def next_start(folder: str) -> tuple[list[str], list[float]]:
     return found, losses
 
 
+@pytest.mark.program
 @pytest.mark.slow
 def test_what_a_killed_job_left_is_removed_by_the_next(on_ranks, tmp_path):
     folders = [str(Path(onefold.__file__).parents[1]), *map(str, Path(__file__).parents[:2])]
@@ -568,8 +568,7 @@ def folder_goes(kind: str, folder: str, saves: str) -> tuple[Any, Any]:
     return found, found_there
 
 
-@pytest.mark.parametrize("world", [1, more(2)])
-@pytest.mark.parametrize("kind", [more("1 disk"), "3 disk disk", more("3 cpu disk")])
+@covering(kind=("1 disk", "3 disk disk", "3 cpu disk"), world=(1, 2), strength=1)
 def test_training_goes_on_where_the_user_removes_the_folder(on_ranks, tmp_path, world, kind):
     folders = str(tmp_path / "swap")
     for found, expected in on_ranks(world, folder_goes_for_rank, kind, folders, str(tmp_path / "saves")):
@@ -593,7 +592,7 @@ def file_cut_short(kind: str, folder: str) -> list[tuple[str, str]]:
     return told
 
 
-@pytest.mark.parametrize("kind", [more("1 disk"), "3 disk disk"])
+@covering(kind=("1 disk", "3 disk disk"))
 def test_a_file_cut_short_is_an_error_and_never_zeros(on_ranks, tmp_path, kind):
     first, last = on_ranks(1, file_cut_short, kind, str(tmp_path))[0]
     assert first[0] == SwapError.__name__
@@ -615,7 +614,6 @@ def weights_survive(kind: str, folder: str) -> bool:
     return told[0] != "hang" and (told[0] != "" or before.keys() == after[0].keys())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["2 disk", "3 disk disk"])
+@covering(kind=("2 disk", "3 disk disk"))
 def test_a_model_can_be_asked_for_its_weights_after_an_io_error(on_ranks, tmp_path, kind):
     assert on_ranks(1, weights_survive, kind, str(tmp_path)) == [True]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import config, first_difference, more, net, precision, start, train
 
 from onefold.offload.bus import Arrival, Bus
@@ -66,8 +67,7 @@ def beside_late_copies(stage: int, delayed: bool) -> tuple[str | None, int]:
     return first_difference(got, expected), len(held)
 
 
-@pytest.mark.parametrize("stage", [more(1), 2, 3])
-@pytest.mark.parametrize("delayed", [False, True])
+@covering(stage=(1, 2, 3), delayed=(False, True), strength=1)
 def test_the_host_steps_when_its_gradient_has_come_down(on_ranks, stage, delayed):
     for difference, num_held in on_ranks(2, beside_late_copies, stage, delayed):
         assert num_held > 0
@@ -104,7 +104,7 @@ def beside_slow_reads(stage: int, keys: dict[str, Any]) -> tuple[str | None, int
     return first_difference(got, expected), len(sizes)
 
 
-@pytest.mark.parametrize("stage", [2, more(3)])
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("keys", [{}, more({"buffer_count": 1, "buffer_size": 2048, "pipeline_read": False})])
 def test_a_window_of_states_is_stepped_when_it_has_been_read(on_ranks, stage, keys):
     for difference, num_reads in on_ranks(1, beside_slow_reads, stage, keys):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import batches, config, more, net, precision, start
 from ranks import free_port, rank_environment
 
@@ -32,11 +33,14 @@ def pools_and_plan(stage: int, dtype: str, accumulation: int, bucket: int, overl
     return kept - engine.planned_bytes().gradients, engine.planned_buffers().pools
 
 
-@pytest.mark.parametrize("world", [2, more(4)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("dtype", "accumulation", "bucket", "overlap"),
-    [("fp32", 1, 5000, True), ("bf16", 2, 5000, True), ("bf16", 1, 10**8, True), ("bf16", 2, 20000, False)],
+@covering(
+    stage=(0, 1, 2, 3),
+    dtype=("bf16", "fp32"),
+    accumulation=(1, 2),
+    bucket=(5000, 20000, 10**8),
+    overlap=(True, False),
+    world=(2, more(4)),
+    where=lambda overlap, bucket, **_: overlap or bucket == 20000,
 )
 def test_pools_keep_what_the_plan_counts(on_ranks, world, stage, dtype, accumulation, bucket, overlap):
     for kept, planned in on_ranks(world, pools_and_plan, stage, dtype, accumulation, bucket, overlap):
@@ -62,6 +66,7 @@ print(json.dumps([(each - start) >> 20 for each in (full, freed, resident_bytes(
     return json.loads(done.stdout)
 
 
+@pytest.mark.program
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="torch has an allocator of its own on this processor")
 def test_free_memory_of_the_heap_is_given_back():
     full, freed, given_back = heap_in_a_fresh_process()
@@ -133,6 +138,7 @@ def told_by_a_job(stage: int, preset: str) -> dict[str, int]:
     return max(found, key=lambda rank: rank["rest"])
 
 
+@pytest.mark.program
 @pytest.mark.slow
 def test_ranks_rest_at_the_plan_and_stage_3_below_stage_2():
     """117M parameters in fp32. In backward a unit and its gradients come beside what rests."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from models import (
@@ -74,8 +75,7 @@ def run_stages(dtype: str, accumulation: int, zero: dict[str, Any], **params: An
     return traces
 
 
-@pytest.mark.parametrize("world", [1, 3, more(2), more(4)])
-@pytest.mark.parametrize("dtype", [more("fp32"), "bf16", more("fp16")])
+@covering(world=(1, 2, 3, more(4)), dtype=("fp32", "bf16", "fp16"), strength=1)
 def test_stages_are_bit_equal(on_ranks, world, dtype):
     results = on_ranks(world, run_stages, dtype, 1, {})
     for traces in results:
@@ -84,7 +84,7 @@ def test_stages_are_bit_equal(on_ranks, world, dtype):
         assert first_difference(traces[3].weights, results[0][3].weights) is None
 
 
-@pytest.mark.parametrize("overlap", [more(True), more(False)])
+@pytest.mark.parametrize("overlap", [True, more(False)])
 def test_stages_are_bit_equal_in_small_buckets_with_other_coefficients(on_ranks, overlap):
     zero = {"overlap_comm": overlap, "allgather_bucket_size": 20_000, "reduce_bucket_size": 20_000}
     params = {"ns_coefficients": "polar_express", "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
@@ -132,8 +132,7 @@ def beside_torch(stage: int, way: str) -> str | None:
     return first_difference(weights_of(engine.module), weights_of(plain))
 
 
-@pytest.mark.parametrize("way", ["by config", more("by groups"), "as torch's own"])
-@pytest.mark.parametrize("stage", [more(0), more(1), more(2), 3])
+@covering(stage=(0, 1, 2, 3), way=("by config", "by groups", "as torch's own"), strength=1)
 def test_it_is_torchs_muon_and_adamw_to_the_bit(on_ranks, stage, way):
     for told in on_ranks(1, beside_torch, stage, way):
         assert told is None
@@ -143,7 +142,6 @@ def run_wires(zero: dict[str, Any]) -> Trace:
     return train(start(wide(), config(3, optimizer=muon(), zero_optimization=zero, **precision("bf16"))), 3)
 
 
-@pytest.mark.slow
 def test_replica_groups_and_secondary_shards_go_with_it(on_ranks):
     plain, hpz, mics = (
         on_ranks(4, run_wires, zero) for zero in ({}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2})
@@ -312,8 +310,7 @@ def bytes_of(stage: int) -> tuple[int, int, int, Any, Any]:
     return sent, planned, num, engine.held_bytes(), engine.planned_bytes()
 
 
-@pytest.mark.parametrize("world", [more(1), more(2), 3])
-@pytest.mark.parametrize("stage", [more(0), 1, more(3)])
+@covering(stage=(0, 1, 3), world=(2, 3, more(1)), strength=1)
 def test_what_travels_is_what_the_layout_says(on_ranks, world, stage):
     results = on_ranks(world, bytes_of, stage)
     for sent, planned, num, held, expected in results:
@@ -580,7 +577,6 @@ def split_trains() -> list[Trace]:
     return [train(start(wide(), config(stage, optimizer=muon(split_rows=["*.up.weight=4"]))), 2) for stage in (0, 2, 3)]
 
 
-@pytest.mark.slow
 def test_split_rows_change_the_update_alike_in_all_stages(on_ranks):
     whole = on_ranks(2, run_stages, "fp32", 1, {})[0][0]
     for split, *others in on_ranks(2, split_trains):

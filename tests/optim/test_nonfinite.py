@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import batches, config, more, net, precision, rank, start, weights_of
 
 import onefold
@@ -106,8 +107,7 @@ def one_unit(stage: int, bare: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 3, more(1), more(2)])
-@pytest.mark.parametrize("bare", [False, True])
+@covering(stage=(0, 1, 2, 3), bare=(False, True), strength=1)
 def test_the_unit_is_named(on_ranks, stage, bare):
     first, second = on_ranks(2, one_unit, stage, bare)
     assert first == second
@@ -220,6 +220,6 @@ def unscaled(stage: int) -> None:
     assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("stage", [2, more(3)])
+@covering(stage=(2, 3))
 def test_a_scaled_loss_lets_no_other_pass(on_ranks, stage):
     on_ranks(2, unscaled, stage)

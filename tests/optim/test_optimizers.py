@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from models import Net, batches, config, more, net, rank, start, weights_of
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -259,7 +260,7 @@ def differing(stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("stage", [2, more(1), more(3)])
+@covering(stage=(1, 2, 3))
 def test_an_optimizer_that_differs_between_ranks_is_named_on_all_of_them(on_ranks, stage):
     first, second = on_ranks(2, differing, stage)
     assert first == second

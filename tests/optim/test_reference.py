@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import Net, batches, config, more, net, start, train_beside, weights_of
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +35,7 @@ def beside_ddp(
         ),
     )
     plain = Net()
-    plain.load_state_dict(engine.module.state_dict())
+    plain.load_state_dict(weights_of(engine.module))
     ddp = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
@@ -53,9 +54,7 @@ def beside_ddp(
     return weights_of(engine.module), weights_of(plain), losses
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3)])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.0), (3, 0.2)])
+@covering(stage=(0, 1, 2, 3), world=(2, 1, more(3)), accumulation=(1, 3), clipping=(0.0, 0.2), strength=2)
 def test_training_equals_ddp_with_adamw(on_ranks, world, stage, accumulation, clipping):
     for mine, theirs, losses in on_ranks(world, beside_ddp, stage, accumulation, clipping):
         assert_all_close(mine, theirs, rtol=1e-4, atol=2e-5)
@@ -82,12 +81,11 @@ def beside_torch(index: int, stage: int) -> tuple[dict[str, torch.Tensor], dict[
     name, params, kind, same = OPTIMIZERS[index]
     engine = start(net(), config(stage, optimizer={"type": name, "params": {"lr": 5e-3, **params}}))
     plain = Net()
-    plain.load_state_dict(engine.module.state_dict())
+    plain.load_state_dict(weights_of(engine.module))
     return train_beside(engine, plain, kind(plain.parameters(), lr=5e-3, **same), STEPS)
 
 
-@pytest.mark.parametrize("index", range(len(OPTIMIZERS)))
-@pytest.mark.parametrize("stage", [0, 2])
+@covering(index=range(len(OPTIMIZERS)), stage=(0, 2, 3), strength=1, always=[(1, 0), (1, 2), (1, 3), (3, 3), (6, 3)])
 def test_named_optimizers_equal_torchs(on_ranks, index, stage):
     for mine, theirs in on_ranks(2, beside_torch, index, stage):
         assert_all_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -118,7 +116,7 @@ def beside_torch_bf16() -> tuple[list[float], list[float]]:
     """bf16 compute with fp32 masters beside the same written out by hand."""
     engine = start(net(), config(1, bf16={"enabled": True}))
     plain = Net().bfloat16()
-    plain.load_state_dict(engine.module.state_dict())
+    plain.load_state_dict(weights_of(engine.module))
     masters = [parameter.detach().float().requires_grad_() for parameter in plain.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1)
     mine, theirs = [], []
@@ -176,7 +174,7 @@ def beside_autocast(stage: int) -> tuple[set[torch.dtype], set[torch.dtype], lis
     return dtypes, computed, *losses
 
 
-@pytest.mark.parametrize("stage", [more(0), 2, 3])
+@covering(stage=(0, 2, 3))
 def test_torch_autocast_trains_as_torchs_own(on_ranks, stage):
     for dtypes, computed, mine, theirs, exact in on_ranks(2, beside_autocast, stage):
         assert dtypes == {torch.float32}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import (
@@ -227,8 +228,7 @@ def run_stages(formats: dict[str, Any], accumulation: int, dtype: str, more_zero
     return traces
 
 
-@pytest.mark.parametrize("world", [1, 3, more(2), more(4)])
-@pytest.mark.parametrize("formats", [more("int8"), more("split"), "int8, split", "int8, 8 bits", "bf16"])
+@covering(formats=("int8", "split", "int8, split", "int8, 8 bits", "bf16"), world=(2, 1, 3, more(4)), strength=1)
 def test_stages_are_bit_equal(on_ranks, world, formats):
     results = on_ranks(world, run_stages, FORMATS[formats], 1, "bf16", {})
     for traces in results:
@@ -394,8 +394,7 @@ def beside_torch(stage: int, formats: dict[str, Any]) -> str | None:
     )
 
 
-@pytest.mark.parametrize("formats", ["int8", "split", "int8, 8 bits"])
-@pytest.mark.parametrize("stage", [more(0), 2, more(3)])
+@covering(stage=(0, 2, 3), formats=("int8", "split", "int8, 8 bits"), strength=1)
 def test_it_is_torchs_adamw_with_values_rounded_between_steps(on_ranks, stage, formats):
     assert on_ranks(1, beside_torch, stage, FORMATS[formats]) == [None]
 
@@ -489,7 +488,7 @@ class _Keeping(logging.Handler):
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize("formats", [more("int8"), more("split"), "int8, split", more("int8, 8 bits"), "bf16"])
+@covering(formats=("int8", more("split"), "int8, split", more("int8, 8 bits"), "bf16"))
 def test_a_run_goes_on_as_it_was_in_any_stage_and_tier(on_ranks, tmp_path, formats):
     ends, held = zip(*on_ranks(2, save, str(tmp_path), 2, FORMATS[formats], {}), strict=True)
     disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}
@@ -616,7 +615,7 @@ def park(stage: int, formats: dict[str, Any]) -> str | None:
     return first_difference(*traces)
 
 
-@pytest.mark.parametrize("stage", [2, more(3)])
+@covering(stage=(2, 3))
 def test_states_may_leave_the_device_for_a_while(on_ranks, stage):
     assert on_ranks(2, park, stage, FORMATS["int8, split"]) == [None, None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch
+from covering import covering
 from models import batches, config, more, net, precision, start
 
 
@@ -29,9 +29,7 @@ def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3), more(4)])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
+@covering(stage=(0, 1, 2), world=(1, 2, more(3), more(4)), dtype=("fp32", "bf16"), accumulation=(1, 2))
 def test_held_bytes_equal_the_plan(on_ranks, world, stage, dtype, accumulation):
     for got in on_ranks(world, bytes_after_steps, stage, dtype, accumulation):
         planned = got["planned"]
@@ -75,9 +73,7 @@ def live_tensors() -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, more(1), 2])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=(0, 1, 2, 3), overlap=(True, False), strength=1)
 def test_nothing_grows_from_step_to_step(on_ranks, stage, overlap):
     counts = on_ranks(2, tensors_from_step_to_step, stage, overlap)[0]
     assert counts[1] == counts[2] == counts[3]
@@ -115,7 +111,6 @@ def peak_while_building() -> tuple[int, int]:
     return peak[0] - total, block
 
 
-@pytest.mark.slow
 def test_building_holds_one_unit_twice_at_most(on_ranks):
     extra, block = on_ranks(1, peak_while_building)[0]
     assert block // 2 < extra < block * 3 // 2  # lines are padded

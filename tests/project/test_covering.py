@@ -47,8 +47,8 @@ def test_the_choice_is_small_and_stable():
         "stage 1-bf16-overlap",
         "stage 2-fp32-overlap",
         "stage 2-bf16-no overlap",
-        "stage 3-fp32-no overlap",
-        "stage 3-bf16-overlap",
+        "stage 3-fp32-overlap",
+        "stage 3-bf16-no overlap",
     ]
 
 

@@ -173,6 +173,7 @@ def test_the_package_stays_small():
     assert sum(lines.values()) < 37_800
 
 
+@pytest.mark.program
 def test_importing_onefold_does_nothing():
     """No torch.distributed group, no logging handler, no compiler, no plotting, no output."""
     code = (
@@ -185,6 +186,7 @@ def test_importing_onefold_does_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.program
 def test_training_needs_no_compiler_at_run_time():
     """Initialising and stepping imports neither torch's compiler nor a C++ toolchain."""
     code = (

@@ -1,13 +1,18 @@
-"""The map from modules to tests is whole: every module has its line, and every test file is somebody's."""
+"""Every module has its tests, by its package or by name; the quick check and the parts for GPUs name what exists."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import parts
 import pytest
 import which
 
 PACKAGE = which.ROOT / "onefold"
-FILES = {path.name: path for path in (which.ROOT / "tests").rglob("test_*.py")}
+TESTS = which.ROOT / "tests"
+FILES = {path.name: path for path in TESTS.rglob("test_*.py")}
+# Folders that belong to no package.
+OTHERS = {"docs", "fixtures", "gpu", "project"}
 
 
 def has_code(text: str) -> bool:
@@ -22,39 +27,42 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_module_has_a_line(module):
-    assert which.tests_of(f"onefold/{module}"), f"give {module} a line in tests/which.py: the tests that see it broken"
+def test_every_module_has_tests(module):
+    found = which.tests_of(f"onefold/{module}")
+    assert found, f"name the tests that see {module} broken in ELSEWHERE of tests/which.py"
+    assert [path for path in found if not (which.ROOT / path).exists()] == []
 
 
-def test_every_line_is_of_a_module():
-    gone = [name for name in which.TESTS if not (PACKAGE / name).exists()]
-    assert gone == []
+def test_every_line_is_of_a_module_and_names_other_folders():
+    assert [name for name in which.ELSEWHERE if not (PACKAGE / name).exists()] == []
+    for module, tests in which.ELSEWHERE.items():
+        own = f"{module.partition('/')[0]}/"
+        assert [test for test in tests.split() if test.startswith(own)] == []
 
 
-def test_every_test_file_is_named_and_exists():
-    named = {name for line in (*which.TESTS.values(), which.OTHERS) for name in line.split()}
-    there = {path.stem.removeprefix("test_") for path in (which.ROOT / "tests").rglob("test_*.py")}
-    assert named - there == set()
-    assert there - named == set(), "name them beside the modules that they test, in tests/which.py"
+def test_every_folder_of_tests_is_a_packages():
+    """Names of files are unique: tests import cases from each other by name, and other tools name them by file."""
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))}
+    assert {name for name in folders - OTHERS if not (PACKAGE / name).is_dir()} == set()
+    names = Counter(path.name for path in TESTS.rglob("*.py") if "fixtures" not in path.parts)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_the_command_prints_files_once_and_in_order(capsys):
+def test_the_command_prints_folders_and_files_once_and_in_order(capsys):
     assert which.main(["onefold/window.py", "./onefold/loader.py"]) == 0
     assert capsys.readouterr().out.split() == [
         f"tests/engine/test_{name}.py" for name in ("window", "engine", "loader")
     ]
-    assert which.main(["onefold/config/keys.py"]) == 0
-    assert capsys.readouterr().out.split() == [
-        f"tests/config/test_{name}.py" for name in ("config", "support", "params")
-    ]
+    assert which.main(["onefold/comm/exchange.py"]) == 0
+    assert capsys.readouterr().out.split() == ["tests/comm", "tests/runtime/test_exactness.py"]
     assert which.main(["onefold/nowhere.py"]) == 1
-    assert "is not in the table" in capsys.readouterr().err
+    assert "No tests are known for onefold/nowhere.py" in capsys.readouterr().err
     assert which.main([]) == 2
 
 
 def test_the_quick_check_names_tests_that_exist():
     """`make check` runs the first case of each."""
-    for name in (which.ROOT / "tests" / "check.txt").read_text().split():
+    for name in (TESTS / "check.txt").read_text().split():
         file, _, function = name.partition("::")
         assert f"\ndef {function}(" in FILES[file].read_text(), name
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Net, batches, config, first_difference, net, start, train
@@ -233,9 +234,7 @@ def caught(kind: str, phase: str, stage: int) -> tuple[str, bool, str | None]:
     return str(found), found is raised, first_difference(train(engine, 3), plain)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("kind", ["device", "memory", "host"])
+@covering(stage=(1, 3), phase=("forward", "backward"), kind=("device", "memory", "host"))
 def test_an_error_of_memory_says_where_and_training_goes_on(on_ranks, kind, phase, stage):
     for number, (text, same, difference) in enumerate(on_ranks(2, caught, kind, phase, stage)):
         assert same

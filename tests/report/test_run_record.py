@@ -258,6 +258,7 @@ def run_job(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("code", "reason", "error"),
     [
@@ -274,6 +275,7 @@ def test_the_last_line_says_how_the_run_ended(tmp_path, code, reason, error):
     assert (run.end["reason"], run.end["error"], len(run.steps)) == (reason, error, 3)
 
 
+@pytest.mark.program
 def test_a_killed_process_loses_no_step_that_was_taken(tmp_path):
     done = run_job(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -9
@@ -282,6 +284,7 @@ def test_a_killed_process_loses_no_step_that_was_taken(tmp_path):
     assert run.report.num_steps == 3  # from the lines that there are
 
 
+@pytest.mark.program
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path):
     code = """
         import os, resource

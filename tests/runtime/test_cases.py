@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from models import (
     Block,
     batches,
@@ -20,10 +22,10 @@ from models import (
     first_difference,
     more,
     net,
-    one_in,
     precision,
     rank,
     start,
+    table,
     train,
     weights_of,
 )
@@ -34,8 +36,6 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 
 STAGES = [0, 1, 2, 3]
-# The others run in `make test-slow`.
-SOME_STAGES = [more(0), more(1), 2, 3]
 WIDTH = 10
 STEPS = 3
 # Plain SGD shows a wrong factor that Adam would hide.
@@ -479,46 +479,58 @@ def forward_of_forward(model: Any, step: int) -> torch.Tensor:
     return model(model(data(step))).square().mean()
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tensor]]] = {
-    "plain": (Stack, square),
-    "inputs that need grad": (Stack, of_grad_inputs),
-    "tied in one unit": (TiedInOneUnit, square),
-    "tied across units": (TiedAcrossUnits, square),
-    "frozen": (Frozen, square),
-    "mixed dtypes": (MixedDtypes, square),
-    "no root parameters": (NoRootParameters, square),
-    "only one module": (OnlyOneModule, square),
-    "unused on some ranks": (UnusedOnSomeRanks, square),
-    "unused on all ranks": (UnusedOnAllRanks, square),
-    "run twice": (RunTwice, square),
-    "skipped": (Skipped, square),
-    "shared between places": (SharedBetweenPlaces, square),
-    "output view": (OutputView, of_view),
-    "in place inside": (InPlaceInside, square),
-    "dict": (DictOutput, of_dict),
-    "dict in part": (DictOutput, of_dict_in_part),
-    "dataclass": (DataclassOutput, of_dataclass),
-    "opaque output": (OpaqueOutput, of_opaque),
-    "reentrant": (Reentrant, square),
-    "non-reentrant": (NonReentrant, square),
-    "reentrant twice": (ReentrantTwice, square),
-    "non-reentrant twice": (NonReentrantTwice, square),
-    "reentrant tied": (ReentrantTied, square),
-    "reentrant foreign": (ReentrantForeign, square),
-    "reentrant twice on one rank": (ReentrantTwiceOnOneRank, square),
-    "around the root": (Stack, around_the_root),
-    "reentrant around the root": (Reentrant, around_the_root),
-    "reentrant twice around the root": (ReentrantTwice, around_the_root),
-    "rank-divergent": (RankDivergent, square),
-    "experts": (Experts, square),
-    "zero-sized": (ZeroSized, square),
-    "one element": (OneElement, square),
-    "sparse embedding": (SparseEmbedding, of_tokens),
-    "strided parameters": (StridedParameters, square),
-    "weight read outside": (Stack, reads_weight),
-    "two forwards": (Stack, two_forwards),
-    "forward of forward": (Stack, forward_of_forward),
+Case = tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tensor]]
+
+# The models of a group train in one call on the ranks.
+GROUPS: dict[str, dict[str, Case]] = {
+    "parameters": {
+        "plain": (Stack, square),
+        "tied in one unit": (TiedInOneUnit, square),
+        "tied across units": (TiedAcrossUnits, square),
+        "frozen": (Frozen, square),
+        "mixed dtypes": (MixedDtypes, square),
+        "no root parameters": (NoRootParameters, square),
+        "only one module": (OnlyOneModule, square),
+        "zero-sized": (ZeroSized, square),
+        "one element": (OneElement, square),
+        "sparse embedding": (SparseEmbedding, of_tokens),
+        "strided parameters": (StridedParameters, square),
+    },
+    "paths": {
+        "inputs that need grad": (Stack, of_grad_inputs),
+        "unused on some ranks": (UnusedOnSomeRanks, square),
+        "unused on all ranks": (UnusedOnAllRanks, square),
+        "run twice": (RunTwice, square),
+        "skipped": (Skipped, square),
+        "shared between places": (SharedBetweenPlaces, square),
+        "around the root": (Stack, around_the_root),
+        "rank-divergent": (RankDivergent, square),
+        "experts": (Experts, square),
+        "weight read outside": (Stack, reads_weight),
+        "two forwards": (Stack, two_forwards),
+        "forward of forward": (Stack, forward_of_forward),
+    },
+    "outputs": {
+        "output view": (OutputView, of_view),
+        "in place inside": (InPlaceInside, square),
+        "dict": (DictOutput, of_dict),
+        "dict in part": (DictOutput, of_dict_in_part),
+        "dataclass": (DataclassOutput, of_dataclass),
+        "opaque output": (OpaqueOutput, of_opaque),
+    },
+    "checkpoints": {
+        "reentrant": (Reentrant, square),
+        "non-reentrant": (NonReentrant, square),
+        "reentrant twice": (ReentrantTwice, square),
+        "non-reentrant twice": (NonReentrantTwice, square),
+        "reentrant tied": (ReentrantTied, square),
+        "reentrant foreign": (ReentrantForeign, square),
+        "reentrant twice on one rank": (ReentrantTwiceOnOneRank, square),
+        "reentrant around the root": (Reentrant, around_the_root),
+        "reentrant twice around the root": (ReentrantTwice, around_the_root),
+    },
 }
+CASES: dict[str, Case] = {name: case for group in GROUPS.values() for name, case in group.items()}
 
 
 def train_case(case: str, stage: int, *, bare: bool = False, accumulation: int = 1, overlap: bool = False) -> Weights:
@@ -569,55 +581,68 @@ def close(left: Weights, right: Weights) -> bool:
     return all(torch.allclose(left[name], right[name], atol=1e-6) for name in left)
 
 
-def flat(weights: Weights) -> torch.Tensor:
-    """One tensor, which travels from a rank faster than many."""
-    return torch.cat([weight.detach().double().flatten() for weight in weights.values()])
+def on_other_ranks(case: str, runs: Iterable[Weights]) -> list[str]:
+    """Return the ranks whose weights are not those of rank 0."""
+    lines = [weight.detach().double().flatten() for weights in runs for weight in weights.values()]
+    bits = hashlib.blake2b(torch.cat(lines).numpy().tobytes(), digest_size=8).hexdigest()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, bits)
+    return [f"{case}: rank {number} has other weights" for number, each in enumerate(found) if each != found[0]]
 
 
-def beside_torch(case: str, stage: int, labels: Sequence[str]) -> tuple[list[str], torch.Tensor]:
-    """What is wrong, and the weights of all variants."""
+def beside_torch(case: str, stage: int, labels: Sequence[str]) -> list[str]:
+    """Return what differs from plain torch, or from another variant that has to give the same bits."""
     mine = {label: train_case(case, stage, **VARIANTS[label]) for label in labels}
     theirs = {accumulation: train_reference(case, accumulation) for accumulation in (1, 2)}
     problems = []
     for label in labels:
-        try:
-            assert_close(mine[label], theirs[VARIANTS[label].get("accumulation", 1)], label)
-        except AssertionError as error:
-            problems.append(str(error))
+        problems += apart(
+            mine[label], theirs[VARIANTS[label].get("accumulation", 1)], f"{case}, stage {stage}, {label}"
+        )
     # When things move never moves a bit, nor does who calls backward. Where ranks part from the program they follow
     # depends on what was in flight, and with it which gradients come late.
     same = close if case == "rank-divergent" and stage == 3 else equal
     for accumulated in (False, True):
         alike = [label for label in labels if ("accumulated" in label) == accumulated]
-        problems += [f"{alike[0]} and {label} differ" for label in alike[1:] if not same(mine[label], mine[alike[0]])]
-    return problems, torch.cat([flat(weights) for weights in mine.values()])
+        problems += [
+            f"{case}, stage {stage}: {alike[0]} and {label} differ"
+            for label in alike[1:]
+            if not same(mine[label], mine[alike[0]])
+        ]
+    return problems + on_other_ranks(case, mine.values())
 
 
-# The other two are bit-equal to these in `test_case_is_bit_equal_in_every_stage`.
-@pytest.mark.parametrize("stage", [more(0), more(1), more(2), 3])
-@pytest.mark.parametrize("case", one_in(3, CASES))
-def test_case_equals_plain_torch(on_ranks, case, stage):
-    results = on_ranks(2, beside_torch, case, stage, list(VARIANTS))
-    for problems, weights in results:
-        assert problems == []
-        assert torch.equal(weights, results[0][1])
+def apart(mine: Weights, theirs: Weights, label: str) -> list[str]:
+    """Return the first parameter that is not close, with how far it is."""
+    try:
+        assert_close(mine, theirs, label)
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [more(1), 3])
-@pytest.mark.parametrize("case", CASES)
-def test_case_equals_plain_torch_at_other_world_sizes(on_ranks, case, world):
-    results = on_ranks(world, beside_torch, case, 2, ["bare, overlapped", "accumulated"])
-    for problems, weights in results:
-        assert problems == []
-        assert torch.equal(weights, results[0][1])
+@dataclass(frozen=True)
+class Run:
+    stage: int
+    accumulation: int
+    bare: bool
+    overlap: bool
+
+    def train(self, case: str) -> Weights:
+        return train_case(case, self.stage, bare=self.bare, accumulation=self.accumulation, overlap=self.overlap)
 
 
-def every_stage(case: str) -> list[torch.Tensor]:
-    once = [flat(train_case(case, stage)) for stage in STAGES]
-    return once + [flat(train_case(case, stage, accumulation=2)) for stage in STAGES]
-
-
+# Every stage, once and accumulated; every two of these settings meet.
+RUNS = [
+    Run(stage=0, accumulation=1, bare=False, overlap=True),
+    Run(stage=0, accumulation=2, bare=True, overlap=False),
+    Run(stage=1, accumulation=1, bare=False, overlap=False),
+    Run(stage=1, accumulation=2, bare=True, overlap=True),
+    Run(stage=2, accumulation=1, bare=True, overlap=False),
+    Run(stage=2, accumulation=2, bare=False, overlap=True),
+    Run(stage=3, accumulation=1, bare=True, overlap=True),
+    Run(stage=3, accumulation=2, bare=False, overlap=False),
+]
 # A module run twice under reentrant checkpoints reports its gradient in two parts. In the very first step, before the
 # order is agreed, sharded parameters let both be reduced as one: the same sum, rounded elsewhere. Ranks that go other
 # ways in every step part from the program, and some gradients come late.
@@ -630,15 +655,45 @@ IN_TWO_PARTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case_is_bit_equal_in_every_stage(on_ranks, case):
-    for weights in on_ranks(2, every_stage, case):
-        once, accumulated = weights[:4], weights[4:]
-        assert all(torch.equal(once[0], other) for other in once[1:3])
-        assert torch.equal(accumulated[0], accumulated[1])
-        compare = torch.allclose if case in IN_TWO_PARTS else torch.equal
-        assert compare(once[0], once[3])
-        assert compare(accumulated[2], accumulated[3])
+def in_every_stage(case: str) -> list[str]:
+    """Return what differs from plain torch, or from a stage that has to give the same bits."""
+    mine = {(run.stage, run.accumulation): run.train(case) for run in RUNS}
+    theirs = {accumulation: train_reference(case, accumulation) for accumulation in (1, 2)}
+    problems = []
+    for (stage, accumulation), weights in mine.items():
+        problems += apart(weights, theirs[accumulation], f"{case}, stage {stage}, accumulation {accumulation}:")
+    sharded = close if case in IN_TWO_PARTS else equal
+    for one, other, same in [
+        ((0, 1), (1, 1), equal),
+        ((0, 1), (2, 1), equal),
+        ((0, 1), (3, 1), sharded),
+        ((0, 2), (1, 2), equal),
+        ((2, 2), (3, 2), sharded),
+    ]:
+        if not same(mine[one], mine[other]):
+            difference = first_difference(mine[other], mine[one])
+            problems.append(f"{case}, accumulation {one[1]}: stage {other[0]} is not stage {one[0]}: {difference}")
+    return problems + on_other_ranks(case, mine.values())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_models_equal_plain_torch_and_are_bit_equal_in_every_stage(on_ranks, group):
+    assert on_ranks(2, table, list(GROUPS[group]), in_every_stage) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_models_equal_plain_torch_in_every_variant(on_ranks, group, stage):
+    assert on_ranks(2, table, list(GROUPS[group]), beside_torch, stage, list(VARIANTS)) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("group", GROUPS)
+def test_models_equal_plain_torch_at_other_world_sizes(on_ranks, group, world):
+    variants = ["bare, overlapped", "accumulated"]
+    assert on_ranks(world, table, list(GROUPS[group]), beside_torch, 2, variants) == [[]] * world
 
 
 def scaled_around_the_root(stage: int) -> Weights:
@@ -667,7 +722,7 @@ def fp16_reference() -> Weights:
     return weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@covering(stage=STAGES)
 def test_a_scaled_bare_backward_may_begin_inside_a_checkpoint(on_ranks, stage):
     for mine in on_ranks(2, scaled_around_the_root, stage):
         assert_close(mine, on_ranks(2, fp16_reference)[0])
@@ -698,10 +753,7 @@ def two_losses(stage: int, bare: bool, accumulation: int, overlap: bool) -> tupl
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=STAGES, bare=(False, True), accumulation=(1, 2), overlap=(True, False))
 def test_two_backwards_before_one_step(on_ranks, stage, bare, accumulation, overlap):
     for mine, theirs in on_ranks(2, two_losses, stage, bare, accumulation, overlap):
         assert_close(mine, theirs)
@@ -722,8 +774,7 @@ def two_forwards_two_backwards(stage: int, bare: bool) -> tuple[Weights, Weights
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("bare", [False, True])
+@covering(stage=STAGES, bare=(False, True), strength=1)
 def test_two_forwards_before_the_first_backward(on_ranks, stage, bare):
     for mine, theirs in on_ranks(2, two_forwards_two_backwards, stage, bare):
         assert_close(mine, theirs)
@@ -742,8 +793,7 @@ def gradients_of_inputs(stage: int, bare: bool) -> tuple[torch.Tensor, torch.Ten
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("bare", [False, True])
+@covering(stage=STAGES, bare=(False, True))
 def test_inputs_get_their_gradients(on_ranks, stage, bare):
     for mine, theirs in on_ranks(2, gradients_of_inputs, stage, bare):
         torch.testing.assert_close(mine, theirs)
@@ -799,18 +849,14 @@ def going_on(stage: int, bare: bool, around: bool, overlap: bool, zeroed: bool, 
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("overlap", [more(False), True])
-@pytest.mark.parametrize("zeroed", [more(False), True])
+@covering(stage=STAGES, bare=(False, True), overlap=(True, False), zeroed=(True, False), strength=1)
 def test_training_goes_on_after_a_backward_that_raised(on_ranks, stage, bare, overlap, zeroed):
     for when in (0, 1):
         for mine, theirs in on_ranks(2, going_on, stage, bare, False, overlap, zeroed, when):
             assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("bare", [False, True])
+@covering(stage=STAGES, bare=(False, True), strength=1)
 def test_training_goes_on_where_the_roots_forward_never_runs(on_ranks, stage, bare):
     for mine, theirs in on_ranks(2, going_on, stage, bare, True, False, False, 1):
         assert_close(mine, theirs)
@@ -841,9 +887,7 @@ def evaluated(stage: int, overlap: bool, bare_module: bool) -> tuple[Weights, We
     return weights_of(engine.module), weights_of(reference.model), mine, theirs
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("overlap", [more(False), True])
-@pytest.mark.parametrize("bare_module", [False, True])
+@covering(stage=STAGES, overlap=(True, False), bare_module=(False, True), strength=1)
 def test_evaluation_between_steps(on_ranks, stage, overlap, bare_module):
     for mine, theirs, losses, expected in on_ranks(2, evaluated, stage, overlap, bare_module):
         assert_close(mine, theirs)
@@ -871,9 +915,7 @@ def with_other_counts(stage: int, dtype: str) -> tuple[Weights, Weights]:
     return weights_of(engine.module), weights_of(reference.model)
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@covering(stage=STAGES, dtype=("fp32", "bf16"), world=(2, more(1)), strength=1)
 def test_a_changed_accumulation_count(on_ranks, world, stage, dtype):
     for mine, theirs in on_ranks(world, with_other_counts, stage, dtype):
         if dtype == "fp32":
@@ -918,8 +960,7 @@ def from_meta(stage: int, own_optimizer: bool) -> tuple[Weights, Weights, Weight
     return first, weights_of(engine.module), weights_of(reference.model), same
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("own_optimizer", [False, True])
+@covering(stage=STAGES, own_optimizer=(False, True), strength=1)
 def test_a_model_built_on_the_meta_device(on_ranks, stage, own_optimizer):
     results = on_ranks(2, from_meta, stage, own_optimizer)
     for first, mine, theirs, same in results:
@@ -1001,10 +1042,14 @@ def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool
     return found
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize(("dtype", "accumulation", "overlap", "bare"), [
-    more("fp32", 1, False, False), ("fp32", 2, True, True), more("bf16", 1, True, False), ("fp16", 2, False, True),
-])  # fmt: skip
+@covering(
+    stage=STAGES,
+    dtype=("fp32", "bf16", "fp16"),
+    accumulation=(1, 2),
+    overlap=(True, False),
+    bare=(False, True),
+    strength=1,
+)
 def test_memory_returns_to_rest_after_each_step(on_ranks, stage, dtype, accumulation, overlap, bare):
     for found in on_ranks(2, at_rest, stage, dtype, accumulation, overlap, bare):
         assert all(held == found[0][0] for held, _ in found), found
@@ -1051,9 +1096,7 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
     return before, live_tensors(), alive
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("end", ["del", "destroy"])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=STAGES, end=("del", "destroy"), overlap=(True, False), strength=1)
 def test_an_engine_that_is_gone_holds_nothing(on_ranks, stage, end, overlap):
     for before, after, alive in on_ranks(2, after_life, stage, end, overlap):
         assert alive == []
@@ -1083,8 +1126,7 @@ def interleaved(stages: tuple[int, int], overlap: bool) -> tuple[list[Weights], 
     return [weights_of(engine.module) for engine in engines], [weights_of(ref.model) for ref in references]
 
 
-@pytest.mark.parametrize("stages", [(0, 2), (1, 1), (2, 2)])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stages=((0, 2), (1, 1), (2, 2), (3, 3)), overlap=(True, False), strength=1)
 def test_two_engines_in_one_process(on_ranks, stages, overlap):
     for mine, theirs in on_ranks(2, interleaved, stages, overlap):
         for weights, expected in zip(mine, theirs, strict=True):
@@ -1106,8 +1148,7 @@ def chained(stage: int, overlap: bool) -> tuple[list[Weights], list[Weights]]:
     return [weights_of(engine.module) for engine in (first, second)], [weights_of(ref.model) for ref in references]
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=STAGES, overlap=(True, False), strength=1)
 def test_one_loss_through_two_engines(on_ranks, stage, overlap):
     for mine, theirs in on_ranks(2, chained, stage, overlap):
         for weights, expected in zip(mine, theirs, strict=True):
@@ -1132,8 +1173,7 @@ def initialized_twice(stages: tuple[int, int], overlap: bool) -> tuple[Weights, 
     return weights_of(second.module), weights_of(reference.model), str(caught.value)
 
 
-@pytest.mark.parametrize("stages", [(0, 0), (1, 2), (2, 0), (2, 2)])
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stages=((0, 0), (1, 2), (2, 0), (2, 2)), overlap=(True, False), strength=1)
 def test_initialize_twice_on_one_model(on_ranks, stages, overlap):
     for mine, theirs, message in on_ranks(2, initialized_twice, stages, overlap):
         assert_close(mine, theirs)
@@ -1163,8 +1203,7 @@ def overflowing(stage: int, bad_rank: int, accumulation: int) -> list[tuple[Weig
     return found
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize(("bad_rank", "accumulation"), [(0, 1), (1, 1), (1, 2)])
+@covering(stage=STAGES, bad_rank=(0, 1), accumulation=(1, 2), strength=1)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_ranks, stage, bad_rank, accumulation):
     results = on_ranks(2, overflowing, stage, bad_rank, accumulation)
     for found in results:
@@ -1205,8 +1244,7 @@ def overflow_in_one_shard(stage: int, element: int) -> tuple[list[bool], bool]:
     return applied, bool(torch.isfinite(weights_of(engine.module)["weight"]).all())
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("element", [0, 4095])
+@covering(stage=STAGES, element=(0, 4095))
 def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(on_ranks, stage, element):
     assert on_ranks(2, overflow_in_one_shard, stage, element) == [([True, False, True], True)] * 2
 
@@ -1240,9 +1278,7 @@ def with_groups(stage: int, how: str) -> tuple[Weights, Weights, list[float]]:
     return weights_of(engine.module), weights_of(plain), engine.get_lr()
 
 
-@pytest.mark.parametrize("world", [more(1), 2, more(3)])
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("how", ["model_parameters", "instance"])
+@covering(stage=STAGES, how=("model_parameters", "instance"), world=(2, more(1), more(3)))
 def test_groups_with_their_own_decay_and_rate(on_ranks, world, stage, how):
     for mine, theirs, rates in on_ranks(world, with_groups, stage, how):
         assert_close(mine, theirs)
@@ -1337,8 +1373,7 @@ def beside_a_copy(stage: int, overlap: bool, copies: bool) -> tuple[Weights, int
     return weights_of(engine.module), traffic, moved
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@pytest.mark.parametrize("overlap", [more(False), True])
+@covering(stage=STAGES, overlap=(True, False), strength=1)
 def test_a_copy_of_the_module_is_plain_torch(on_ranks, stage, overlap):
     with_copies = on_ranks(2, beside_a_copy, stage, overlap, True)
     without = on_ranks(2, beside_a_copy, stage, overlap, False)

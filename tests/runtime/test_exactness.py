@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import Net, Trace, batches, config, first_difference, more, net, precision, rank, start, train
 
 WORLDS = [1, 2, 3, 4]
@@ -25,17 +26,20 @@ def run_stages(dtype: str, accumulation: int, clipping: float, **more: Any) -> d
     return traces
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", more("fp16")])
-@pytest.mark.parametrize("clipping", [more(0.0), 0.3])
+@covering(
+    world=WORLDS,
+    dtype=("fp32", "bf16", "fp16"),
+    clipping=(0.3, 0.0),
+    strength=1,
+    always=[(2, "fp32", 0.3), (2, "bf16", 0.3), (2, "fp16", 0.0)],
+)
 def test_stages_are_bit_equal_without_accumulation(on_ranks, world, dtype, clipping):
     for traces in on_ranks(world, run_stages, dtype, 1, clipping):
         for stage in (1, 2, 3):
             assert first_difference(traces[stage], traces[0]) is None, f"stage {stage} beside stage 0"
 
 
-@pytest.mark.parametrize("world", [more(1), 2, more(3), 4])
-@pytest.mark.parametrize("dtype", [more("fp32"), "bf16", more("fp16")])
+@covering(world=(2, 4, more(1), more(3)), dtype=("bf16", "fp32", more("fp16")), strength=1)
 def test_stages_that_keep_whole_gradients_are_bit_equal_with_accumulation(on_ranks, world, dtype):
     results = on_ranks(world, run_stages, dtype, 3, 0.3)
     for traces in results:
@@ -65,7 +69,7 @@ def run_variants(stage: int, variants: list[dict[str, Any]]) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("stage", [more(0), more(1), 2, 3])
+@covering(stage=STAGES)
 def test_buckets_and_overlap_never_move_a_bit(on_ranks, stage):
     variants: list[dict[str, Any]] = [{}]
     variants += [{"zero_optimization": {"overlap_comm": overlap}} for overlap in (False, True)]

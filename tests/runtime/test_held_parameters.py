@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from covering import covering
 from models import config, more, precision, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
@@ -251,8 +252,11 @@ def penalised(plan: str, way: str) -> str | None:
     return both.difference()
 
 
-@pytest.mark.parametrize("way", ["after", "elastic", "inside", "kept list", "functional_call", "no_grad", "views"])
-@pytest.mark.parametrize("plan", ["3 nothing kept", more("3"), more("2"), more("3 offload")])
+@covering(
+    plan=("3 nothing kept", "3", "2", "3 offload"),
+    way=("after", "elastic", "inside", "kept list", "functional_call", "no_grad", "views"),
+    strength=1,
+)
 def test_operations_on_parameters_inside_a_pass_equal_plain_torch(on_ranks, plan, way):
     assert on_ranks(2, penalised, plan, way) == [None, None]
 
@@ -359,8 +363,7 @@ def writes(plan: str, way: str) -> str | None:
     return both.difference()
 
 
-@pytest.mark.parametrize("way", list(WRITES))
-@pytest.mark.parametrize("plan", ["2 offload", more("2"), more("3 persistent"), more("0"), more("1")])
+@covering(plan=("2 offload", "2", "3 persistent", "0", "1"), way=WRITES, strength=1)
 def test_writes_to_unsharded_parameters_equal_plain_torch(on_ranks, plan, way):
     assert on_ranks(2, writes, plan, way) == [None, None]
 
@@ -413,8 +416,7 @@ def writes_in_16_bits(plan: str, dtype: str, optimizer: str, honour: bool) -> st
     return None
 
 
-@pytest.mark.parametrize("plan", WHOLE)
-@pytest.mark.parametrize("dtype", ["bf16", more("fp16")])
+@covering(plan=WHOLE, dtype=("bf16", "fp16"), strength=1)
 def test_writes_in_16_bits_reach_the_master(on_ranks, plan, dtype):
     assert on_ranks(2, writes_in_16_bits, plan, dtype, "AdamW", True) == [None, None]
 
@@ -444,8 +446,7 @@ def written_on_one_rank(plan: str, how: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("how", ["one", "all"])
-@pytest.mark.parametrize("plan", ["0", "2", "3 persistent"])
+@covering(plan=("0", "2", "3 persistent"), how=("one", "all"))
 def test_a_write_on_one_rank_alone_raises(on_ranks, plan, how):
     assert on_ranks(2, written_on_one_rank, plan, how) == [None, None]
 
@@ -682,10 +683,7 @@ def dropped(plan: str, way: str) -> str | None:
     return both.difference()
 
 
-@pytest.mark.parametrize("way", list(DROPS))
-@pytest.mark.parametrize(
-    "plan", ["3 nothing kept", more("1"), more("0"), more("2"), more("2 offload"), more("3 offload")]
-)
+@covering(plan=("3 nothing kept", "1", "0", "2", "2 offload", "3 offload"), way=DROPS, strength=1)
 def test_gradients_are_dropped_however_it_is_asked_for(on_ranks, plan, way):
     assert on_ranks(2, dropped, plan, way) == [None, None]
 
@@ -712,7 +710,7 @@ def partly_dropped(plan: str) -> str | None:
     return None if max(off.values()) < 1e-6 else f"off by {off}"
 
 
-@pytest.mark.parametrize("plan", ["1", "3", more("0"), more("2"), more("2 offload"), more("3 offload")])
+@covering(plan=("1", "3", "0", "2", more("2 offload"), more("3 offload")))
 def test_a_submodule_drops_its_own_gradients(on_ranks, plan):
     assert on_ranks(2, partly_dropped, plan) == [None, None]
 
@@ -740,7 +738,7 @@ def gradients_read(plan: str) -> str | None:
     return problem or (None if weight.grad is None else "a gradient after the step")
 
 
-@pytest.mark.parametrize("plan", ["1", "3", more("0"), more("2")])
+@covering(plan=("1", "3", "0", "2"))
 def test_reading_a_sharded_gradient_says_what_to_call(on_ranks, plan):
     assert on_ranks(2, gradients_read, plan) == [None, None]
 
@@ -813,8 +811,7 @@ def frozen_between(plan: str, optimizer: str) -> str | None:
     return None if max(off.values()) < 1e-6 else f"off by {off}"
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "NAdam"])
-@pytest.mark.parametrize("plan", ["3", more("2"), more("0"), more("1"), more("2 offload"), more("3 offload")])
+@covering(plan=("3", "2", "0", "1", "2 offload", "3 offload"), optimizer=("SGD", "AdamW", "NAdam"), strength=1)
 def test_a_frozen_parameter_stops_moving(on_ranks, plan, optimizer):
     assert on_ranks(2, frozen_between, plan, optimizer) == [None, None]
 
@@ -878,8 +875,7 @@ def changed_after(plan: str, how: str, at_step: bool) -> str | None:
     return refusal(work, words)
 
 
-@pytest.mark.parametrize("how", list(CHANGES))
-@pytest.mark.parametrize("plan", ["3", more("2")])
+@covering(plan=("3", "2"), how=CHANGES, strength=1)
 def test_a_model_that_is_changed_after_initialize_is_refused_by_name(on_ranks, plan, how):
     assert on_ranks(2, changed_after, plan, how, False) == [None, None]
 
@@ -941,7 +937,7 @@ def subclass(plan: str) -> str | None:
     return None if type(model[0].weight) is Tagged else f"afterwards its class is {type(model[0].weight)}"
 
 
-@pytest.mark.parametrize("plan", ["2", "3", more("0"), more("1"), more("3 offload")])
+@covering(plan=("2", "3", "0", "1", "3 offload"))
 def test_a_subclass_of_parameter_is_trained(on_ranks, plan):
     assert on_ranks(2, subclass, plan) == [None, None]
 
@@ -1180,8 +1176,7 @@ def buffers(name: str, plan: str) -> str | None:
     return None if found == wanted else f"{found}, module.to(bf16) has {wanted}"
 
 
-@pytest.mark.parametrize("name", list(BUFFERED))
-@pytest.mark.parametrize("plan", ["3", more("1")])
+@covering(plan=("3", "1"), name=BUFFERED, strength=1)
 def test_buffers_of_torchs_layers_follow_the_parameters(on_ranks, name, plan):
     assert on_ranks(2, buffers, name, plan) == [None, None]
 
@@ -1273,8 +1268,7 @@ def hook_raises(plan: str, bare: bool) -> str | None:
     return "no error" if raising[0] else both.difference()
 
 
-@pytest.mark.parametrize("plan", ["2", more("3")])
-@pytest.mark.parametrize("bare", [False, True])
+@covering(plan=("2", "3"), bare=(False, True))
 def test_a_hook_that_raises_leaves_no_gradient_behind(on_ranks, plan, bare):
     assert on_ranks(2, hook_raises, plan, bare) == [None, None]
 
@@ -1288,7 +1282,7 @@ def dropped_on_one_rank(plan: str) -> str | None:
     return refusal(engine.step, "rank 1", "dropped gradients", "0.weight", "none")
 
 
-@pytest.mark.parametrize("plan", ["0", "2", more("3")])
+@covering(plan=("0", "2", "3"))
 def test_ranks_that_drop_different_gradients_raise(on_ranks, plan):
     assert on_ranks(2, dropped_on_one_rank, plan) == [None, None]
 
@@ -1366,7 +1360,7 @@ def unfrozen_later(plan: str) -> str | None:
     return refusal(lambda: engine(x), "4.weight was added and requires a gradient now")
 
 
-@pytest.mark.parametrize("plan", ["2", more("3")])
+@covering(plan=("2", "3"))
 def test_a_layer_that_is_added_frozen_and_unfrozen_later_is_refused(on_ranks, plan):
     assert on_ranks(2, unfrozen_later, plan) == [None, None]
 
@@ -1400,7 +1394,6 @@ def transformed(plan: str, way: Callable[[nn.Module], torch.Tensor]) -> str | No
     return both.difference(1e-5)
 
 
-@pytest.mark.parametrize("plan", ["3", more("2"), more("3 nothing kept")])
-@pytest.mark.parametrize("way", [_jacobian, more(_hessian), _directional, more(_mapped)])
+@covering(plan=("3", "2", "3 nothing kept"), way=(_jacobian, _hessian, _directional, _mapped), strength=1)
 def test_a_model_may_be_transformed_by_torch_func(on_ranks, plan, way):
     assert on_ranks(2, transformed, plan, way) == [None, None]

@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Block, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
+from covering import covering
+from models import Block, batches, config, first_difference, more, net, precision, rank, start, table, train, weights_of
 from ranks import RankError
 from torch import nn
 from torch.nn import functional as F
@@ -124,7 +125,7 @@ def beside_stage_2(case: str, rounding: float = 0.0) -> list[str]:
     problems = []
     for label in ("none", "kept"):  # which also gathers ahead
         found = differing(fit(build, loss_of, 3, LIMITS[label], **more), expected, rounding)
-        problems += [f"{label}: {name}" for name in found]
+        problems += [f"{case}, {label}: {name}" for name in found]
     return problems
 
 
@@ -200,7 +201,6 @@ def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, accumulation
             assert got["operations"] <= {"gather", "reduce-scatter", "meet"}
 
 
-@pytest.mark.slow
 def test_a_bare_backward_sends_the_same(on_ranks):
     for zero in LIMITS.values():
         mine, bare = on_ranks(2, traffic, "bf16", 2, zero)[0], on_ranks(2, traffic, "bf16", 2, zero, bare=True)[0]
@@ -583,8 +583,7 @@ def phases(zero: dict[str, Any], dtype: str, accumulation: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3)])
-@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
+@covering(world=(2, 1, more(3)), dtype=("fp32", "bf16"), accumulation=(1, 2), strength=2)
 def test_bytes_of_every_phase_are_those_of_plan_and_program(on_ranks, world, dtype, accumulation):
     for zero in LIMITS.values():
         for problems in on_ranks(world, phases, zero, dtype, accumulation):
@@ -619,8 +618,7 @@ def evaluations(zero: dict[str, Any], mode: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("mode", [more("no_grad"), "inference_mode"])
-@pytest.mark.parametrize("label", LIMITS)
+@covering(label=LIMITS, mode=("inference_mode", "no_grad"), strength=1)
 def test_memory_returns_to_rest_after_an_evaluation(on_ranks, mode, label):
     for problems in on_ranks(2, evaluations, LIMITS[label], mode):
         assert problems == []
@@ -686,8 +684,7 @@ def after_trouble(label: str, when: str, bare: bool, first: int) -> tuple[list[s
     return at_once, later, differing(weights_of(engine.module), weights_of(expected.module))
 
 
-@pytest.mark.parametrize("bare", [more(False), True])
-@pytest.mark.parametrize("when", [more("forward"), "backward"])
+@covering(when=("backward", "forward"), bare=(True, False), strength=1)
 def test_training_goes_on_after_an_exception_and_memory_returns_to_rest(on_ranks, when, bare):
     for label, first in (("none", 2), ("ahead", 0), ("ahead", 2), ("kept", 2)):
         for _, later, wrong in on_ranks(2, after_trouble, label, when, bare, first):
@@ -807,8 +804,7 @@ def evaluated_between(how: str, label: str, uneven: bool) -> tuple[str | None, s
     return trained, first_difference(runs[3, True][1], runs[2, True][1]), len(runs[3, True][1])
 
 
-@pytest.mark.parametrize("how", EVALUATIONS)
-@pytest.mark.parametrize("uneven", [more(False), True])
+@covering(how=EVALUATIONS, uneven=(True, False), strength=1)
 def test_evaluation_between_steps_changes_nothing(on_ranks, how, uneven):
     """Also where ranks evaluate different numbers of batches."""
     for trained, evaluated, num in on_ranks(2, evaluated_between, how, "none" if uneven else "kept", uneven):
@@ -832,7 +828,7 @@ def evaluated_inside(how: str, label: str) -> list[str]:
     return differing(*(weights_of(engine.module) for engine in engines))
 
 
-@pytest.mark.parametrize("how", ["bare no_grad", more("bare inference_mode"), more("one block")])
+@covering(how=("bare no_grad", "bare inference_mode", "one block"))
 def test_evaluation_inside_a_pass_changes_nothing(on_ranks, how):
     for label in LIMITS:
         for wrong in on_ranks(2, evaluated_inside, how, label):
@@ -1277,56 +1273,70 @@ def gathered_regulariser(model: Any, step: int) -> torch.Tensor:
 
 OWN_HEAD = {"onefold": {"units": ["Block", "leave"]}}
 
-CASES: dict[str, tuple[Callable[[], nn.Module], LossOf, dict[str, Any]]] = {
-    "plain": (Stack, square, {}),
-    "accumulated": (Stack, square, {"gradient_accumulation_steps": 3}),
-    "bf16": (Stack, lambda m, s: m(data(s).bfloat16()).float().square().mean(), precision("bf16")),
-    "drops layers": (DropsLayers, square, {"num_steps": 5}),
-    "drops layers from the first step": (DropsFromTheFirstStep, square, {"num_steps": 5}),
-    "drops layers alike": (DropsAlike, square, {"num_steps": 8}),
-    "mixture of experts": (Mixtures, square, {}),
-    "tower in turn": (Towers, square, {"num_steps": 5}),
-    "tower not on the first rank": (TowerNotOnTheFirstRank, square, {"num_steps": 5}),
-    "tower on the first rank": (TowerOnTheFirstRank, square, {}),
-    "two heads": (TwoHeads, square, OWN_HEAD),
-    "two heads on one rank": (TwoHeadsOnOneRank, square, OWN_HEAD),
-    "two heads on the first rank": (TwoHeadsOnTheFirstRank, square, OWN_HEAD),
-    "two heads in later steps": (TwoHeadsInLaterSteps, square, {**OWN_HEAD, "num_steps": 6}),
-    "no batch on one rank": (Stack, on_one_rank_nothing, {}),
-    "another order": (OtherOrder, square, {}),
-    "a changing order": (ChangingOrder, square, {"num_steps": 8}),
-    "two forwards": (Stack, two_forwards, {}),
-    "two forwards in later steps": (Stack, two_forwards_in_later_steps, {"num_steps": 5}),
-    "forward without backward": (Stack, forgotten_forward, {}),
-    "weights read in forward": (ReadsInForward, square, {}),
-    "weights read after forward": (Stack, reads_after_forward, {}),
-    "outputs in place": (OutputsInPlace, square, {}),
-    "outputs of all kinds": (AllKinds, square, {}),
-    "outputs passed on": (PassedOn, square, {}),
-    "outputs in a box": (InBoxes, square, {}),
-    "checkpoints": (Checkpointed, square, {}),
-    "reentrant checkpoints": (Reentrant, square, {}),
-    "checkpoints around groups": (InGroups, square, {}),
-    "reentrant checkpoints around groups": (ReentrantInGroups, square, {}),
-    "one checkpoint around all": (WholeAgain, square, {}),
-    "checkpoints around some": (SomeAgain, square, {}),
-    "reentrant checkpoints around some": (SomeReentrant, square, {}),
-    "frozen between": (FrozenBetween, square, {}),
-    "frozen first": (FrozenFirst, square, {}),
-    "autograd.grad in between": (Stack, differentiates_between, {}),
-    "auxiliary losses": (Auxiliaries, with_auxiliaries, {}),
-    "collected losses": (Collecting, with_collected, {}),
-    "outputs half in a box": (HalfInBoxes, square, {}),
-    "outputs in a frozen box": (FrozenInBoxes, square, {}),
-    "backward of a backward": (Stack, penalty, {}),
-    "regulariser of gathered parameters": (Stack, gathered_regulariser, {}),
-    "tower that no rank used at first": (TowerUnforeseen, square, {"num_steps": 5}),
-    "layer that no rank used at first": (DropsUnforeseen, square, {"num_steps": 5}),
-    "two heads on one rank, later": (TwoHeadsUnforeseen, square, {**OWN_HEAD, "num_steps": 4}),
+Case = tuple[Callable[[], nn.Module], LossOf, dict[str, Any]]
+
+# The models of a group train in one call on the ranks.
+GROUPS: dict[str, dict[str, Case]] = {
+    "losses": {
+        "plain": (Stack, square, {}),
+        "accumulated": (Stack, square, {"gradient_accumulation_steps": 3}),
+        "bf16": (Stack, lambda m, s: m(data(s).bfloat16()).float().square().mean(), precision("bf16")),
+        "two forwards": (Stack, two_forwards, {}),
+        "two forwards in later steps": (Stack, two_forwards_in_later_steps, {"num_steps": 5}),
+        "forward without backward": (Stack, forgotten_forward, {}),
+        "weights read in forward": (ReadsInForward, square, {}),
+        "weights read after forward": (Stack, reads_after_forward, {}),
+        "frozen between": (FrozenBetween, square, {}),
+        "frozen first": (FrozenFirst, square, {}),
+        "autograd.grad in between": (Stack, differentiates_between, {}),
+        "auxiliary losses": (Auxiliaries, with_auxiliaries, {}),
+        "collected losses": (Collecting, with_collected, {}),
+        "backward of a backward": (Stack, penalty, {}),
+        "regulariser of gathered parameters": (Stack, gathered_regulariser, {}),
+    },
+    "layers": {
+        "drops layers": (DropsLayers, square, {"num_steps": 5}),
+        "drops layers from the first step": (DropsFromTheFirstStep, square, {"num_steps": 5}),
+        "drops layers alike": (DropsAlike, square, {"num_steps": 8}),
+        "another order": (OtherOrder, square, {}),
+        "a changing order": (ChangingOrder, square, {"num_steps": 8}),
+        "layer that no rank used at first": (DropsUnforeseen, square, {"num_steps": 5}),
+        "no batch on one rank": (Stack, on_one_rank_nothing, {}),
+        "mixture of experts": (Mixtures, square, {}),
+    },
+    "towers and heads": {
+        "tower in turn": (Towers, square, {"num_steps": 5}),
+        "tower not on the first rank": (TowerNotOnTheFirstRank, square, {"num_steps": 5}),
+        "tower on the first rank": (TowerOnTheFirstRank, square, {}),
+        "tower that no rank used at first": (TowerUnforeseen, square, {"num_steps": 5}),
+        "two heads": (TwoHeads, square, OWN_HEAD),
+        "two heads on one rank": (TwoHeadsOnOneRank, square, OWN_HEAD),
+        "two heads on the first rank": (TwoHeadsOnTheFirstRank, square, OWN_HEAD),
+        "two heads in later steps": (TwoHeadsInLaterSteps, square, {**OWN_HEAD, "num_steps": 6}),
+        "two heads on one rank, later": (TwoHeadsUnforeseen, square, {**OWN_HEAD, "num_steps": 4}),
+    },
+    "outputs": {
+        "outputs in place": (OutputsInPlace, square, {}),
+        "outputs of all kinds": (AllKinds, square, {}),
+        "outputs passed on": (PassedOn, square, {}),
+        "outputs in a box": (InBoxes, square, {}),
+        "outputs half in a box": (HalfInBoxes, square, {}),
+        "outputs in a frozen box": (FrozenInBoxes, square, {}),
+    },
+    "checkpoints": {
+        "checkpoints": (Checkpointed, square, {}),
+        "reentrant checkpoints": (Reentrant, square, {}),
+        "checkpoints around groups": (InGroups, square, {}),
+        "reentrant checkpoints around groups": (ReentrantInGroups, square, {}),
+        "one checkpoint around all": (WholeAgain, square, {}),
+        "checkpoints around some": (SomeAgain, square, {}),
+        "reentrant checkpoints around some": (SomeReentrant, square, {}),
+    },
 }
+CASES: dict[str, Case] = {name: case for group in GROUPS.values() for name, case in group.items()}
 
 # Where ranks differ, three of them show more than two.
-WITH_THREE = {
+WITH_THREE = [
     "accumulated",
     "drops layers",
     "drops layers from the first step",
@@ -1338,28 +1348,23 @@ WITH_THREE = {
     "a changing order",
     "weights read after forward",
     "reentrant checkpoints around groups",
-}
+]
 # Here ranks diverge from their program in the middle of a pass: some gradients then come late, and three numbers in
 # another order round differently. Which come late depends on how far the other ranks were.
 TO_ROUNDING_WITH_THREE = ["tower that no rank used at first", "layer that no rank used at first"]
 
 
-def cases() -> Iterator[Any]:
-    for number, case in enumerate(CASES):
-        for world in (2, 3) if case in WITH_THREE else (2,):
-            yield more(case, world) if world == 3 or number % 2 else (case, world)
+@pytest.mark.parametrize("group", GROUPS)
+def test_models_are_bit_equal_to_stage_2(on_ranks, group):
+    assert on_ranks(2, table, list(GROUPS[group]), beside_stage_2) == [[], []]
 
 
-@pytest.mark.parametrize(("case", "world"), list(cases()))
-def test_case_is_bit_equal_to_stage_2(on_ranks, case, world):
-    for problems in on_ranks(world, beside_stage_2, case):
-        assert problems == []
+def test_models_on_which_ranks_differ_are_bit_equal_to_stage_2_on_three(on_ranks):
+    assert on_ranks(3, table, WITH_THREE, beside_stage_2) == [[], [], []]
 
 
-@pytest.mark.parametrize("case", [more(case) for case in TO_ROUNDING_WITH_THREE])
-def test_ranks_that_diverge_in_the_middle_of_a_pass_equal_stage_2_to_rounding(on_ranks, case):
-    for problems in on_ranks(3, beside_stage_2, case, rounding=1e-6):
-        assert problems == []
+def test_ranks_that_diverge_in_the_middle_of_a_pass_equal_stage_2_to_rounding(on_ranks):
+    assert on_ranks(3, table, TO_ROUNDING_WITH_THREE, beside_stage_2, 1e-6) == [[], [], []]
 
 
 def programs(case: str) -> list[bool]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import Net, batches, config, first_difference, more, net, precision, rank, start, train, weights_of
 from torch import nn
 
@@ -80,8 +81,7 @@ def built_under_init(world: int, dtype: str) -> tuple[bool, bool, str | None]:
     return resting or world == 1, shapes, first_difference(weights_of(model), whole)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@covering(world=(1, 2, 3), dtype=("fp32", "bf16"), strength=1)
 def test_init_gives_the_model_that_a_plain_constructor_gives(on_ranks, world, dtype):
     assert on_ranks(world, built_under_init, world, dtype) == [(True, True, None)] * world
 
@@ -102,8 +102,7 @@ def trained_after_init(dtype: str, how: str) -> tuple[str | None, bool]:
     return first_difference(train(engine), expected), all(p.numel() == 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("how", ["context", "module"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@covering(dtype=("fp32", "bf16"), how=("context", "module"))
 def test_a_model_built_under_init_trains_to_the_same_bits(on_ranks, how, dtype):
     assert on_ranks(2, trained_after_init, dtype, how) == [(None, True)] * 2
 
@@ -253,8 +252,7 @@ def gathers(stage: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@covering(stage=STAGES, world=(2, 1, 3), strength=1)
 def test_gathered_parameters_takes_whatever_people_pass(on_ranks, world, stage):
     for found in on_ranks(world, gathers, stage):
         assert all(found[:2]), found
@@ -278,8 +276,7 @@ def written(stage: int, dtype: str) -> tuple[bool, bool]:
     return bool((before == 0.125).all()), bool((master == 0.125).all())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@covering(stage=STAGES, dtype=("fp32", "bf16"))
 def test_the_modifier_ranks_values_become_everybodys(on_ranks, stage, dtype):
     assert on_ranks(2, written, stage, dtype) == [(True, True)] * 2
 
@@ -419,8 +416,7 @@ def loaded(stage: int, dtype: str) -> tuple[bool, bool]:
     return fits, torch.equal(safe_get_full_fp32_param(engine.module.head.weight), other.head.weight.float())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@covering(stage=STAGES, dtype=("fp32", "bf16"))
 def test_load_state_dict_gathers_and_reaches_masters(on_ranks, stage, dtype):
     assert on_ranks(2, loaded, stage, dtype) == [(True, True)] * 2
 
@@ -474,8 +470,7 @@ def streamed(stage: int, bucket_bytes: int) -> tuple[bool, list[int], int]:
     return same(found, whole), sizes, most
 
 
-@pytest.mark.parametrize("stage", [3, more(0)])
-@pytest.mark.parametrize("bucket_bytes", [9000, 1 << 30])
+@covering(stage=(3, 0), bucket_bytes=(9000, 1 << 30))
 def test_weights_are_streamed_in_buckets_with_a_cap(on_ranks, stage, bucket_bytes):
     for right, sizes, most in on_ranks(2, streamed, stage, bucket_bytes):
         assert right
@@ -552,9 +547,7 @@ def weight_size(weight: nn.Parameter) -> int:
     return unsharded_shape(weight).numel()
 
 
-@pytest.mark.parametrize("world", [more(1), 2])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", [more("fp32"), "bf16", more("fp16")])
+@covering(stage=STAGES, dtype=("fp32", "bf16", "fp16"), world=(2, more(1)), strength=1)
 def test_masters_gradients_and_states_are_read_and_set_in_every_stage(on_ranks, world, stage, dtype):
     results = on_ranks(world, accessed, stage, dtype)
     for found in results:
@@ -637,6 +630,7 @@ Path(sys.argv[1], str(torch.distributed.get_rank())).write_text(found)
 """
 
 
+@pytest.mark.program
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of a process from /proc")
 def test_building_takes_a_shard_and_a_few_units(tmp_path):

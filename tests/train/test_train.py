@@ -22,6 +22,8 @@ from onefold.train.gpt import GPT, PRESETS, GPTConfig
 from onefold.train.options import PRESET_NAMES, TrainOptions, add_arguments, prepare_config
 from onefold.train.tokens import Lines, Tokens
 
+pytestmark = pytest.mark.program
+
 # -- data --------------------------------------------------------------------------------------------------------
 
 
