@@ -42,10 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Spare the quick check the imports of files of which it runs nothing."""
-    if not config.getoption("--first-cases") or collection_path.suffix != ".py":
+    """Leave out files of which nothing would run: their imports take time, and may need packages that are not there."""
+    if collection_path.suffix != ".py":
         return None
-    return collection_path.name not in {name.partition("::")[0] for name in CHECK.read_text().split()} or None
+    if config.getoption("--first-cases"):
+        return collection_path.name not in {name.partition("::")[0] for name in CHECK.read_text().split()} or None
+    if config.getoption("markexpr") == "gpu":
+        return "pytest.mark.gpu" not in collection_path.read_text() or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
