@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import Net, batches, config, more, net, rank, start, weights_of
+from models import Net, batches, config, net, rank, start, weights_of
+from programs import Ended, run_programs
 from records import end, facts, row, write_run
 from torch import nn
 
@@ -243,63 +241,65 @@ def test_secrets_of_the_config_are_not_recorded(on_ranks, tmp_path):
 # -- how a run ends --------------------------------------------------------------------------------------------------
 
 JOB = """
-    import sys, torch, onefold
-    model = torch.nn.Linear(64, 64)
-    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "onefold": {"report": sys.argv[1]}}
-    engine, *_ = onefold.initialize(model=model, config={**config, "log_level": "warning"})
-    for _ in range(3):
+import os, resource, signal, sys, torch, onefold
+model = torch.nn.Linear(64, 64)
+config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "onefold": {"report": sys.argv[1]}}
+engine, *_ = onefold.initialize(model=model, config={**config, "log_level": "warning"})
+def train(steps):
+    for _ in range(steps):
         engine.backward(engine(torch.ones(2, 64)).square().mean())
         engine.step()
+train(3)
 """
+# What a program does after three steps, and the last line of its record: reason and error.
+ENDS: dict[str, tuple[str, str | None, str | None]] = {
+    "falls off its end": ("", "the process ended", None),
+    "closes the engine": ("engine.close()", "closed", None),
+    "raises": ("raise RuntimeError('no more')", "error", "RuntimeError: no more"),
+    "raises inside": ("with engine:\n    raise KeyError('inside')", "error", "KeyError: 'inside'"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", None, None),
+    "fills the disk": (
+        "size = os.path.getsize(sys.argv[1] + '/run.jsonl') + 100\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
+        "train(2)\n"
+        "engine.close()\n"
+        "print('trained', engine.global_steps)\n",
+        None,
+        None,
+    ),
+}
 
 
-def run_job(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(JOB) + textwrap.dedent(code), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Ended], dict[str, Path]]:
+    """All of these programs in one start of an interpreter, and the folders of their records."""
+    folders = {name: tmp_path_factory.mktemp("run") for name in ENDS}
+    return run_programs({name: (JOB + ENDS[name][0], str(folders[name])) for name in ENDS}), folders
 
 
 @pytest.mark.program
-@pytest.mark.parametrize(
-    ("code", "reason", "error"),
-    [
-        ("", "the process ended", None),
-        more("engine.close()", "closed", None),
-        ("raise RuntimeError('no more')", "error", "RuntimeError: no more"),
-        more("with engine:\n    raise KeyError('inside')", "error", "KeyError: 'inside'"),
-    ],
-)
-def test_the_last_line_says_how_the_run_ended(tmp_path, code, reason, error):
-    run_job(tmp_path, code)
-    run = RunFile.read(tmp_path)
+@pytest.mark.parametrize("name", [name for name, (_, reason, _) in ENDS.items() if reason is not None])
+def test_the_last_line_says_how_the_run_ended(ended, name):
+    run = RunFile.read(ended[1][name])
     assert run.end is not None
-    assert (run.end["reason"], run.end["error"], len(run.steps)) == (reason, error, 3)
+    assert (run.end["reason"], run.end["error"], len(run.steps)) == (*ENDS[name][1:], 3)
 
 
 @pytest.mark.program
-def test_a_killed_process_loses_no_step_that_was_taken(tmp_path):
-    done = run_job(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert done.returncode == -9
-    run = RunFile.read(tmp_path)
+def test_a_killed_process_loses_no_step_that_was_taken(ended):
+    done, folders = ended
+    assert done["is killed"].returncode == -9
+    run = RunFile.read(folders["is killed"])
     assert (run.end, len(run.steps)) == (None, 3)
     assert run.report.num_steps == 3  # from the lines that there are
 
 
 @pytest.mark.program
-def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path):
-    code = """
-        import os, resource
-        size = os.path.getsize(sys.argv[1] + "/run.jsonl") + 100
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        for _ in range(2):
-            engine.backward(engine(torch.ones(2, 64)).square().mean())
-            engine.step()
-        engine.close()
-        print("trained", engine.global_steps)
-    """
-    done = run_job(tmp_path, code)
-    assert "trained 5" in done.stdout, done.stderr
-    assert done.stderr.count("The record ends here; the training goes on") == 1
-    assert len(RunFile.read(tmp_path).steps) == 3
+def test_a_full_disk_ends_the_record_and_not_the_training(ended):
+    done, folders = ended
+    assert "trained 5" in done["fills the disk"].stdout, done["fills the disk"].stderr
+    assert done["fills the disk"].stderr.count("The record ends here; the training goes on") == 1
+    assert len(RunFile.read(folders["fills the disk"]).steps) == 3
 
 
 # -- plan against measurement ----------------------------------------------------------------------------------------
