@@ -6,6 +6,8 @@ Nothing is configured at import; `initialize` gives the logger a handler if nobo
 from __future__ import annotations
 
 import logging
+import re
+from fractions import Fraction
 
 logger = logging.getLogger("onefold")
 
@@ -27,4 +29,13 @@ def format_bytes(value: float) -> str:
     """A number of bytes for a person: 1.50 GB, 2.0 MB, 0.5 kB."""
     if value >= 1e9:
         return f"{value / 1e9:.2f} GB"
-    return f"{value / 1e6:.1f} MB" if value >= 1e5 else f"{value / 1e3:.1f} kB"
+    return f"{value / 1e6:.1f} MB" if value >= 1e6 else f"{value / 1e3:.1f} kB"
+
+
+def parse_size(size: int | str) -> int:
+    """Parse a size in bytes: 1000, "500MB" and "5GB" (powers of ten), "2GiB" (of two)."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(i?))?B?", str(size).strip())
+    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0
+    if not match or Fraction(match[1]) * unit < 1:
+        raise ValueError(f"a size is a positive number of bytes (500000000, '500MB', '5GB', '2GiB'), not {size!r}")
+    return int(Fraction(match[1]) * unit)

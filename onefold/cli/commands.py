@@ -7,10 +7,14 @@ the command does is another function, which is imported when the command is run.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from onefold.train.options import add_arguments
+from onefold.log import parse_size
+from onefold.train.options import PRESET_NAMES, above_zero, add_arguments, at_least_one, not_negative
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -25,6 +29,20 @@ class UsageError(ValueError):
     """What was typed cannot be done; the message says why, and the command ends with exit code 2."""
 
 
+@contextmanager
+def loading_torch() -> Iterator[None]:
+    """Say that torch is being loaded, which takes seconds. On a terminal the line disappears when it is done."""
+    if "torch" in sys.modules:
+        yield
+        return
+    erase = "\r\033[K" if sys.stderr.isatty() else ""
+    print("onefold: loading torch", end="" if erase else "\n", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(erase, end="", file=sys.stderr, flush=True)
+
+
 class Command(NamedTuple):
     """One command, or a group of commands: `ckpt` is the group of `ckpt ls`."""
 
@@ -32,47 +50,56 @@ class Command(NamedTuple):
     run: str | None
     """`module:function` that is given the arguments and returns the exit code; None: a group."""
     add_arguments: AddArguments
+    loads_torch: bool
+    """Whether importing it takes seconds, so that the command has to say so first."""
 
 
 COMMANDS: dict[str, Command] = {}
 
 
-def command(name: str, help: str, run: str | None = None) -> Callable[[AddArguments], AddArguments]:
+def command(
+    name: str, help: str, run: str | None = None, *, loads_torch: bool = True
+) -> Callable[[AddArguments], AddArguments]:
     def declare(add_arguments: AddArguments) -> AddArguments:
-        COMMANDS[name] = Command(help, run, add_arguments)
+        COMMANDS[name] = Command(help, run, add_arguments, loads_torch)
         return add_arguments
 
     return declare
 
 
-@command("train", "train a small GPT here and now", "onefold.cli.train:train")
+@command("train", "fine-tune a Hugging Face model, or train a small GPT", "onefold.cli.train:train", loads_torch=False)
 def _train(parser: argparse.ArgumentParser) -> None:
     """
-    Train a small GPT on text, from a DeepSpeed config: on every GPU, or on two processes where there is none. Shows
-    the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the model writes, and
-    leaves one page about the run (report.html). Ctrl-C ends it after the current step, with the summary of what was
-    done.
+    Fine-tune a Hugging Face model on your data, or train a small built-in GPT, on every GPU or on two processes where
+    there is none. Shows the plan, a progress bar, a summary with traffic and memory, a plot and a sample of what the
+    model writes. The trained weights, the metrics and one page about the run (report.html) are written to a folder.
+    Ctrl-C ends the run after the current step and writes the same.
+
+    Rows of .jsonl files have `text`, `prompt` and `completion`, `messages`, or `instruction`, `input` and `output`.
 
     examples:
-      onefold train                                  under two minutes on two CPU cores
-      onefold train --stage 1 --ranks 4              another ZeRO stage, another number of ranks
-      onefold train --config ds_config.json          your own DeepSpeed config
-      onefold train --data ~/notes README.md --steps 500
-      onefold train --preset 25m --steps 20          a larger model
-      onefold train --out runs/a --save-every 50     checkpoints on the way, in runs/a/checkpoints
-      onefold train --resume runs/a --ranks 4        go on from the last of them, here on four ranks
+      onefold train --model llama/ --data rows.jsonl --lora      fine-tune an adapter; it is saved in OUT/adapter
+      onefold train --model llama/ --data rows.jsonl --epochs 3  fine-tune all weights; they are saved in OUT/model
+      onefold train --model llama/ --data rows.jsonl --lora 64 --lr 1e-4 --batch 2 --accumulation 8
+      onefold train                                              a small GPT, in two minutes on two CPU cores
+      onefold train --preset 25m --stage 1 --ranks 4             a larger GPT, another ZeRO stage, four ranks
+      onefold train --data ~/notes README.md --steps 500         the GPT on your own text
+      onefold train --config ds_config.json                      your own DeepSpeed config
+      onefold train --out runs/a --save-every 50                 with checkpoints, in runs/a/checkpoints
+      onefold train --resume runs/a --steps 600                  continue that run from its last checkpoint
 
       on several nodes:  onefold launch --hostfile hosts --module onefold.train --steps 500
     """
     add_arguments(parser)
     add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help=f"processes (default: one a GPU, or {CPU_RANKS} where there is none)")
-    add("--max-restarts", type=int, default=0, metavar="N",
-        help="start the ranks again after a failure, so often; with --save-every they go on from the last "
+    add("--ranks", type=at_least_one, metavar="N",
+        help=f"processes (default: one per GPU, or {CPU_RANKS} where there is none)")  # fmt: skip
+    add("--max-restarts", type=not_negative, default=0, metavar="N",
+        help="restart all ranks after a failure, at most N times; with --save-every they continue from the last "
         "checkpoint")  # fmt: skip
 
 
-@command("launch", "start your script on every GPU", "onefold.cli.launch:launch")
+@command("launch", "start your script on every GPU", "onefold.cli.launch:launch", loads_torch=False)
 def _launch(parser: argparse.ArgumentParser) -> None:
     """
     Start a script on every GPU of this node (one process where there is no GPU), by torch's elastic agent. The
@@ -92,22 +119,30 @@ def _launch(parser: argparse.ArgumentParser) -> None:
       onefold launch --hostfile hosts train.py
     """
     add = parser.add_argument
-    add("--num_gpus", "--nproc", "--num_accelerators", "--nproc_per_node", "--nproc-per-node", type=int, metavar="N",
-        dest="num_gpus", help="ranks on each node (default: its GPUs, or 1 where there are none)")  # fmt: skip
-    add("--num_nodes", "--nnodes", type=int, metavar="N", help="nodes that take part (default: 1, or the hostfile's)")
-    add("--node_rank", "--node-rank", type=int, metavar="K", help="which of the nodes this is, from 0")
+    add("--num_gpus", "--nproc", type=at_least_one, metavar="N", dest="num_gpus",
+        help="ranks on each node (default: its GPUs, or 1 where there are none)")  # fmt: skip
+    add("--num_accelerators", "--nproc_per_node", "--nproc-per-node", type=at_least_one, dest="num_gpus",
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    add(
+        "--num_nodes",
+        "--nnodes",
+        type=at_least_one,
+        metavar="N",
+        help="nodes that take part (default: 1, or the hostfile's)",
+    )
+    add("--node_rank", "--node-rank", type=not_negative, metavar="K", help="which of the nodes this is, from 0")
     add("--master_addr", "--master-addr", metavar="NODE", help="name or address of node 0")
-    add("--master_port", "--master-port", type=int, metavar="PORT",
+    add("--master_port", "--master-port", type=port, metavar="PORT",
         help=f"port on node 0 (default: a free one; {DEFAULT_PORT} with several nodes)")  # fmt: skip
-    add("-H", "--hostfile", metavar="FILE", help=f"nodes, one a line: `node1 slots=8` (default: {DEFAULT_HOSTFILE})")
+    add("-H", "--hostfile", metavar="FILE", help=f"nodes, one per line: `node1 slots=8` (default: {DEFAULT_HOSTFILE})")
     add("-i", "--include", default="", metavar="CHOICE", help="use only these: node1:0,2@node2")
     add("-e", "--exclude", default="", metavar="CHOICE", help="use all but these: node1:0,2@node2")
-    add("--max-restarts", "--max_restarts", type=int, default=0, metavar="N",
-        help="start all ranks again after a failure, up to N times (default: 0)")  # fmt: skip
+    add("--max-restarts", "--max_restarts", type=not_negative, default=0, metavar="N",
+        help="restart all ranks after a failure, at most N times (default: 0)")  # fmt: skip
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("--no_python", "--no-python", action="store_true", help="SCRIPT is a program of its own, not Python")
     add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # nothing to switch off: it is never passed
-    parser.set_defaults(passes_local_rank=False)
+    parser.set_defaults(passes_local_rank=False, quiet=False)
     add("script", metavar="SCRIPT", help="what every rank runs")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -151,28 +186,35 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
-@command("compare", "run a job in several settings and say which to take", "onefold.cli.compare:compare")
+@command(
+    "compare", "run a job in several settings and say which to take", "onefold.cli.compare:compare", loads_torch=False
+)
 def _compare(parser: argparse.ArgumentParser) -> None:
     """
-    Run the same short job in several stages and offload settings, each in processes of its own, and compare what was
-    measured: seconds a step, samples a second, peak memory, bytes sent, the loss. A setting that runs out of memory is
-    a row like any other. Ends with a recommendation in words; the logs, records, a plot and compare.json stay.
+    Run the same short job in several stages and offload settings, each in separate processes and in several rounds,
+    and compare what was measured: seconds per step with their spread over the rounds, samples per second, peak memory,
+    bytes sent, the loss. A setting that runs out of memory is a row like any other. Ends with a recommendation, which
+    says where a difference is within the noise. The logs, records, a plot and compare.json are kept.
 
     A setting is a stage and what is offloaded: 0, 1, 2, 3, 2+cpu (optimizer), 3+cpu+param (and parameters), 3+nvme.
 
     examples:
       onefold compare                                              the small GPT, stages 0 to 3 and 3+cpu
-      onefold compare --stages 2,3,3+cpu --preset 25m --steps 20
+      onefold compare --stages 2,3,3+cpu --preset 25m --steps 20 --rounds 5
       onefold compare --model llama/config.json --stages 2,3 --batch 2 --largest-batch
       onefold compare --stages 3+nvme+param --nvme-path /mnt/nvme0 --json
     """
     add = parser.add_argument
     add("--stages", default="0,1,2,3,3+cpu", metavar="LIST", help="settings, with commas (default: %(default)s)")
     _add_trials(parser)
+    add("--rounds", type=at_least_one, default=3, metavar="N",
+        help="runs of each setting, one of all settings after the other (default: %(default)s)")  # fmt: skip
     add("--largest-batch", action="store_true", help="also double the micro-batch until one fails (on GPUs)")
+    add("--max-batch", type=at_least_one, default=1024, metavar="N",
+        help="upper limit for --largest-batch (default: %(default)s)")  # fmt: skip
 
 
-@command("tune", "find the fastest setting by short real runs", "onefold.cli.tune:tune")
+@command("tune", "find the fastest setting by short real runs", "onefold.cli.tune:tune", loads_torch=False)
 def _tune(parser: argparse.ArgumentParser) -> None:
     """
     Measure this machine, then find the fastest setting of a job by short real runs, each in processes of its own: the
@@ -189,14 +231,16 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", default="2,3,3+cpu", metavar="LIST", help="settings, with commas (default: %(default)s)")
     _add_trials(parser)
+    add("--max-batch", type=at_least_one, default=1024, metavar="N",
+        help="largest micro-batch that is tried on GPUs (default: %(default)s)")  # fmt: skip
     add("--no-knobs", action="store_true", help="leave buckets, prefetch and ratio as they are")
     add("--write", metavar="FILE", help="where the config of the best goes (default: ds_config.json in the folder)")
 
 
-@command("watch", "show a running job from its record", "onefold.cli.watch_run:watch_run")
+@command("watch", "show a running job from its record", "onefold.cli.watch_run:watch_run", loads_torch=False)
 def _watch(parser: argparse.ArgumentParser) -> None:
     """
-    Show a job while it runs, from the record that it writes: steps, loss, learning rate, gradient norm, samples a
+    Show a job while it runs, from the record that it writes: steps, loss, learning rate, gradient norm, samples per
     second, memory by tier, traffic of a step. Reads a file and nothing else, so it works beside the job, on another
     node that sees the folder, and after the end. Waits for a run that has not begun; says when no line comes any more;
     ends when the run has ended. Ctrl-C ends it, and does nothing to the job.
@@ -212,10 +256,12 @@ def _watch(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     add = parser.add_argument
     add("--once", action="store_true", help="print once and end")
-    add("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks at the file (default: 1)")
+    add("--every", type=above_zero, default=1.0, metavar="SECONDS", help="between two looks at the file (default: 1)")
 
 
-@command("report", "one page about a run: curves, memory, time, traffic", "onefold.cli.reports:report")
+@command(
+    "report", "one page about a run: curves, memory, time, traffic", "onefold.cli.reports:report", loads_torch=False
+)
 def _report(parser: argparse.ArgumentParser) -> None:
     """
     Write one page of HTML from the record of a run: loss, learning rate, gradient norm, memory by tier and kind, time
@@ -252,14 +298,14 @@ def _export(parser: argparse.ArgumentParser) -> None:
       python zero_to_fp32.py CKPT OUT, beside every checkpoint, does the same in fp32 with DeepSpeed's options.
     """
     add = parser.add_argument
-    add("checkpoint", metavar="CKPT", help="the folder that save_checkpoint was given, or that of one tag")
+    add("checkpoint", type=folder, metavar="CKPT", help="the folder that save_checkpoint was given, or that of one tag")
     add("out", metavar="OUT", help="the folder to write to; made where it is not there")
     add("--tag", metavar="TAG", help="which checkpoint of CKPT (default: what `latest` names)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
         help="of floating-point weights (default: fp32); others keep theirs")  # fmt: skip
     add("--format", choices=("safetensors", "bin"), default="safetensors",
         help="safetensors (default), or torch.save's pytorch_model.bin")  # fmt: skip
-    add("--max-shard-size", metavar="SIZE", default="5GB",
+    add("--max-shard-size", type=size, metavar="SIZE", default="5GB",
         help="where to cut into several files with an index: 500MB, 5GB (default), 2GiB")  # fmt: skip
     add("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")
 
@@ -342,7 +388,7 @@ def _ckpt_rm(parser: argparse.ArgumentParser) -> None:
       onefold ckpt rm checkpoints --leftovers                data of saves that were killed; what is being written stays
     """
     add = parser.add_argument
-    add("dir", metavar="DIR", help="the folder that save_checkpoint was given")
+    add("dir", type=folder, metavar="DIR", help="the folder that save_checkpoint was given")
     add("tags", metavar="TAG", nargs="*", help="what to remove")
     add("-y", "--yes", action="store_true", help="do not ask")
     add("--force", action="store_true", help="also what `latest` names")
@@ -367,7 +413,9 @@ def _import_deepspeed(parser: argparse.ArgumentParser) -> None:
       onefold ckpt inspect out                                                 what came of it
       onefold export out weights                                               its weights, whole
     """
-    parser.add_argument("source", metavar="DIR", help="the folder that DeepSpeed saved to, or that of one tag")
+    parser.add_argument(
+        "source", type=folder, metavar="DIR", help="the folder that DeepSpeed saved to, or that of one tag"
+    )
     parser.add_argument("out", metavar="OUT", help="the folder to write to; made where it is not there")
     parser.add_argument("--tag", metavar="TAG", help="which checkpoint of DIR (default: what `latest` names)")
 
@@ -439,21 +487,46 @@ def _add_trials(parser: argparse.ArgumentParser) -> None:
     """What `compare` and `tune` share."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="a DeepSpeed config: each setting takes the place of its own")
-    add("--preset", metavar="NAME", help="size of the built-in GPT, as for `onefold train`")
-    add("--model", metavar="PATH", help="a model of transformers instead, as for `onefold train`")
-    add("--lora", type=int, metavar="RANK", help="with --model: train a LoRA adapter")
-    add("--sequence-length", type=int, metavar="N", help="with --model: tokens a sequence")
-    add("--batch", type=int, metavar="N", help="sequences of a micro-batch (default: the config's)")
-    add("--max-batch", type=int, default=1024, metavar="N", help="where that ends at the latest (default: %(default)s)")
-    add("--ranks", type=int, metavar="N", help="processes (default: as for `onefold train`)")
-    add("--steps", type=int, default=12, metavar="N", help="steps of each run (default: %(default)s)")
+    add("--preset", choices=PRESET_NAMES, help="size of the built-in GPT, as for `onefold train`")
+    add("--model", metavar="PATH", help="a Hugging Face model instead, as for `onefold train`")
+    add("--lora", type=at_least_one, metavar="RANK", help="with --model: train a LoRA adapter")
+    add("--sequence-length", type=at_least_one, metavar="N", help="with --model: tokens per sequence")
+    add("--batch", type=at_least_one, metavar="N", help="sequences in a micro-batch (default: the config's)")
+    add("--ranks", type=at_least_one, metavar="N", help="processes (default: as for `onefold train`)")
+    add("--steps", type=at_least_one, default=12, metavar="N", help="steps of each run (default: %(default)s)")
     add("--nvme-path", metavar="DIR", help="a folder on the drive, for settings with nvme")
     add("--out", metavar="FOLDER", help="where everything goes (default: a new folder under runs/)")
     _add_json(parser)
 
 
+def folder(text: str) -> str:
+    """Require a folder that exists."""
+    if not Path(text).is_dir():
+        problem = "is not a folder" if Path(text).exists() else "there is no such folder"
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return text
+
+
+def size(text: str) -> str:
+    """Require a number of bytes, with or without a unit."""
+    try:
+        parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def port(text: str) -> int:
+    """Require the number of a TCP port."""
+    number = at_least_one(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{number} is not a port, which is from 1 to 65535")
+    return number
+
+
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="the folder that save_checkpoint was given, or that of one tag")
+    add = parser.add_argument
+    add("dir", type=folder, metavar="DIR", help="the folder that save_checkpoint was given, or that of one tag")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

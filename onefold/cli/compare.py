@@ -9,38 +9,42 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from onefold.cli.commands import CPU_RANKS, UsageError
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.cli.trials import Trial, TrialJob, split_settings
 from onefold.config import load_config, solve_batch
 from onefold.log import format_bytes
-from onefold.train.options import TrainOptions, prepare_config
-
-# Steps that differ by less than this take the same time.
-_ABOUT = 1.03
+from onefold.train.options import TrainOptions, check_inputs, prepare_config
 
 
 @fails_on(OSError)
 def compare(options: argparse.Namespace) -> int:
+    check_inputs(train_options(options))
     settings = split_settings(options.stages, options.nvme_path)
-    for name in ("steps", "batch", "max_batch", "ranks"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    import torch
+
     if options.largest_batch and not torch.cuda.is_available():
         raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
     job, micro_batch = job_of(options)
     found: list[Trial] = []
     with progress_bar("compare", in_bytes=False) as tell:
+        # Round by round, so that a machine that is busy for a while is so for all settings.
+        total = len(settings) * options.rounds
         for place, setting in enumerate(settings):
-            tell(setting.name, place, len(settings))
+            tell(f"{setting.name}, round 1 of {options.rounds}", place, total)
             if options.largest_batch:
                 found.append(job.run_with_largest_batch(setting, micro_batch, options.max_batch))
             else:
                 found.append(job.run(setting, micro_batch))
-    facts = {"micro_batch": micro_batch, "steps": job.steps, "settings": [_facts(each) for each in found]}
+        for round in range(2, options.rounds + 1):
+            for place, trial in enumerate(found):
+                tell(
+                    f"{trial.setting.name}, round {round} of {options.rounds}", (round - 1) * len(found) + place, total
+                )
+                if trial.outcome == "done":
+                    found[place] = job.repeat(trial, round)
+    facts = {"micro_batch": micro_batch, "steps": job.steps, "rounds": options.rounds}
+    facts["settings"] = [_facts(each) for each in found]
     facts["recommendation"] = recommend(found)
     (job.folder / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
     if options.json:
@@ -61,8 +65,9 @@ def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
         value = getattr(options, name)
         if value:
             flags += [f"--{name.replace('_', '-')}", str(value)]
-    given = TrainOptions(config=options.config, preset=options.preset or TrainOptions.preset, model=options.model)
-    prepared = prepare_config(given, on_gpus=torch.cuda.is_available())
+    import torch
+
+    prepared = prepare_config(train_options(options), on_gpus=torch.cuda.is_available())
     settings = load_config(prepared.document)
     ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
     micro_batch = options.batch or solve_batch(settings, ranks).micro
@@ -70,11 +75,23 @@ def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
     return TrialJob(prepared.document, tuple(flags), options.ranks, options.steps, folder), micro_batch
 
 
+def train_options(options: argparse.Namespace) -> TrainOptions:
+    return TrainOptions(
+        config=options.config,
+        preset=options.preset or TrainOptions.preset,
+        model=options.model,
+        lora=options.lora or 0,
+        sequence_length=options.sequence_length,
+        out=options.out,
+    )
+
+
 def _facts(trial: Trial) -> dict[str, Any]:
     found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "said": trial.said}
     if trial.outcome == "done":
         found |= {
             "step_seconds": trial.step_seconds,
+            "step_seconds_spread": list(trial.spread),
             "samples_per_second": trial.samples_per_second,
             "peak_bytes": trial.peak,
             "sent_bytes": trial.sent,
@@ -89,27 +106,35 @@ def show(found: Sequence[Trial]) -> None:
     rows = []
     for trial in found:
         if trial.outcome != "done":
-            rows.append((trial.setting.name, "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.said}"))
+            rows.append((trial.setting.name, "-", "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.said}"))
             continue
+        low, high = trial.spread
         rows.append((
-            trial.setting.name, f"{trial.step_seconds:.3f}", f"{trial.samples_per_second:.1f}",
+            trial.setting.name, f"{trial.step_seconds:.3f}", f"{low:.3f}..{high:.3f}",
+            f"{trial.samples_per_second:.1f}",
             format_bytes(trial.peak), format_bytes(trial.sent) if trial.sent else "-",
             f"{trial.steps[-1].loss:.5f}" if trial.steps[-1].loss is not None else "-",
             f"largest micro-batch {trial.largest_batch}" if trial.largest_batch else "",
         ))  # fmt: skip
-    heads = ("stage", ">s a step", ">samples/s", ">peak", ">sent a step", ">last loss", "")
-    print_table(heads, rows, "the first rank; medians without the first steps")
+    heads = ("stage", ">s/step", ">min..max", ">samples/s", ">peak", ">sent/step", ">last loss", "")
+    rounds = max((len(trial.rounds) for trial in found), default=0)
+    over = f"median and spread of {rounds} rounds" if rounds > 1 else "median and spread of the steps of one round"
+    print_table(heads, rows, f"the first rank, without its first steps: {over}")
 
 
 def recommend(found: Sequence[Trial]) -> str:
-    """In words: the fastest that ran; of those that are about as fast, the smallest."""
+    """Name the fastest setting that ran; of those that the noise does not tell from it, the smallest."""
     done = [trial for trial in found if trial.outcome == "done"]
     if not done:
         return f"None of these runs: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
-    fastest = min(trial.step_seconds for trial in done)
-    close = [trial for trial in done if trial.step_seconds <= fastest * _ABOUT]
+    fastest = min(done, key=lambda trial: trial.step_seconds)
+    close = [trial for trial in done if trial.spread[0] <= fastest.spread[1]]
     best = min(close, key=lambda trial: trial.peak)
-    text = f"Take {best.setting.name}: {best.step_seconds:.3f} s a step and {format_bytes(best.peak)} at the peak"
+    text = f"Take {best.setting.name}: {best.step_seconds:.3f} s/step and {format_bytes(best.peak)} at the peak"
+    if len(close) > 1:
+        names = ", ".join(trial.setting.name for trial in close)
+        text += f". There is no difference in speed beyond the noise between {names}; {best.setting.name} takes the "
+        text += "least memory of them"
     others = [trial for trial in done if trial is not best]
     if others:
         smallest = min(others, key=lambda trial: trial.peak)
@@ -127,7 +152,7 @@ def recommend(found: Sequence[Trial]) -> str:
 
 
 def draw(found: Sequence[Trial], folder: Path) -> Path | None:
-    """Memory over time, and samples a second, of all that ran. None where matplotlib is not installed."""
+    """Memory over time, and samples per second, of all that ran. None where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -143,7 +168,7 @@ def draw(found: Sequence[Trial], folder: Path) -> Path | None:
     memory.set(title="memory at the step (MB)", xlabel="step", ylim=(0, None))
     memory.legend(frameon=False, fontsize="small")
     speed.bar([trial.setting.name for trial in done], [trial.samples_per_second for trial in done], color="#2f6fc1")
-    speed.set(title="samples a second")
+    speed.set(title="samples per second")
     for axes in (memory, speed):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

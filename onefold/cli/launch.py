@@ -6,6 +6,7 @@ Hostfiles, `--include` and `--exclude` are in DeepSpeed's formats. A node is a m
 from __future__ import annotations
 
 import argparse
+import errno
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from onefold.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
@@ -29,12 +31,43 @@ def launch(options: argparse.Namespace) -> int:
         raise UsageError("--module is for Python and --no_python is for everything else: give one of them")
     if not options.module and not options.no_python and not Path(options.script).is_file():
         raise UsageError(f"{options.script}: there is no such script (a module needs --module)")
+    if options.module and not _is_importable(options.script.partition(".")[0]):
+        raise UsageError(f"--module {options.script}: there is no such module")
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"{options.script}: there is no such program")
     job, command = job_of_this_node(options), [options.script, *options.arguments]
+    check_port(job)
+    if not options.quiet:
+        ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
+        print(f"onefold: starting {ranks} of {options.script}", file=sys.stderr, flush=True)
     if not options.no_python:
         command = python_command(*command, is_module=options.module, local_rank=options.passes_local_rank)
     return run_ranks(command, job)
+
+
+def _is_importable(package: str) -> bool:
+    """Whether the ranks will find this package: in the folder that they are started in, or where Python looks."""
+    names = (*sys.builtin_module_names, *sys.stdlib_module_names)
+    return package in names or PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
+
+
+def check_port(job: Job) -> None:
+    """Raise where the ranks cannot meet at the port that was given, because another process of this node has it."""
+    if job.master_port is None or job.node_rank != 0:
+        return
+    if not 0 < job.master_port < 65536:
+        raise UsageError(f"--master_port {job.master_port}: a port is from 1 to 65535")
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            probe.bind(("", job.master_port))
+            probe.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                other = "leave --master_port out to take a free one" if job.num_nodes == 1 else "give another"
+                raise UsageError(f"--master_port {job.master_port}: in use on this node; {other}") from error
+            if error.errno == errno.EACCES:
+                raise UsageError(f"--master_port {job.master_port}: this user may not open it") from error
 
 
 def job_of_this_node(options: argparse.Namespace) -> Job:
@@ -113,10 +146,14 @@ def _num_devices() -> int:
 
 def read_hostfile(path: str | Path) -> Nodes:
     """Nodes in the order of the file, each with slots 0 to n-1. A line reads `node1 slots=8`; `#` starts a comment."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise UsageError(f"hostfile {path}: not a file")
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise UsageError(f"hostfile {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"hostfile {path}: not a text file") from error
     return parse_hostfile(lines, f"hostfile {path}")
 
 
@@ -131,6 +168,8 @@ def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
             raise UsageError(f"{name}, line {number}: `{line}` is not of the form `node1 slots=8`")
         if match["node"] in nodes:
             raise UsageError(f"{name}, line {number}: {match['node']} stands there twice")
+        if len(match["slots"]) > 4:
+            raise UsageError(f"{name}, line {number}: {match['slots'][:20]} slots are more than a node has")
         nodes[match["node"]] = tuple(range(int(match["slots"])))
     if not nodes:
         raise UsageError(f"{name} names no node")

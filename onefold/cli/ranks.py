@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 # -- the launcher ----------------------------------------------------------------------------------------------------
@@ -94,8 +96,10 @@ class Job:
 
 def run_ranks(command: Sequence[str], job: Job) -> int:
     """Run a command in every rank of this node until all are done; the exit code the command should end with."""
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     _quiet_the_agent()
@@ -115,6 +119,10 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
             return _report_failure(error.failures)
         except SignalException as stopped:
             return _report_signal(stopped.sigval)
+        except (DistNetworkError, DistStoreError, RendezvousError) as error:
+            where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
+            _say(f"onefold: the ranks cannot meet at {where}: {str(error).splitlines()[0]}")
+            return EXIT_FAILED
         except KeyboardInterrupt:  # before the agent had its own handler
             return _report_signal(signal.SIGINT)
         finally:
@@ -168,8 +176,8 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 def _report_failure(failures: Mapping[int, ProcessFailure]) -> int:
     rank = first_failure(failures)
     failure = failures[rank]
-    if failure.exitcode == EXIT_INTERRUPTED:
-        return EXIT_INTERRUPTED
+    if failure.exitcode in (EXIT_INTERRUPTED, EXIT_BROKEN_PIPE):
+        return int(failure.exitcode)
     if failure.exitcode == EXIT_USAGE and isinstance(failure.message, dict):
         _say(f"onefold: {failure.message['message']}")
         return EXIT_USAGE

@@ -6,27 +6,42 @@ import argparse
 import os
 from dataclasses import replace
 
-import torch
-
-from onefold.cli.commands import CPU_RANKS, UsageError
+from onefold.cli.commands import CPU_RANKS
 from onefold.cli.ranks import Job, python_command, run_ranks
 from onefold.config import check_built, load_config
-from onefold.train.__main__ import run_rank
-from onefold.train.options import TrainOptions, default_out, prepare_config
-from onefold.train.task import choose_task
+from onefold.train.options import TrainOptions, check_inputs, default_out, prepare_config
+from onefold.train.tokens import check_first_rows
 
 
 def train(arguments: argparse.Namespace) -> int:
     options = TrainOptions.from_arguments(arguments)
     if "RANK" in os.environ:  # some other launcher has started the ranks, and this is one of them
+        from onefold.train.__main__ import run_rank
+
         return run_rank(options)
+    # Mistakes are reported here, once: first those that need no torch, then the others, before any rank starts.
+    check_inputs(options)
+    if options.model is not None:
+        check_first_rows(options.data)
+    options = replace(options, out=options.out or default_out(options))
+    print(f"onefold train: {_job(options)}; output in {options.out}", flush=True)
+
+    import torch
+
+    from onefold.train.task import choose_task
+
     num_gpus = torch.cuda.device_count()
-    num_ranks = arguments.ranks if arguments.ranks is not None else num_gpus or CPU_RANKS
-    if num_ranks < 1:
-        raise UsageError(f"--ranks {num_ranks}: must be at least 1")
-    # Mistakes show here, once, before any rank starts.
+    num_ranks = arguments.ranks or num_gpus or CPU_RANKS
     check_built(load_config(prepare_config(options, on_gpus=num_gpus > 0).document))
     choose_task(options)
-    options = replace(options, out=options.out or default_out(options))
+    print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} on {'GPUs' if num_gpus else 'the CPU'}", flush=True)
     command = python_command("onefold.train", *options.to_arguments(), is_module=True)
     return run_ranks(command, Job(num_ranks, max_restarts=arguments.max_restarts))
+
+
+def _job(options: TrainOptions) -> str:
+    verb = "resuming" if options.resume else "training"
+    if options.model is None:
+        return f"{verb} the built-in GPT, preset {options.preset}"
+    lora = f", LoRA of rank {options.lora}" if options.lora else ""
+    return f"{verb} {options.model}{lora}"

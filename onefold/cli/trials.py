@@ -10,19 +10,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from onefold.cli.commands import UsageError
-from onefold.estimate.forecast import Setting
+from onefold.cli.commands import UsageError, loading_torch
 from onefold.report.run_file import RunFile, RunFileError, StepRow
+
+if TYPE_CHECKING:  # settings are checked before torch is loaded
+    from onefold.estimate.forecast import Setting
 
 # Steps that are not timed: the first compiles, allocates and agrees on an order.
 WARMUP = 2
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|HostShortage|MemoryError|SIGKILL", re.IGNORECASE)
 
 
-def parse_setting(text: str, nvme_path: str | None = None) -> Setting:
-    """A stage with what is offloaded, as it is typed: 0, 2, 3+cpu, 3+cpu+param, 3+nvme."""
+def parse_setting(text: str, nvme_path: str | None = None) -> dict[str, Any]:
+    """Read a stage with what is offloaded, as it is typed: 0, 2, 3+cpu, 3+cpu+param, 3+nvme."""
     stage, *extras = text.strip().split("+")
     if stage not in ("0", "1", "2", "3"):
         raise UsageError(
@@ -45,7 +47,7 @@ def parse_setting(text: str, nvme_path: str | None = None) -> Setting:
         if device is None or stage != "3":
             raise UsageError(f"--stages {text}: param goes with stage 3 and with cpu or nvme, as in 3+cpu+param")
         zero["offload_param"] = device
-    return Setting(text.strip(), zero)
+    return zero
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,24 @@ class Trial:
     """The last line of a run that failed."""
     steps: tuple[StepRow, ...] = ()
     largest_batch: int | None = None
+    rounds: tuple[float, ...] = ()
+    """Seconds per step of each round, where the run was repeated."""
+
+    @property
+    def timed(self) -> list[float]:
+        """Seconds of each step, without the first ones."""
+        return [row.seconds for row in self.steps[WARMUP:]] or [row.seconds for row in self.steps]
 
     @property
     def step_seconds(self) -> float:
-        """The median, without the first steps."""
-        timed = [row.seconds for row in self.steps[WARMUP:]] or [row.seconds for row in self.steps]
-        return statistics.median(timed)
+        """The median over the rounds; of one round, over its steps."""
+        return statistics.median(self.rounds or self.timed)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The fastest and the slowest round; of one round, its fastest and slowest step."""
+        seconds = self.rounds if len(self.rounds) > 1 else self.timed
+        return min(seconds), max(seconds)
 
     @property
     def samples_per_second(self) -> float:
@@ -93,9 +107,13 @@ class TrialJob:
     resumes: bool = False
     """A run that the folder has the end of is not run again."""
 
-    def run(self, setting: Setting, micro_batch: int) -> Trial:
-        """One run of `onefold train`, in a folder of its own, which stays."""
-        folder = self.folder / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', setting.name)}-batch{micro_batch}"
+    def folder_of(self, setting: Setting, micro_batch: int, round: int = 1) -> Path:
+        name = f"{re.sub(r'[^0-9A-Za-z_.+=-]+', '-', setting.name)}-batch{micro_batch}"
+        return self.folder / (name if round == 1 else f"{name}-round{round}")
+
+    def run(self, setting: Setting, micro_batch: int, round: int = 1) -> Trial:
+        """Run `onefold train` once, in a separate folder, which is kept."""
+        folder = self.folder_of(setting, micro_batch, round)
         kept, config = folder / "trial.json", folder / "ds_config.json"
         document = json.dumps(self.config(setting, micro_batch), indent=2) + "\n"
         facts = {"config": json.loads(document), "flags": list(self.flags), "ranks": self.ranks, "steps": self.steps}
@@ -114,7 +132,7 @@ class TrialJob:
 
     def _run(self, setting: Setting, micro_batch: int, folder: Path, config: Path) -> Trial:
         command = [sys.executable, "-m", "onefold.cli.main", "train", "--config", str(config), "--out", str(folder)]
-        command += ["--steps", str(self.steps), "--sample-length", "0", *self.flags]
+        command += ["--steps", str(self.steps), "--sample-length", "0", "--no-save", *self.flags]
         command += ["--ranks", str(self.ranks)] if self.ranks is not None else []
         log = folder / "log.txt"
         with log.open("wb") as output:
@@ -132,6 +150,14 @@ class TrialJob:
         text = log.read_text(errors="replace")
         kind: Literal["out of memory", "failed"] = "out of memory" if _OUT_OF_MEMORY.search(text) else "failed"
         return Trial(setting, micro_batch, kind, _last_words(text) or f"exit code {code}; see {log}")
+
+    def repeat(self, trial: Trial, rounds: int) -> Trial:
+        """Run a trial once more, as round `rounds`. A failure then is the outcome of all."""
+        again = self.run(trial.setting, trial.micro_batch, rounds)
+        if again.outcome != "done":
+            return again
+        seconds = (*(trial.rounds or (trial.step_seconds,)), again.step_seconds)
+        return replace(again, largest_batch=trial.largest_batch, rounds=seconds)
 
     def config(self, setting: Setting, micro_batch: int) -> dict[str, Any]:
         """The base, with the setting in place of its own."""
@@ -165,7 +191,10 @@ def _last_words(text: str) -> str:
 
 
 def split_settings(text: str, nvme_path: str | None) -> Sequence[Setting]:
-    found = [parse_setting(each, nvme_path) for each in text.split(",") if each.strip()]
+    """Read the settings of `--stages`. Mistakes are found before torch is loaded."""
+    found = {each.strip(): parse_setting(each, nvme_path) for each in text.split(",") if each.strip()}
     if not found:
         raise UsageError("--stages: name at least one, as in 0,1,2,3,3+cpu")
-    return found
+    with loading_torch():
+        from onefold.estimate.forecast import Setting
+    return [Setting(name, zero) for name, zero in found.items()]

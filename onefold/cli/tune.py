@@ -12,23 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from onefold.cli.commands import CPU_RANKS, UsageError
-from onefold.cli.compare import job_of
+from onefold.cli.compare import job_of, train_options
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.cli.trials import Trial, TrialJob, split_settings
-from onefold.estimate.forecast import Setting
-from onefold.estimate.step_bench import StepBenchError, measure_contention, measure_host
+from onefold.config import load_config
 from onefold.log import format_bytes
-from onefold.offload.host_memory import available_bytes
-from onefold.report import offload_bench
-from onefold.report.link_bench import LinkError
+from onefold.report.run_file import RunFile
+from onefold.train.options import check_inputs
+
+if TYPE_CHECKING:  # arguments are checked before torch is loaded
+    from onefold.estimate.forecast import Setting
 
 # A change must gain so much to be taken: less is noise.
 _GAIN = 1.02
@@ -47,24 +46,49 @@ class Knob:
             zero["offload_optimizer"] = {**zero["offload_optimizer"], "ratio": value}
         else:
             zero[self.key] = value
-        return Setting(f"{setting.name} {self.key}={value:g}", zero)
+        return replace(setting, name=f"{setting.name} {self.key}={value:g}", zero=zero)
 
 
-def knobs_of(setting: Setting) -> Iterator[Knob]:
-    """What is worth trying: the keys that this setting reads."""
-    yield Knob("reduce_bucket_size", (5e7, 2e8))
-    if setting.shards_parameters:
-        yield Knob("stage3_prefetch_bucket_size", (0, 2e8))
-        yield Knob("stage3_max_live_parameters", (1e8, 3e9))
+# Values to try of each key that counts parameters.
+_BUCKETS = {"reduce_bucket_size": (5e7, 2e8)}
+_STAGE3_BUCKETS = {"stage3_prefetch_bucket_size": (0, 2e8), "stage3_max_live_parameters": (1e8, 3e9)}
+
+
+def knobs_of(setting: Setting, zero: Mapping[str, Any], trained: int, frozen: int = 0) -> Iterator[Knob]:
+    """Yield what is worth trying: the keys that this setting reads, with values that make a difference.
+
+    `zero` has the values of the setting now, `trained` and `frozen` count the model's parameters. A bucket that holds
+    all of them is the same as any larger one.
+    """
+    for key, values in (_BUCKETS | (_STAGE3_BUCKETS if setting.shards_parameters else {})).items():
+        num_parameters = trained if key in _BUCKETS else trained + frozen
+        sizes = {min(value, num_parameters): value for value in reversed(values)}
+        sizes.pop(min(zero[key], num_parameters), None)
+        if sizes:
+            yield Knob(key, tuple(reversed(sizes.values())))
     if "offload_optimizer" in setting.zero:
         yield Knob("ratio", (0.7, 0.4))
 
 
-@fails_on(OSError, LinkError, StepBenchError)
+@fails_on(OSError)
 def tune(options: argparse.Namespace) -> int:
-    settings = split_settings(options.stages, options.nvme_path)
     if options.steps < 4:
         raise UsageError(f"--steps {options.steps}: give at least 4, of which the first two are not timed")
+    check_inputs(train_options(options))
+    settings = split_settings(options.stages, options.nvme_path)
+    from onefold.estimate.step_bench import StepBenchError
+    from onefold.report.link_bench import LinkError
+
+    return fails_on(LinkError, StepBenchError)(lambda options: _search(options, settings))(options)
+
+
+def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
+    import torch
+
+    from onefold.estimate.step_bench import measure_contention, measure_host
+    from onefold.offload.host_memory import available_bytes
+    from onefold.report import offload_bench
+
     job, micro_batch = job_of(options)
     job = replace(job, resumes=True)
     with progress_bar("tune", in_bytes=False) as tell:
@@ -98,14 +122,16 @@ def tune(options: argparse.Namespace) -> int:
         return 0
     show(found)
     print(
-        f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}, {best.steps[-1].batch_samples} samples a step: "
-        f"{best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\n"
+        f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}, {best.steps[-1].batch_samples} samples per "
+        f"step: {best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\n"
         f"trials in {job.folder}; this machine's rates are kept in {offload_bench.cache_file()} for `onefold plan`"
     )
     return 0
 
 
 def _try_settings(job: TrialJob, settings: list[Setting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
+    import torch
+
     found: list[Trial] = []
     for place, setting in enumerate(settings):
         tell(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
@@ -120,7 +146,9 @@ def _try_settings(job: TrialJob, settings: list[Setting], micro_batch: int, most
 
 def _turn_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Trial:
     """One after the other, each from what was best so far."""
-    knobs = list(knobs_of(best.setting))
+    model = RunFile.read(job.folder_of(best.setting, best.micro_batch)).facts["model"]
+    zero = load_config(job.config(best.setting, best.micro_batch)).zero_optimization
+    knobs = list(knobs_of(best.setting, vars(zero), model["parameters_trained"], model["parameters_frozen"]))
     for place, knob in enumerate(knobs):
         for value in knob.values:
             tell(f"{knob.key} {value:g}", place, len(knobs))
@@ -151,4 +179,4 @@ def show(found: list[Trial]) -> None:
         else:
             numbers = "-", "-", "-", f"{trial.outcome}: {trial.said}"
         rows.append((trial.setting.name, str(trial.micro_batch), *numbers))
-    print_table(("setting", ">micro-batch", ">s a step", ">samples/s", ">peak", ""), rows, "tried here")
+    print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", ""), rows, "tried here")

@@ -32,13 +32,10 @@ _SILENT_SECONDS, _SILENT_STEPS = 10.0, 5.0
 
 @fails_on(OSError)
 def watch_run(options: argparse.Namespace) -> int:
-    if not options.every > 0:
-        raise UsageError(f"--every {options.every}: must be above 0")
     run = RunFile(options.dir)
     if options.once:
         if not _update(run):
-            print(_no_run(run))
-            return 1
+            raise UsageError(f"no run in {_shown(run.path.parent)}: there is no {run.path.name}, or nothing in it yet")
         print("\n".join(f"{name:<14} {value}" for name, value in rows_of(run, time.time())))
         return 0
     console = Console(highlight=False)
@@ -84,6 +81,8 @@ def _update(run: RunFile) -> bool:
         run.update()
     except FileNotFoundError:
         return False
+    except NotADirectoryError:
+        raise UsageError(f"{_shown(run.path.parent)}: is not a folder") from None
     return bool(run.facts)
 
 
@@ -112,7 +111,7 @@ def rows_of(run: RunFile, now: float) -> list[tuple[str, str]]:
     skipped = sum(row.skipped for row in run.steps)
     if skipped:
         found.append(("skipped", f"{skipped} steps"))
-    found.append(("speed", f"{_speed(run.steps):,.4g} samples/s, {_seconds(run.steps) * 1000:,.4g} ms a step"))
+    found.append(("speed", f"{_speed(run.steps):,.4g} samples/s, {_seconds(run.steps) * 1000:,.4g} ms/step"))
     found.append(("time", ", ".join(f"{_shown(name)} {value * 1000:.3g} ms" for name, value in last.phases.items())))
     found.append(("memory", _memory(last)))
     sent: dict[str, int] = {row.operation: last.bytes_of(row.operation) for row in last.traffic}

@@ -40,6 +40,8 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
     """The dict in a JSON or YAML file, or in a base64 string as DeepSpeed's launcher hands it over."""
     path = Path(source).expanduser()
     try:
+        if path.exists() and not path.is_file():  # a device may have no end, and a pipe no writer
+            raise ConfigError(f"{path}: cannot read the config (not a file)")
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file ({error})") from error

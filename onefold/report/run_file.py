@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 from onefold.report.plan_report import KINDS, TIERS, HeldBytes, PlanReport, TrafficRow
 
 FILE_NAME = "run.jsonl"
+_LONGEST_LINE = 1 << 26
 PHASES = ("forward", "backward", "step", "outside")
 _Value = TypeVar("_Value")
 
@@ -177,17 +179,22 @@ class RunFile:
 
     def update(self) -> bool:
         """Read what was appended; whether that was anything. Raises FileNotFoundError where there is no file."""
+        # Opening a pipe would wait for a writer, and a device may have no end.
+        if not stat.S_ISREG(self.path.stat().st_mode):
+            raise self._error("not a regular file")
+        read_any = False
         with self.path.open("rb") as opened:
             if os.fstat(opened.fileno()).st_size < self._offset:  # it was removed, and another run has begun
                 self._start_over()
             opened.seek(self._offset)
-            data = opened.read()
-        whole = data[: data.rfind(b"\n") + 1]  # what follows is being written, or was cut off
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            self._line_number += 1
-            self._take(line)
-        return bool(whole)
+            while (line := opened.readline(_LONGEST_LINE)).endswith(b"\n"):
+                self._offset += len(line)
+                self._line_number += 1
+                self._take(line)
+                read_any = True
+        if len(line) == _LONGEST_LINE:  # what is shorter is being written, or was cut off
+            raise self._error(f"line {self._line_number + 1} is longer than {_LONGEST_LINE} bytes: no line of a run")
+        return read_any
 
     @property
     def report(self) -> PlanReport:

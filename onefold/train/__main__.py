@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from onefold.train.options import TrainOptions, add_arguments
+from onefold.train.options import OptionError, TrainOptions, add_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m onefold.train", description=__doc__)
     add_arguments(parser)
-    return run_rank(TrainOptions.from_arguments(parser.parse_args(arguments)))
+    try:
+        options = TrainOptions.from_arguments(parser.parse_args(arguments))
+    except OptionError as error:
+        _show(str(error))
+        return 2
+    return run_rank(options)
 
 
 def run_rank(options: TrainOptions) -> int:
@@ -26,17 +34,28 @@ def run_rank(options: TrainOptions) -> int:
 
     try:
         finished = train(options)
-    except (ConfigError, DataError, CheckpointError, MisfitError, ResumeError) as error:
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # a launcher shows it once for all ranks
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
-        else:
-            print(f"onefold: {error}", file=sys.stderr)
+    except (ConfigError, DataError, CheckpointError, MisfitError, OptionError, ResumeError) as error:
+        _show(str(error))
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of the output has seen enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0 if finished else 130
+
+
+def _show(message: str) -> None:
+    """Print a message, or leave it for the launcher, which shows it once for all ranks."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        print(f"onefold: {message}", file=sys.stderr)
+        return
+    now = time.time()
+    extra = {"py_callstack": "", "timestamp": str(int(now)), "exact_timestamp": now}
+    part = Path(f"{error_file}.part")
+    part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    part.replace(error_file)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,17 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # data is checked before torch is loaded
+    from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 # Tokens and, for each, what is to be predicted there.
-Batch = tuple[Tensor, Tensor]
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 STANDARD_LIBRARY_CAP = 16 * 2**20
@@ -88,6 +90,8 @@ class Corpus:
 
 
 def _as_batch(windows: Sequence[Bytes]) -> Batch:
+    import torch
+
     tokens = torch.from_numpy(np.stack(windows)).long()
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

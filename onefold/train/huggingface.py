@@ -16,7 +16,7 @@ from onefold.checkpoint.loading.weights import consolidate
 from onefold.engine import Engine
 from onefold.train.data import Batch, DataError, files_of
 from onefold.train.options import TrainOptions
-from onefold.train.tokens import NOT_PREDICTED, Lines, Row, SequenceSource, Tokens, Windows
+from onefold.train.tokens import NOT_PREDICTED, ROW_SUFFIXES, Lines, Row, SequenceSource, Tokens, Windows
 
 SEQUENCE_LENGTH = 512
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -46,19 +46,17 @@ class HuggingFaceTask:
             )
         self._tokens = _tokenizer(self._path, self._settings)
         files = [str(file) for path in options.data for file in files_of(Path(path))]
-        rows = [file for file in files if file.endswith((".jsonl", ".ndjson"))]
+        rows = [file for file in files if file.endswith(ROW_SUFFIXES)]
         if rows and len(rows) < len(files):
-            raise DataError(
-                "--data: give lines of JSON (.jsonl) or text, not both: their sequences are cut differently"
-            )
+            raise DataError("--data: give rows of JSON (.jsonl) or text, not both: their sequences are cut differently")
         how = self._tokens, self.sequence_length, options.seed
         self._source: SequenceSource = Lines(rows, *how) if rows else Windows(options.data, *how)
-        self.data = self._source.name
+        self.data, self.num_rows = self._source.name, self._source.num_train
         lora = f", LoRA of rank {options.lora}" if options.lora else ""
         self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"
 
     def describe_data(self) -> str:
-        return f"{self._source.describe()}; {self._tokens.describe()}, {self.sequence_length} a sequence at most"
+        return f"{self._source.describe()}; {self._tokens.describe()}, at most {self.sequence_length} per sequence"
 
     def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -117,7 +115,14 @@ class HuggingFaceTask:
         if weights is not None:
             model.save_pretrained(place, state_dict=weights)
             self._tokens.save(place)
-        return f"{'the adapter' if self._options.lora else 'the model'} in {place.name}/"
+        if not self._options.lora:
+            load = f"AutoModelForCausalLM.from_pretrained({str(place)!r})"
+            return f"the trained model is in {place}; load it with\n  transformers.{load}"
+        base = f"AutoModelForCausalLM.from_pretrained({str(self._path)!r})"
+        return (
+            f"the trained adapter is in {place}; load it with\n"
+            f"  peft.PeftModel.from_pretrained(transformers.{base}, {str(place)!r})"
+        )
 
 
 def _settings(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -10,49 +11,52 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.checkpoint.loading.load import MisfitError
 from onefold.comm import local_device
-from onefold.config import load_config
+from onefold.config import load_config, solve_batch
 from onefold.engine import Engine
 from onefold.log import logger
 from onefold.plan import make_plan
 from onefold.report.memory_usage import peak_bytes, used_bytes
 from onefold.report.page import write_page
 from onefold.runtime import unsharded_shape
-from onefold.train.options import PreparedConfig, TrainOptions, prepare_config
+from onefold.train.data import DataError
+from onefold.train.options import CHECKPOINTS, PreparedConfig, TrainOptions, prepare_config, write_settings
 from onefold.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
 from onefold.train.task import Task, choose_task
 
 # Two signals within this time are one Ctrl-C that arrived twice: from the terminal and from the launcher.
 SAME_SIGNAL_SECONDS = 1.0
-CHECKPOINTS = "checkpoints"
 
 
 class ResumeError(ValueError):
-    """The run that should go on cannot; the message says why."""
+    """A run that cannot be resumed; the message says why."""
 
 
 def train(options: TrainOptions) -> bool:
     """Run the job on this rank. True if it reached its last step, False if Ctrl-C ended it before."""
     options = replace(options, out=str(options.folder))
     task = choose_task(options)
+    options = count_steps(options, task)
+    if os.environ.get("RANK", "0") == "0":
+        write_settings(options)
     prepared = record_in(options.folder, prepare_config(options, on_gpus=torch.cuda.is_available()))
     with stop_on_interrupt() as stop_asked:
         torch.manual_seed(options.seed)
         engine = start_engine(task, prepared)
         try:
             progress = make_progress(options.steps, shows=dist.get_rank() == 0)
-            introduce(progress, engine, task, prepared)
+            introduce(progress, engine, task, options, prepared)
             engine.note_run(steps=options.steps, name=task.name, data=task.data)
             done = resume(engine, options, progress)
             with progress:
                 steps = train_steps(engine, task, options, progress, stop_asked, done)
-            finish(engine, task, options, steps)
+            finish(engine, task, options, progress, steps)
         finally:
             engine.destroy()
         if dist.get_rank() == 0:
@@ -61,6 +65,17 @@ def train(options: TrainOptions) -> bool:
     dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
     return len(steps) >= options.steps
+
+
+def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
+    """Turn epochs into steps: every row is in a batch as often as was asked for, rounded up to whole steps."""
+    if options.epochs is None:
+        return options
+    if task.num_rows is None:
+        raise DataError("--epochs counts rows of JSON (.jsonl), and text is drawn at random: give --steps")
+    config = load_config(prepare_config(options, on_gpus=torch.cuda.is_available()).document)
+    batch = solve_batch(config, int(os.environ.get("WORLD_SIZE", "1"))).train
+    return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
 
 
 def record_in(folder: Path, prepared: PreparedConfig) -> PreparedConfig:
@@ -83,41 +98,48 @@ def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
     return engine
 
 
-def introduce(progress: Progress, engine: Engine, task: Task, prepared: PreparedConfig) -> None:
-    """Before the first step: what is trained on what, and the plan in words."""
+def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOptions, prepared: PreparedConfig) -> None:
+    """Say before the first step what is trained on what, and describe the plan."""
     for note in (*prepared.notes, *load_config(prepared.document).notices):
         progress.say(f"config: {note}")
     progress.say(engine.describe())
-    progress.say(f"data: {task.describe_data()}\n")
+    progress.say(f"data: {task.describe_data()}")
+    batch = engine.batch.train
+    epochs = f", {options.steps * batch / task.num_rows:.3g} epochs" if task.num_rows else ""
+    progress.say(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
 
 
 def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
-    """Go on from the run's last checkpoint, where that is asked for or ranks were started again; the steps so far."""
+    """Load the last checkpoint of a run that is resumed, or whose ranks were restarted. Return its steps so far."""
     restarted = options.save_every > 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if not options.resume and not restarted:
         return []
-    path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
+    try:
+        path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
+    except MisfitError as error:
+        first, *differences = str(error).splitlines()[:4]
+        raise ResumeError(
+            f"--resume {options.folder}: {first}\n"
+            + "\n".join(differences)
+            + "\nThe model or the optimizer has changed "
+            "since that run. Resume with the model and the config that it was made with."
+        ) from error
     if path is None or client_state is None:
         if options.resume:
             raise ResumeError(f"--resume {options.folder}: no checkpoint in {options.folder / CHECKPOINTS}")
         return []
-    for name, now in _kept(options).items():
-        then = client_state.get(name, getattr(TrainOptions, name))
-        if then != now:
-            raise ResumeError(f"--resume {options.folder}: that run has {name} {then!r}, not {now!r}")
+    if options.resume and engine.global_steps >= options.steps:
+        raise ResumeError(
+            f"--resume {options.folder}: that run has done {engine.global_steps} of {options.steps} steps; give "
+            "a larger --steps to continue"
+        )
     progress.say(f"resuming after step {engine.global_steps}, from {path}")
     return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
 
 
 def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
     metrics = [asdict(metrics) for metrics in done] if dist.get_rank() == 0 else []
-    engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={**_kept(options), "metrics": metrics})
-
-
-def _kept(options: TrainOptions) -> dict[str, Any]:
-    """What a run that goes on must have as it had it."""
-    names = ("preset", "model", "lora", "sequence_length", "seed")
-    return {**{name: getattr(options, name) for name in names}, "data": list(options.data)}
+    engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={"metrics": metrics})
 
 
 def train_steps(
@@ -159,28 +181,38 @@ def train_steps(
             memory_bytes=used_bytes(engine.device),
             seconds=now - started,
         )
-        step_started = now
+        if options.eval_every and step % options.eval_every == 0 and step < options.steps:
+            metrics = replace(metrics, held_out_loss=evaluate(engine, task))
+            progress.say(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
+        step_started = time.perf_counter()
+        started += step_started - now  # the time of an evaluation is not the training's
         done.append(metrics)
         progress.update(metrics)
         stops = num_stopping and step < options.steps
         if options.save_every and (step % options.save_every == 0 or step == options.steps or stops):
             save(engine, options, done)
         if stops:
-            progress.say(f"stopped by you at step {step}; writing what was done")
+            progress.say(f"interrupted at step {step}; writing the summary")
             break
     return done
 
 
-def finish(engine: Engine, task: Task, options: TrainOptions, steps: list[StepMetrics]) -> None:
-    """Held-out loss and sample on all ranks, for a sharded model needs them all; reports on the first."""
-    engine.eval()
+def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress, steps: list[StepMetrics]) -> None:
+    """Save the weights, compute the held-out loss and write a sample on all ranks; write the reports on the first."""
+    folder = options.folder
+    saved = "the trained weights were not saved (--no-save)"
+    if options.save:
+        progress.say("saving the trained weights")
+        saved = task.save_weights(engine, folder)
+    progress.say("computing the held-out loss")
     held_out_loss = evaluate(engine, task)
+    engine.eval()
+    if options.sample_length:
+        progress.say(f"writing a sample of {options.sample_length} {task.unit}s")
     sample = task.sample(engine.module, engine.device) if options.sample_length else ""
     peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
     peaks[dist.get_rank()] = peak_bytes(engine.device)
     dist.all_reduce(peaks)
-    folder = options.folder
-    weights = f", {task.save_weights(engine, folder)}," if options.save_16bit_model else " and"
     if dist.get_rank() != 0:
         return
     plan = engine.plan
@@ -205,12 +237,15 @@ def finish(engine: Engine, task: Task, options: TrainOptions, steps: list[StepMe
         traffic=tuple(engine.ledger.rows()),
         bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
     )
+    progress.say("drawing the plot")
     curve = write_files(folder, summary, steps)
     print(flush=True)
     show(summary)
     if sample:
         print(f"\na sample, after {len(steps)} steps:\n{sample}")
-    print(f"\n{f'plot: {curve}' if curve else NO_CURVE}\nmetrics.jsonl{weights} summary.json in {folder}", flush=True)
+    print(
+        f"\n{f'plot: {curve}' if curve else NO_CURVE}\nmetrics.jsonl and summary.json in {folder}\n{saved}", flush=True
+    )
 
 
 def _mean_speed(steps: list[StepMetrics]) -> float:
@@ -221,11 +256,14 @@ def _mean_speed(steps: list[StepMetrics]) -> float:
 
 @torch.no_grad()
 def evaluate(engine: Engine, task: Task) -> float:
-    """The mean loss on the held-out tail."""
+    """Return the mean loss on the held-out tail."""
+    was_training = engine.module.training
+    engine.eval()
     batches = task.held_out_batches(dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu())
     losses = [task.loss(engine, (batch[0].to(engine.device), batch[1].to(engine.device))).float() for batch in batches]
     mean = torch.stack(losses).mean() / dist.get_world_size()
     dist.all_reduce(mean)
+    engine.train(was_training)
     return float(mean)
 
 

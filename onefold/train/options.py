@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
+import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
-# What the job fills in where a config says nothing.
+# Values that the job fills in where a config has none.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
-# The same for a model of transformers: one that has learnt already is moved gently.
+# A pretrained model is trained with smaller steps.
 ADAPTER_RATE, MODEL_RATE = 2e-4, 2e-5
+LORA_RANK = 16
+
+CHECKPOINTS = "checkpoints"
+SETTINGS, GIVEN_CONFIG = "settings.json", "ds_config.json"
+# A resumed run must have these as they were.
+KEPT = ("preset", "model", "data", "lora", "sequence_length", "seed")
+
+
+class OptionError(ValueError):
+    """Options that contradict each other, or name what is not there."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,15 @@ class TrainOptions:
     data: tuple[str, ...] = ()
     prompt: str = "def "
     sample_length: int = 200
-    save_16bit_model: bool = False
+    save: bool = True
     save_every: int = 0
     resume: bool = False
+    epochs: float | None = None
+    lr: float | None = None
+    batch: int | None = None
+    accumulation: int | None = None
+    bf16: bool = False
+    eval_every: int = 0
 
     @property
     def folder(self) -> Path:
@@ -46,21 +67,26 @@ class TrainOptions:
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
-        given = {field.name: getattr(arguments, field.name) for field in fields(TrainOptions)}
-        out, resume = arguments.resume or arguments.out, arguments.resume is not None
-        return TrainOptions(**{**given, "data": tuple(arguments.data), "out": out, "resume": resume})
+        """Read the flags that were given. A resumed run has all others from its folder."""
+        names = {field.name for field in fields(TrainOptions)}
+        given = {name: value for name, value in vars(arguments).items() if name in names}
+        if "data" in given:
+            given["data"] = tuple(given["data"])
+        if "resume" in given:
+            return _resumed(given.pop("resume"), given)
+        return TrainOptions(**given)
 
     def to_arguments(self) -> tuple[str, ...]:
-        """The flags that give these options again: how the command hands them to its ranks."""
+        """Return the flags that give these options again: the command starts its ranks with them."""
         flags = {
             **vars(self),
+            **dict.fromkeys(("data", "save", "bf16"), None),
             "resume": self.out if self.resume else None,
-            "save_16bit_model": None,
-            "data": None,
             "lora": self.lora or None,
+            "steps": self.steps if self.epochs is None else None,
         }
         given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
-        given += ["--save-16bit-model"] * self.save_16bit_model
+        given += ["--bf16"] * self.bf16 + ["--no-save"] * (not self.save)
         return (*given, *(("--data", *self.data) if self.data else ()))
 
 
@@ -72,41 +98,144 @@ def default_out(options: TrainOptions) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    """Add the flags. Those that are not given are absent afterwards: the record of a resumed run has them."""
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
+    default = TrainOptions()
+    add("--model", metavar="PATH",
+        help="a causal language model of Hugging Face: a folder with its weights, config and tokenizer, or a "
+        "config.json to start from random weights; nothing is downloaded (default: the built-in GPT)")  # fmt: skip
+    add("--data", nargs="+", metavar="PATH",
+        help="text files or folders (default: the Python standard library's own source); with --model also rows of "
+        "JSON (.jsonl)")  # fmt: skip
+    add("--lora", type=at_least_one, nargs="?", const=LORA_RANK, metavar="RANK",
+        help=f"with --model: train a LoRA adapter of this rank (without a number {LORA_RANK}) and leave the model as "
+        "it is")  # fmt: skip
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=at_least_one, default=argparse.SUPPRESS, metavar="N",
+        help=f"optimizer steps (default: {default.steps})")  # fmt: skip
+    length.add_argument("--epochs", type=above_zero, default=argparse.SUPPRESS, metavar="N",
+        help="in place of --steps: how often each row of JSON is trained on, as in 3 or 0.5")  # fmt: skip
+    add("--lr", type=above_zero, metavar="RATE",
+        help=f"learning rate, in place of the config's (default: {ADAPTER_RATE:g} with --lora, {MODEL_RATE:g} with "
+        f"--model, {LEARNING_RATE:g} for the GPT)")  # fmt: skip
+    add("--batch", type=at_least_one, metavar="N",
+        help=f"sequences in a rank's micro-batch, in place of the config's (default: {MICRO_BATCH_SIZE})")  # fmt: skip
+    add("--accumulation", type=at_least_one, metavar="N",
+        help="micro-batches in a step, in place of the config's (default: 1)")  # fmt: skip
+    add("--sequence-length", type=at_least_one, metavar="N",
+        help="with --model: tokens per sequence (default: 512, or all positions that the model has)")  # fmt: skip
+    add("--bf16", action="store_true", help="train in bf16 (default: on GPUs, unless a config is given)")
     add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
-    add("--steps", type=_at_least_one, default=TrainOptions.steps, metavar="N",
-        help="optimizer steps (default: %(default)s)")  # fmt: skip
-    add("--preset", choices=PRESET_NAMES, default=TrainOptions.preset, help="size of the GPT (default: %(default)s)")
-    add("--model", metavar="PATH",
-        help="in place of the GPT a causal language model of transformers: a folder with its weights, config and "
-        "tokenizer, or a config.json to start from nothing; nothing is downloaded")  # fmt: skip
-    add("--lora", type=_at_least_one, nargs="?", const=16, default=0, metavar="RANK",
-        help="with --model: train a LoRA adapter of this rank and leave the model as it is (rank without a number: "
-        "%(const)s)")  # fmt: skip
-    add("--sequence-length", type=_at_least_one, metavar="N",
-        help="with --model: tokens a sequence (default: 512, or all positions that the model knows)")  # fmt: skip
-    add(
-        "--out",
-        metavar="FOLDER",
-        help="where record, page, plot, metrics and summary go (default: a new folder under runs/)",
-    )
-    add("--seed", type=_not_negative, default=0, metavar="N", help="of weights, data and sample (default: %(default)s)")
-    add("--data", nargs="+", default=[], metavar="PATH",
-        help="text files or folders (default: the Python standard library's own source); with --model also lines of "
-        "JSON (.jsonl) with text, with prompt and completion, or with messages")  # fmt: skip
-    add("--prompt", default="def ", metavar="TEXT", help="what the sample at the end continues (default: %(default)r)")
-    add("--save-16bit-model", "--zero3_save_16bit_model", dest="save_16bit_model", action="store_true",
-        help="write the trained weights, whole, as model.safetensors beside the summary; with --model as a folder that "
-        "from_pretrained loads, with --lora the adapter alone")  # fmt: skip
-    add("--save-every", type=_not_negative, default=0, metavar="N",
-        help="save a checkpoint every N steps, and at the end, in OUT/checkpoints; ranks that are started again go on "
-        "from the last one (default: none)")  # fmt: skip
+    add("--preset", choices=PRESET_NAMES,
+        help=f"size of the GPT; tiny has 1.0M parameters, small 1.3M (default: {default.preset})")  # fmt: skip
+    add("--out", metavar="FOLDER",
+        help="where weights, record, page, plot, metrics and summary go (default: a new one in runs/)")  # fmt: skip
+    add("--seed", type=not_negative, metavar="N", help=f"of weights, data and sample (default: {default.seed})")
+    add("--eval-every", type=not_negative, metavar="N",
+        help="compute the held-out loss every N steps too (default: at the end only)")  # fmt: skip
+    saved = parser.add_mutually_exclusive_group()
+    saved.add_argument("--no-save", dest="save", action="store_false", default=argparse.SUPPRESS,
+        help="do not write the trained weights (default: into OUT/adapter with --lora, else OUT/model)")  # fmt: skip
+    saved.add_argument("--save-16bit-model", "--zero3_save_16bit_model", dest="save", action="store_true",
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    add("--save-every", type=not_negative, metavar="N",
+        help="save a checkpoint every N steps, and at the end, in OUT/checkpoints, for --resume and --max-restarts "
+        "(default: none)")  # fmt: skip
     add("--resume", metavar="FOLDER",
-        help="go on with the run in this folder from its last checkpoint, on any number of ranks and in any stage, up "
-        "to --steps in all")  # fmt: skip
-    add("--sample-length", type=_not_negative, default=200, metavar="N",
-        help="bytes of sample, or tokens with --model (default: %(default)s)")  # fmt: skip
+        help="continue the run in this folder from its last checkpoint, with its model, data and settings, on any "
+        "number of ranks and in any stage, up to --steps in all")  # fmt: skip
+    add("--prompt", metavar="TEXT", help=f"what the sample at the end continues (default: {default.prompt!r})")
+    add("--sample-length", type=not_negative, metavar="N",
+        help=f"bytes of sample, or tokens with --model (default: {default.sample_length})")  # fmt: skip
+
+
+# -- what a run was made with ----------------------------------------------------------------------------------------
+
+
+def write_settings(options: TrainOptions) -> None:
+    """Write what `--resume` needs into the folder of the run: the options, and the config that was given."""
+    from onefold.config import load_config
+
+    folder = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: _comparable(name, value) for name, value in asdict(options).items()}
+    if options.config is not None:
+        given = folder / GIVEN_CONFIG
+        if not given.exists() or not given.samefile(options.config):
+            _replace(given, load_config(options.config).raw)
+        kept["config"] = GIVEN_CONFIG
+    del kept["out"], kept["resume"], kept["epochs"]
+    _replace(folder / SETTINGS, kept)
+
+
+def _replace(path: Path, document: Mapping[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(document, indent=2) + "\n")
+    part.replace(path)
+
+
+def _resumed(folder: str, given: dict[str, Any]) -> TrainOptions:
+    """Combine what a run was made with and what was given now. Raise where the two contradict each other."""
+    recorded = _read_settings(Path(folder))
+    if given.pop("out", folder) != folder:
+        raise OptionError(f"--resume {folder}: a resumed run stays in its folder; leave --out out")
+    for name in KEPT:
+        then, now = (_comparable(name, options.get(name, getattr(TrainOptions, name))) for options in (recorded, given))
+        if name in given and then != now:
+            flag = f"--{name.replace('_', '-')}"
+            if not then and name != "seed":
+                raise OptionError(f"--resume {folder}: that run was made without {flag}; leave {flag} out")
+            words = f"{flag} {' '.join(then) if isinstance(then, tuple) else then}"
+            raise OptionError(f"--resume {folder}: that run was made with {words}; leave {flag} out or give {words}")
+    recorded |= {"data": tuple(recorded.get("data", ())), "resume": True, "out": folder}
+    if recorded.get("config") is not None:
+        recorded["config"] = str(Path(folder, recorded["config"]))
+    return TrainOptions(**{**recorded, **given})
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise OptionError(f"--resume {folder}: there is no such folder")
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise OptionError(f"--resume {folder}: it has no {SETTINGS}, which `onefold train` writes into a run's folder")
+    try:
+        recorded = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise OptionError(f"--resume {folder}: cannot read {path} ({error})") from error
+    unknown = set(recorded) - {field.name for field in fields(TrainOptions)} if isinstance(recorded, dict) else {"?"}
+    if unknown:
+        raise OptionError(f"--resume {folder}: {path} has settings that are not known here: {', '.join(unknown)}")
+    checkpoints = folder / CHECKPOINTS
+    if not checkpoints.is_dir() or not any(entry.is_dir() for entry in checkpoints.iterdir()):
+        raise OptionError(f"--resume {folder}: no checkpoint in {checkpoints}; a run saves them with --save-every N")
+    return dict(recorded)
+
+
+def _comparable(name: str, value: Any) -> Any:
+    if name == "data":
+        return tuple(os.path.abspath(path) for path in value)
+    return os.path.abspath(value) if name == "model" and value is not None else value
+
+
+def check_inputs(options: TrainOptions) -> None:
+    """Raise for what is missing or contradicts itself, as far as that can be seen without torch."""
+    prepare_config(options, on_gpus=False)
+    if options.out is not None and Path(options.out).exists() and not Path(options.out).is_dir():
+        raise OptionError(f"--out {options.out}: is not a folder")
+    for path in options.data:
+        if not Path(path).exists():
+            raise OptionError(f"--data {path}: there is no such file or folder")
+    if options.model is None:
+        return
+    if not Path(options.model).exists():
+        raise OptionError(f"--model {options.model}: there is no such file or folder (nothing is downloaded)")
+    if not Path(options.model).is_file() and not Path(options.model).is_dir():
+        raise OptionError(f"--model {options.model}: neither a folder nor a file")
+    for package in ("transformers", *(["peft"] if options.lora else [])):
+        if find_spec(package) is None:
+            raise OptionError(f"{package} is not installed, and --model needs it: pip install 'onefold[huggingface]'")
 
 
 @dataclass(frozen=True)
@@ -119,18 +248,19 @@ class PreparedConfig:
 
 def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
     """The user's config, or the shipped one, with the flags in it and its gaps filled."""
-    from onefold.config import ConfigError, load_config
+    from onefold.config import load_config
 
     if options.model is not None and options.preset != TrainOptions.preset:
-        raise ConfigError("--preset is the size of the built-in GPT; with --model the model's own config says its size")
-    for flag in ("lora", "sequence_length"):
+        raise OptionError("--preset is the size of the built-in GPT; with --model the model's own config says its size")
+    for flag in ("lora", "sequence_length", "epochs"):
         if options.model is None and getattr(options, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is for a model of transformers: give --model PATH too")
+            raise OptionError(f"--{flag.replace('_', '-')} is for a Hugging Face model: give --model PATH too")
     given = load_config(options.config or SHIPPED_CONFIG)
     document: dict[str, Any] = copy.deepcopy(dict(given.raw))
     notes: list[str] = []
     learning_rate = LEARNING_RATE if options.model is None else ADAPTER_RATE if options.lora else MODEL_RATE
-    if options.config is None:
+    learning_rate = options.lr or learning_rate
+    if options.config is None or (options.lr is not None and given.optimizer is not None and given.optimizer.type):
         _set_parameter(document, "optimizer", "lr", learning_rate)
     if options.config is None and on_gpus:
         document["bf16"] = {"enabled": True}
@@ -138,13 +268,23 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
         document.pop("zero_optimization.stage", None)
         zero = document.get("zero_optimization")
         document["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": options.stage}
-    if given.train_batch_size is None and given.train_micro_batch_size_per_gpu is None:
+    if options.bf16:
+        document["bf16"] = {"enabled": True}
+    keeps_batch = given.train_batch_size is not None and options.accumulation is None
+    if options.accumulation is not None:
+        document["gradient_accumulation_steps"] = options.accumulation
+        document.pop("train_batch_size", None)
+    if options.batch is not None:
+        document["train_micro_batch_size_per_gpu"] = options.batch
+        if keeps_batch:  # the accumulation follows from it
+            document.pop("gradient_accumulation_steps", None)
+    elif not keeps_batch and given.train_micro_batch_size_per_gpu is None:
         document["train_micro_batch_size_per_gpu"] = MICRO_BATCH_SIZE
         notes.append(f"train_micro_batch_size_per_gpu = {MICRO_BATCH_SIZE}")
     if given.optimizer is None or not given.optimizer.type:
         document["optimizer"] = {"type": "AdamW", "params": {"lr": learning_rate}}
         notes.append(f"optimizer = AdamW with lr {learning_rate:g}")
-    elif "lr" not in given.optimizer.params:
+    elif "lr" not in given.optimizer.params and options.lr is None:
         _set_parameter(document, "optimizer", "lr", learning_rate)
         notes.append(f"optimizer.params.lr = {learning_rate:g}")
     if given.scheduler is not None and given.scheduler.type.startswith("Warmup"):
@@ -165,15 +305,35 @@ def _set_parameter(document: dict[str, Any], section: str, name: str, value: flo
     document[section] = {**inner, "params": {**(inner.get("params") or {}), name: value}}
 
 
-def _at_least_one(text: str) -> int:
-    value = int(text)
+# -- kinds of numbers ------------------------------------------------------------------------------------------------
+
+
+def at_least_one(text: str) -> int:
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 
-def _not_negative(text: str) -> int:
-    value = int(text)
+def not_negative(text: str) -> int:
+    value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
     return value
+
+
+def above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

@@ -34,6 +34,8 @@ class StepMetrics:
     """Of this rank, now: GPU memory on a GPU, resident memory on a CPU."""
     seconds: float
     """Since training began."""
+    held_out_loss: float | None = None
+    """After this step, where --eval-every asks for it."""
 
 
 # -- while it trains -------------------------------------------------------------------------------------------------
@@ -166,12 +168,12 @@ class Summary:
             ("ranks", f"{self.num_ranks} on {self.device}"),
             ("plan", self.plan),
             ("data", self.data),
-            ("steps", f"{steps} in {format_seconds(self.seconds)}{', stopped by you' * self.stopped}"),
+            ("steps", f"{steps} in {format_seconds(self.seconds)}{', interrupted' * self.stopped}"),
             ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} last"),
-            ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits a {self.unit})"),
+            ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits per {self.unit})"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s over all ranks"),
             ("peak memory", f"{peaks} (by rank)"),
-            ("model states", f"{states} (a rank, by stage)"),
+            ("model states", f"{states} (per rank, by stage)"),
             *((f"sent: {row.operation}", _sent(row)) for row in self.traffic),
         ]
 
@@ -214,7 +216,7 @@ def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> P
     upper.plot(done, _smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
     upper.axhline(summary.held_out_loss, color="#c4552d", linewidth=1.2, linestyle="--",
                   label=f"held out, at the end: {summary.held_out_loss:.3f}")  # fmt: skip
-    upper.set_ylabel(f"loss (nats a {summary.unit})")
+    upper.set_ylabel(f"loss (nats per {summary.unit})")
     upper.legend(frameon=False)
 
     megabytes = [step.memory_bytes / 1e6 for step in steps]

@@ -26,6 +26,11 @@ class Task(Protocol):
     """What a sequence is made of: bytes or tokens."""
     sequence_length: int
 
+    @property
+    def num_rows(self) -> int | None:
+        """Rows in an epoch; None for text, which is drawn at random."""
+        ...
+
     def describe_data(self) -> str: ...
 
     def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
@@ -45,7 +50,7 @@ class Task(Protocol):
         ...
 
     def save_weights(self, engine: Engine, folder: Path) -> str:
-        """Whole weights into the folder, by all ranks together; what was written, in words."""
+        """Write whole weights into a folder inside this one, by all ranks together. Say where, and how to load them."""
         ...
 
 
@@ -62,6 +67,7 @@ class GPTTask:
     """The built-in GPT: bytes are its tokens."""
 
     unit = "byte"
+    num_rows = None
 
     def __init__(self, options: TrainOptions) -> None:
         self._options = options
@@ -99,5 +105,6 @@ class GPTTask:
         return bytes(min(token, 255) for token in tokens[0].tolist()).decode(errors="replace")
 
     def save_weights(self, engine: Engine, folder: Path) -> str:
-        engine.save_16bit_model(str(folder))
-        return "the weights in model.safetensors"
+        engine.save_16bit_model(str(folder / "model"))
+        file = folder / "model" / "model.safetensors"
+        return f"the trained weights are in {file}; load them with\n  safetensors.torch.load_file({str(file)!r})"

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onefold.train.data import HELD_OUT_FRACTION, HELD_OUT_SEQUENCES, Bytes, DataError, load_corpus
+from onefold.train.data import HELD_OUT_FRACTION, HELD_OUT_SEQUENCES, Bytes, DataError, files_of, load_corpus
 
 # A window of text holds this many bytes for each token that is asked for; what is too much is cut off.
 BYTES_A_TOKEN = 8
 NOT_PREDICTED = -100
+ROW_SUFFIXES = (".jsonl", ".ndjson")
 
 Row = tuple[list[int], list[int]]
 """Tokens, and the same as labels, with NOT_PREDICTED where nothing is learnt."""
@@ -52,7 +53,12 @@ class Tokens:
             raise DataError(
                 f"{where}: messages need a tokenizer with a chat template; give text, or prompt and completion"
             )
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"{where}: the chat template cannot use these messages: {error}") from error
         return text
 
     def save(self, folder: Path) -> None:
@@ -66,6 +72,11 @@ class Tokens:
 class SequenceSource(Protocol):
     name: str
 
+    @property
+    def num_train(self) -> int | None:
+        """Rows in an epoch; None where there are no rows."""
+        ...
+
     def describe(self) -> str: ...
 
     def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]: ...
@@ -75,6 +86,8 @@ class SequenceSource(Protocol):
 
 class Windows:
     """Text files: windows at places drawn from (seed, step, rank), tokenized when they are needed."""
+
+    num_train = None
 
     def __init__(self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int) -> None:
         self._corpus = load_corpus(paths, sequence_length * BYTES_A_TOKEN)
@@ -100,9 +113,9 @@ class Windows:
 
 
 class Lines:
-    """Files of JSON, an object a line: `text`, `prompt` with `completion`, or `messages`. Every line once an epoch, in
-    an order drawn from (seed, epoch); the last twentieth is held out. All are looked at before the first step, and
-    tokenized when they are needed. A text is learnt whole, all turns of a conversation too; of a prompt nothing.
+    """Files of JSON, one object per line, see `read_row`. Every line is used once per epoch, in an order drawn from
+    (seed, epoch); the last twentieth is held out. All lines are checked before the first step, and tokenized when they
+    are needed. A text is learnt whole, as are all turns of a conversation; a prompt is not learnt.
     """
 
     def __init__(self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int) -> None:
@@ -111,35 +124,37 @@ class Lines:
         self._files = [(path, _mapped(path)) for path in paths]
         self._places = list(self._find_lines())
         self._num_held_out = max(int(len(self._places) * HELD_OUT_FRACTION), 1)
-        self._num_train = len(self._places) - self._num_held_out
-        if self._num_train < 1:
-            raise DataError(f"--data {self.name}: {len(self._places)} lines; two are needed, one of them is held out")
+        self.num_train = len(self._places) - self._num_held_out
+        if self.num_train < 1:
+            raise DataError(
+                f"--data {self.name}: {len(self._places)} rows; at least two are needed, because one is held out"
+            )
 
     def describe(self) -> str:
-        return f"{self._num_train:,} lines of {self.name}, {self._num_held_out:,} more held out"
+        return f"{self.num_train:,} rows of {self.name}, {self._num_held_out:,} more held out"
 
-    def _find_lines(self) -> Iterator[tuple[int, int, int]]:
-        """File, begin and end of every line that says something. Raises for the first that cannot be used."""
+    def _find_lines(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield file, line number, begin and end of every line that is not blank. Raise for the first bad one."""
         for number, (_, file) in enumerate(self._files):
             ends = [*(np.flatnonzero(file == ord("\n")) + 1).tolist(), len(file)]
-            for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            for line, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
                 if file[begin:end].tobytes().strip():
-                    self._parts(number, begin, end)
-                    yield number, begin, end
+                    self._parts(number, line, begin, end)
+                    yield number, line, begin, end
 
     def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]:
         first = (step * world_size + rank) * batch_size
         return [self._row(self._drawn(number)) for number in range(first, first + batch_size)]
 
     def _drawn(self, number: int) -> int:
-        epoch, place = divmod(number, self._num_train)
-        return int(_order(self._seed, epoch, self._num_train)[place])
+        epoch, place = divmod(number, self.num_train)
+        return int(_order(self._seed, epoch, self.num_train)[place])
 
     def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Row]]:
         """Every rank gets equally many; where there are too few, some come twice."""
         for index in range(max(1, min(self._num_held_out, HELD_OUT_SEQUENCES) // (world_size * batch_size))):
             first = (index * world_size + rank) * batch_size
-            places = [self._num_train + place % self._num_held_out for place in range(first, first + batch_size)]
+            places = [self.num_train + place % self._num_held_out for place in range(first, first + batch_size)]
             yield [self._row(place) for place in places]
 
     def _row(self, index: int) -> Row:
@@ -152,26 +167,76 @@ class Lines:
         asked = [*self._tokens.begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
         return (asked + learnt)[: self._length], ([NOT_PREDICTED] * len(asked) + learnt)[: self._length]
 
-    def _parts(self, number: int, begin: int, end: int) -> tuple[str, str]:
-        """The prompt of a line, and what is learnt of it."""
+    def _parts(self, number: int, line: int, begin: int, end: int) -> tuple[str, str]:
+        """Return the prompt of a line, and the text that is learnt."""
         path, file = self._files[number]
-        where = f"--data {path}, the line at byte {begin:,}"
-        try:
-            line = json.loads(file[begin:end].tobytes())
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON: {error}") from error
-        line = line if isinstance(line, dict) else {}
-        if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
-            prompt, text = line["prompt"], line["completion"]
-        elif isinstance(line.get("text"), str):
-            prompt, text = "", line["text"]
-        elif "messages" in line:
-            prompt, text = "", self._tokens.chat(line["messages"], where)
-        else:
-            raise DataError(f"{where}: an object with text, with prompt and completion, or with messages is needed")
-        if not text.strip():
-            raise DataError(f"{where}: its text is empty, so nothing can be learnt of it")
-        return prompt, text
+        where = f"--data {path}, line {line:,}"
+        prompt, text = read_row(file[begin:end].tobytes(), where)
+        return (prompt, text) if isinstance(text, str) else ("", self._tokens.chat(text, where))
+
+
+ALPACA_HEAD = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+)
+ALPACA_INPUT = ", paired with an input that provides further context"
+
+
+def read_row(line: bytes, where: str) -> tuple[str, str | list[Any]]:
+    """Return the prompt and the text of a line of JSON, or the messages of a conversation in place of the text.
+
+    An object has `prompt` and `completion`; `instruction` and `output`, and perhaps `input` (Alpaca's rows, with its
+    prompt); `text`; or `messages`. Raise `DataError` for anything else, with what was found there.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+
+    def has(*names: str) -> bool:
+        return all(isinstance(row.get(name), str) for name in names)
+
+    if not isinstance(row, dict):
+        raise DataError(f'{where}: an object is needed, as in {{"text": ...}}, and this is a {_kind(row)}')
+    if has("prompt", "completion"):
+        prompt, text = row["prompt"], row["completion"]
+    elif has("instruction", "output"):
+        context = row.get("input") if isinstance(row.get("input"), str) and row["input"].strip() else None
+        parts = [ALPACA_HEAD.format(ALPACA_INPUT if context else ""), f"### Instruction:\n{row['instruction']}"]
+        parts += [f"### Input:\n{context}"] if context else []
+        prompt, text = "\n\n".join([*parts, "### Response:\n"]), row["output"]
+    elif has("text"):
+        prompt, text = "", row["text"]
+    elif "messages" in row:
+        messages = row["messages"]
+        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+            raise DataError(f"{where}: messages must be a list of objects with role and content")
+        return "", messages
+    else:
+        found = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
+        raise DataError(
+            f"{where}: it has {found[:200]}. A row needs text, or prompt and completion, or instruction and output "
+            "(each a string), or messages"
+        )
+    if not text.strip():
+        raise DataError(f"{where}: the text is empty, so nothing can be learnt from it")
+    return prompt, text
+
+
+def _kind(value: Any) -> str:
+    """Name a value's type as JSON does."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names = {"str": "string", "list": "array", "dict": "object"}
+    return names.get(type(value).__name__, "number")
+
+
+def check_first_rows(paths: Sequence[str]) -> None:
+    """Raise for a file of JSON whose first row cannot be used. Reads no more than that, and needs no tokenizer."""
+    for file in (file for path in paths for file in files_of(Path(path)) if file.suffix in ROW_SUFFIXES):
+        with file.open("rb") as opened:
+            first = next(((number, line) for number, line in enumerate(opened, start=1) if line.strip()), None)
+        if first is not None:
+            read_row(first[1], f"--data {file}, line {first[0]:,}")
 
 
 def _mapped(path: str) -> Bytes:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from onefold.checkpoint.format import safetensors_files as ours
-from onefold.checkpoint.format.safetensors_files import DTYPES, SafetensorsReader, SafetensorsWriter, parse_size
+from onefold.checkpoint.format.safetensors_files import DTYPES, SafetensorsReader, SafetensorsWriter
+from onefold.log import parse_size
 
 theirs = pytest.importorskip("safetensors.torch", reason="compares with the safetensors package")
 

@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from onefold.checkpoint.format.files import open_regular, parse_json, read_into, read_small, reason, sync
+from onefold.log import parse_size
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -395,15 +395,6 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self.close() if kind is None else self.discard()
-
-
-def parse_size(size: int | str) -> int:
-    """Parse a size in bytes: 1000, "500MB" and "5GB" (powers of ten), "2GiB" (of two)."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(i?))?B?", str(size).strip())
-    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0
-    if not match or Fraction(match[1]) * unit < 1:
-        raise ValueError(f"a size is a positive number of bytes (500000000, '500MB', '5GB', '2GiB'), not {size!r}")
-    return int(Fraction(match[1]) * unit)
 
 
 def _check_entries(entries: Iterable[Entry], metadata: dict[str, str], aliases: dict[str, str]) -> Shapes:

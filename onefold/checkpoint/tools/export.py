@@ -17,9 +17,9 @@ import torch
 from onefold.checkpoint.format import folder as folders
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.manifest import NAME
-from onefold.checkpoint.format.safetensors_files import ExportFiles, SafetensorsWriter, parse_size
+from onefold.checkpoint.format.safetensors_files import ExportFiles, SafetensorsWriter
 from onefold.checkpoint.format.shard_files import TRIES, CheckpointReader
-from onefold.log import logger
+from onefold.log import logger, parse_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("safetensors", "bin")

@@ -195,6 +195,7 @@ def _here(options: argparse.Namespace, nodes: Mapping[str, tuple[int, ...]]) -> 
         include=options.include,
         exclude=options.exclude,
         num_gpus=_or_none(options.num_gpus),
+        quiet=options.quiet,
         num_nodes=_or_none(options.num_nodes),
         node_rank=_or_none(options.node_rank),
         master_addr=options.master_addr or None,
