@@ -20,11 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 import onefold
-from onefold.report.memory_usage import GIB
 
 Section = dict[str, str]
 Report = dict[str, Section]
 
+GB = 1e9
 OPTIONAL_PACKAGES = ("transformers", "accelerate", "deepspeed", "safetensors", "rich", "matplotlib")
 
 
@@ -105,7 +105,7 @@ def _devices() -> Section:
         device = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         section[f"cuda:{index}"] = (
-            f"{device.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), capability {device.major}.{device.minor}, "
+            f"{device.name}, {total / GB:.0f} GB ({free / GB:.0f} free), capability {device.major}.{device.minor}, "
             f"{device.multi_processor_count} multiprocessors"
         )
     return section or {"GPUs": "none that torch can use"}
@@ -138,14 +138,14 @@ def _host() -> Section:
     section = {"system": f"{platform.system()} {platform.release()}, {platform.machine()}", "usable cores": str(cores)}
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     if "MemTotal" in fields:
-        total, free = (int(fields[name].split()[0]) * 1024 / GIB for name in ("MemTotal", "MemAvailable"))
-        section["memory"] = f"{total:.1f} GiB ({free:.1f} available)"
+        total, free = (int(fields[name].split()[0]) * 1024 / GB for name in ("MemTotal", "MemAvailable"))
+        section["memory"] = f"{total:.1f} GB ({free:.1f} available)"
     limit = _read("/sys/fs/cgroup/memory.max")
     if limit.isdigit():
-        section["memory limit"] = f"{int(limit) / GIB:.1f} GiB for this container"
+        section["memory limit"] = f"{int(limit) / GB:.1f} GB for this container"
     shared = Path("/dev/shm")
     if shared.is_dir():
-        section["shared memory"] = f"{shutil.disk_usage(shared).free / GIB:.1f} GiB free in {shared}"
+        section["shared memory"] = f"{shutil.disk_usage(shared).free / GB:.1f} GB free in {shared}"
     return section
 
 
@@ -154,7 +154,7 @@ def _disks() -> Section:
     for folder in dict.fromkeys((Path.cwd(), Path("/tmp"))):
         if folder.is_dir():
             usage = shutil.disk_usage(folder)
-            section[str(folder)] = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}"
+            section[str(folder)] = f"{usage.free / GB:.1f} GB free of {usage.total / GB:.1f}"
     nvme = [disk.name for disk in _folder("/sys/block") if disk.name.startswith("nvme")]
     section["NVMe"] = ", ".join(nvme) or "none seen"
     return section
@@ -165,8 +165,8 @@ def _choices() -> Section:
     num_gpus = torch.cuda.device_count()
     return {
         "backends": ", ".join(name for name, available in backends.items() if available()) or "none",
-        "will use": f"NCCL, one rank a GPU: {num_gpus}" if num_gpus else "gloo, on the CPU",
-        "bf16": "native" if num_gpus and torch.cuda.is_bf16_supported() else "emulated or native, as the CPU has it",
+        "will use": f"NCCL, one rank per GPU: {num_gpus}" if num_gpus else "gloo, on the CPU",
+        "bf16": "native" if num_gpus and torch.cuda.is_bf16_supported() else "supported (speed depends on the CPU)",
         "starts ranks with": "onefold launch (torch's elastic agent)",
     }
 

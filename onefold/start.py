@@ -123,7 +123,8 @@ def initialize(
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     give_back_free_memory()
     if is_first:
-        logger.info("DeepSpeed info: onefold engine\n%s", engine.describe())
+        for line in engine.describe().splitlines():
+            logger.info("%s", line)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from onefold.checkpoint.tools.export import find_checkpoint
 from onefold.cli.commands import UsageError
 from onefold.cli.terminal import fails_on, print_table, progress_bar
 from onefold.log import format_bytes
+
+# Damages of one file that are printed.
+_SHOWN_DAMAGES = 10
 
 
 @fails_on(CheckpointError, OSError)
@@ -57,16 +61,9 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     return 0
 
 
-def _existing(path: str) -> Path:
-    found = Path(path)
-    if not found.is_dir():
-        raise UsageError(f"{found}: there is no such folder")
-    return found
-
-
 @fails_on(CheckpointError, OSError)
 def list_checkpoints(options: argparse.Namespace) -> int:
-    path = _existing(options.dir)
+    path = Path(options.dir)
     latest, problem = folder.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
     rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
     if options.json:
@@ -101,7 +98,7 @@ def _when(saved: str | None) -> str:
 
 @fails_on(CheckpointError, OSError)
 def inspect_checkpoint(options: argparse.Namespace) -> int:
-    found = find_checkpoint(_existing(options.dir), options.tag)
+    found = find_checkpoint(Path(options.dir), options.tag)
     if found.manifest is None:
         raise CheckpointError("; ".join(found.problems))
     facts = audit.describe(found.folder, found.manifest, found.problems)
@@ -134,8 +131,8 @@ def _kind_cells(kind: dict[str, Any]) -> Sequence[str]:
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tag", facts["tag"]
     yield "folder", facts["folder"]
-    yield "saved", f"{_when(facts['saved'])}, by {facts['writer']}, on {facts['ranks']} rank(s)"
-    yield "size", f"{format_bytes(facts['bytes'])} in {len(facts['files'])} file(s)"
+    yield "saved", f"{_when(facts['saved'])}, by {facts['writer']}, on {_count(facts['ranks'], 'rank')}"
+    yield "size", f"{format_bytes(facts['bytes'])} in {_count(len(facts['files']), 'file')}"
     yield "complete", "yes, by sizes and headers" if facts["complete"] else "NO"
     for problem in facts["problems"]:
         yield "", problem
@@ -151,13 +148,20 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "left out", f"{len(facts['left_out'])} frozen parameters" if facts["left_out"] else "nothing"
     yield "tied names", ", ".join(f"{alias} = {name}" for alias, name in facts["aliases"].items()) or "none"
     for key in ("lr_scheduler", "loss_scale"):
-        yield key.replace("_", " "), spell(facts[key]) if facts[key] is not None else "none"
+        yield key.replace("_", " "), _named(facts[key]) if facts[key] is not None else "none"
     yield "client state", ", ".join(facts["client_state_keys"]) or "empty"
+
+
+def _named(state: Any) -> str:
+    """Spell a state on one line: of an object its names and values."""
+    if isinstance(state, dict) and not any(str(key).startswith("$") for key in state):
+        return ", ".join(f"{key} {spell(value)}" for key, value in state.items()) or "empty"
+    return spell(state)
 
 
 @fails_on(CheckpointError, OSError)
 def verify_checkpoints(options: argparse.Namespace) -> int:
-    path = _existing(options.dir)
+    path = Path(options.dir)
     is_one = options.tag is not None or folder.is_tag_folder(path)
     for left in reversed(range(TRIES)):
         chosen = list_tags(path) if options.all and not is_one else []
@@ -187,7 +191,7 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
         return 0 if is_fine else 1
     for found, damages in results:
         if damages:
-            print(f"{found.tag}: DAMAGED in {len(damages)} place(s)", *damages, sep="\n  ")
+            print(f"{found.tag}: DAMAGED in {_count(len(damages), 'place')}", *_by_file(damages), sep="\n  ")
         elif found.manifest is None:
             print(f"{found.tag}: nothing was published there")
         else:
@@ -195,6 +199,20 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
     if problem:
         print(problem)
     return 0 if is_fine else 1
+
+
+def _by_file(damages: Sequence[Damage]) -> Iterator[str]:
+    """Yield each damaged file once, and below it where."""
+    for file, found in groupby(damages, key=lambda damage: damage.file):
+        inside = list(found)
+        yield f"{file}:"
+        yield from (f"  {damage.text}" for damage in inside[:_SHOWN_DAMAGES])
+        if len(inside) > _SHOWN_DAMAGES:
+            yield f"  and {len(inside) - _SHOWN_DAMAGES} more (--json lists all)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, list[Damage]]]:
@@ -218,7 +236,7 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
 @fails_on(CheckpointError, OSError)
 def remove_checkpoints(options: argparse.Namespace) -> int:
     """Everything that is to be refused is refused before anything is removed."""
-    save_dir = _existing(options.dir)
+    save_dir = Path(options.dir)
     if not options.tags and not options.leftovers:
         raise UsageError("rm: name the tags to remove, or say --leftovers")
     latest, _ = folder.latest_of(save_dir)

@@ -26,18 +26,18 @@ _LINE_SECONDS = 10.0
 
 
 def fail(error: Exception) -> int:
-    """One line for what went wrong with files, as opposed to what was typed."""
+    """Print one line for what went wrong with files. Return 2 for an input that is not there, and 1 otherwise."""
     if isinstance(error, BrokenPipeError):  # the reader of the output has seen enough; `main` ends quietly
         raise error
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     print(f"onefold: {text}", file=sys.stderr)
-    return 1
+    return 2 if isinstance(error, FileNotFoundError) else 1
 
 
 def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
-    """A command that ends with one line and exit code 1 for these errors."""
+    """Let a command end with one line and an exit code for these errors, see `fail`."""
 
     def decorate(work: Run) -> Run:
         @wraps(work)

@@ -355,7 +355,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     accumulation = config.gradient_accumulation_steps
     if train is None and micro is None:
         has = "" if accumulation is None else f" beside gradient_accumulation_steps {accumulation}"
-        raise ConfigError(f"the batch size is open: add train_micro_batch_size_per_gpu or train_batch_size{has}")
+        raise ConfigError(f"batch size not set: add train_micro_batch_size_per_gpu or train_batch_size{has}")
     if train is not None and micro is not None and accumulation is None:
         accumulation = _divide(train, micro, world_size, "gradient_accumulation_steps", "micro")
     accumulation = accumulation or 1
@@ -378,19 +378,21 @@ def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> in
         nearest = max(1, round(train / product)) * product
         raise ConfigError(
             f"{missing} = train_batch_size {train} / ({name} {by} x world {world_size} = {product}) is "
-            f"{train / product:.4g}, not a whole number; write train_batch_size {nearest}{_rank_hint(train, by)}"
+            f"{train / product:.4g}, not a whole number; write train_batch_size {nearest}"
+            f"{_rank_hint(train, by, world_size)}"
         )
     return train // product
 
 
-def _rank_hint(train: int, by: int) -> str:
+def _rank_hint(train: int, by: int, world_size: int) -> str:
     """The common accidents: ranks that do not know of each other, so that each of them is a world of 1; or a library
     that takes them for one, as accelerate does where there is no GPU.
     """
     if train == by:
         return (
-            " (it fits one rank. Without a GPU accelerate takes several for one: give transformers use_cpu=True, or "
-            "Accelerator kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
+            f" (it fits 1 rank, and there are {world_size}. Without a GPU accelerate sees one process: pass "
+            "use_cpu=True to TrainingArguments, or to Accelerator "
+            "kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
         )
     return f" (it fits {train // by} ranks: were they all started?)" if train % by == 0 else ""
 

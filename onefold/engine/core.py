@@ -84,6 +84,7 @@ class Engine(nn.Module):
         self.ledger = Ledger()
         self._other_plans = other_plans or {}
         self._num_steps = 0
+        self._gradients_held: dict[str, int] = {}
         self.is_compiled = False
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
@@ -197,6 +198,8 @@ class Engine(nn.Module):
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
             if self._reports is not None:
                 self._reports.begin_step()
+            elif self._num_steps < _STEPS_TO_SETTLE:
+                self._gradients_held = reporting.held_gradients(state)
             with self._phase("step"), self._memory_errors.explained("step"):
                 self._take_step(self.optimizer)
             state.global_steps += 1

@@ -213,14 +213,15 @@ def open_reports(engine: Engine, record: RunRecord | None) -> StepReports | None
 
 
 def plan_report(self: Engine) -> str:
-    """Plan against measurement, as text: bytes of each tier and kind, buffers, the peak, traffic per step. Held bytes
-    are those of now; where the run is recorded, those at the end of the last backward, which the plan speaks of.
+    """Return planned and measured bytes as text: each tier and kind, buffers, the peak, traffic per step. Gradients are
+    those at the end of a backward, because a step frees them; before the first step they are those held now.
     """
     if self._reports is not None:
         return self._reports.plan_report().text()
     memory = measure_memory(self.state)
     traffic = traffic_between(self._ledger_at_start, self.ledger.copy())
-    found = replace(expected(self), held=memory.held, peaks=peaks_of(memory), traffic=traffic)
+    held = {tier: {**kinds, **_gradients(self._gradients_held, tier)} for tier, kinds in memory.held.items()}
+    found = replace(expected(self), held=held, peaks=peaks_of(memory), traffic=traffic)
     return replace(found, num_steps=self._num_steps).text()
 
 
@@ -237,6 +238,15 @@ def expected(engine: Engine) -> PlanReport:
     """The plan of an engine, with nothing measured."""
     buffers, crossing = asdict(engine.planned_buffers()), asdict(engine.planned_crossing())
     return PlanReport(planned_of(engine.state), {}, buffers, crossing, peaks={}, traffic=(), num_steps=0)
+
+
+def held_gradients(state: TrainState) -> dict[str, int]:
+    """Count the bytes of the gradients that this rank holds now, by tier."""
+    return {tier.value: sum(param.grad.num_bytes(tier) for param in state.schedule.trained_params()) for tier in Tier}
+
+
+def _gradients(held: dict[str, int], tier: str) -> dict[str, int]:
+    return {"gradients": held[tier]} if tier in held else {}
 
 
 def planned_of(state: TrainState) -> HeldBytes:

@@ -379,9 +379,9 @@ def _torch_class(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() not in classes:
         known = sorted({*OPTIMIZERS, *classes})
         near = meant_key(name, known)
-        hint = f"; did you mean {near}?" if near else ""
+        hint = f"; did you mean {near}? Known are {', '.join(known)}" if near else f"; known: {', '.join(known)}"
         extra = f" ({NOT_ELEMENTWISE[name.lower()]})" if name.lower() in NOT_ELEMENTWISE else ""
-        raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint}; known: {', '.join(known)}")
+        raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint}")
     return classes[name.lower()]
 
 

@@ -49,7 +49,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
     operations = list(dict.fromkeys(sent.operation for row in rows for sent in row.traffic))
     num_groups = max((len(row.learning_rates) for row in rows), default=0)
     peak = ("peak so far", lambda row: row.memory.peak)
-    clock = "The device is waited for." if waits_for_device else "As the host sees them: a device works on meanwhile."
+    clock = "The device is waited for." if waits_for_device else "Measured on the host; the GPU runs asynchronously."
     found = [
         _lines(
             "loss",
@@ -66,7 +66,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             {f"group {i}" if num_groups > 1 else "learning rate": _rate_of(i) for i in range(num_groups)},
         ),
         _lines("gradient-norm", "Gradient norm", rows, {"norm": lambda row: row.grad_norm}, note="Before clipping."),
-        _lines("speed", "Samples a second", rows, {"of all ranks": lambda row: row.samples_per_second}),
+        _lines("speed", "Samples per second", rows, {"of all ranks": lambda row: row.samples_per_second}),
         _lines("loss-scale", "Loss scale", rows, {"scale": lambda row: row.loss_scale}),
         _stack(
             "memory-by-kind",

@@ -68,28 +68,35 @@ def describe(
     optimizer: str | None,
     collective: str,
 ) -> str:
-    """What is replicated, what is sharded, and what one rank holds of each."""
-    trained = sum(param.layout.numel for unit in units for param in unit.trained)
-    frozen = sum(param.layout.numel for unit in units for param in unit.params if not param.trainable)
-    kinds = sorted({str(param.dtype).removeprefix("torch.") for unit in units for param in unit.params})
+    """Describe what is replicated, what is sharded, and what one rank holds of each."""
+    params = [param for unit in units for param in unit.params]
+    trained = sum(param.layout.numel for param in params if param.trainable)
+    frozen = sum(param.layout.numel for param in params if not param.trainable)
+    persistent = sum(param.layout.numel for param in params if param.spec.persistent)
+    dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
+    ranks = f"{batch.world} rank{'s' * (batch.world > 1)}"
+    model = f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {len(units)} units"
+    if optimizer is None:
+        model = f"no optimizer: nothing will be trained ({trained + frozen:,} parameters in {len(units)} units)"
     lines = [
-        f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {len(units)} units "
-        f"({', '.join(kinds)}), {optimizer or 'no optimizer'}, {batch.world} "
-        f"rank{'s' * (batch.world > 1)}, {collective} collectives, overlap {'on' if plan.overlap else 'off'}",
-        *plan.words(),
+        f"ZeRO stage {plan.stage} on {ranks}, {optimizer or 'no optimizer'}, {dtypes}, {collective} collectives, "
+        f"overlap {'on' if plan.overlap else 'off'}",
+        f"model             {model}",
+        *plan.words(persistent, trained + frozen),
     ]
     used = [tier for tier in Tier if sizes[tier].total or tier is Tier.DEVICE]
-    for tier in used:
-        where = "" if used == [Tier.DEVICE] else f" ({tier.value})"
+    for number, tier in enumerate(used):
+        where = "" if used == [Tier.DEVICE] else f"{tier.value}: "
         kinds_of_state = ("parameters", "gradients", "masters", "states", "total")
-        lines.append(f"bytes per rank{where:<10}" + _spell(sizes[tier], kinds_of_state))
+        label = "bytes per rank" if number == 0 else ""
+        lines.append(f"{label:<18}{where}{_spell(sizes[tier], kinds_of_state)}")
     slot = sizes[Tier.DEVICE].largest_slot
     if slot:
-        lines.append(f"while in backward one more buffer per open unit, {format_bytes(slot)} at most each")
-    beside = f"in use by the largest unit {format_bytes(buffers.unit_in_use)}"
-    pools = f"kept in pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
+        lines.append(f"in backward       one more buffer per open unit, at most {format_bytes(slot)} each")
+    in_use = f"largest unit in use {format_bytes(buffers.unit_in_use)}"
+    pools = f"pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
     matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
-    lines.append(f"buffers beside    {pools}{beside}{matrices}; activations come on top")
+    lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
     if offloaded := [param for unit in units for param in unit.trained if param.store.steps_on_host]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if passes_device(plan, param.spec))
@@ -102,4 +109,6 @@ def describe(
 
 
 def _spell(sizes: ModelBytes | Crossing, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {format_bytes(getattr(sizes, name))}" for name in names)
+    """Spell the sizes that are not zero."""
+    found = {name: getattr(sizes, name) for name in names}
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size or name == "total")

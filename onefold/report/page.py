@@ -85,7 +85,7 @@ def _body(run: RunFile, charts: Sequence[Chart]) -> Iterable[str]:
 
 
 def tiles_of(run: RunFile) -> list[tuple[str, str]]:
-    """A run in six figures."""
+    """Return a run in a few figures."""
     steps, planned = run.steps, run.facts.get("steps")
     if not steps:
         return [("steps", "0")]
@@ -94,10 +94,14 @@ def tiles_of(run: RunFile) -> list[tuple[str, str]]:
     found = [("steps", f"{steps[-1].step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))]
     if losses:
         found += [("first loss", f"{losses[0]:.4f}"), ("last loss", f"{losses[-1]:.4f}")]
+    if isinstance(held_out := run.facts.get("held_out_loss"), float):
+        found.append(("held-out loss", f"{held_out:.4f}"))
     if speeds:
-        found.append(("samples a second", f"{statistics.median(speeds):,.4g}"))
+        found.append(("samples per second", f"{statistics.median(speeds):,.4g}"))
+    if isinstance(tokens := run.facts.get("tokens_per_second"), float):
+        found.append(("tokens per second", f"{tokens:,.0f}"))
     found.append(("time in steps", duration(sum(row.seconds for row in steps))))
-    found.append(("peak memory", format_bytes(max(row.memory.peak for row in steps))))
+    found.append(("peak memory", format_bytes(next(iter(run.report.peaks.values())))))
     skipped = sum(row.skipped for row in steps)
     return [*found, ("steps skipped", f"{skipped:,}")] if skipped else found
 
@@ -116,7 +120,8 @@ def facts_of(run: RunFile) -> Iterable[tuple[str, str]]:
     if isinstance(batch, dict):
         yield (
             "batch",
-            f"{batch.get('train')} = {batch.get('micro')} x {batch.get('accumulation')} x {batch.get('world')}",
+            f"{batch.get('train')} samples per step = {batch.get('micro')} per micro-batch x "
+            f"{batch.get('accumulation')} micro-batches x {batch.get('world')} ranks",
         )
     if facts.get("data"):
         yield "data", str(facts["data"])

@@ -215,6 +215,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
     dist.all_reduce(peaks)
     if dist.get_rank() != 0:
         return
+    engine.note_run(held_out_loss=held_out_loss, tokens_per_second=_mean_speed(steps))
     plan = engine.plan
     summary = Summary(
         model=task.name,

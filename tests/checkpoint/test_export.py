@@ -455,7 +455,10 @@ def test_the_command_fails_with_a_line(checkpoints: Path, tmp_path: Path, capsys
     for arguments, code, message in (
         ([str(checkpoints), out], 1, "the checksum does not fit"),
         ([str(checkpoints), str(tmp_path / "file" / "out"), "--tag", "older"], 1, "file"),
-        ([str(checkpoints), out, "--max-shard-size", "0"], 2, "max_shard_size"),
+        ([str(checkpoints), out, "--max-shard-size", "0"], 2, "--max-shard-size: a size is"),
+        ([str(tmp_path / "nowhere"), out], 2, "there is no such folder"),
+        ([str(tmp_path / "file"), out], 2, "is not a folder"),
+        ([str(tmp_path), out], 2, "holds no checkpoint"),
         ([str(checkpoints), str(checkpoints / "newer")], 2, "inside the checkpoint"),
     ):
         assert onefold_command(["export", *arguments]) == code

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +55,90 @@ def test_help_does_not_wait_for_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_validation_does_not_wait_for_torch(tmp_path: Path) -> None:
+    """Every command finds what is wrong with its arguments first, in one line."""
+    wrong = [
+        ["train", "--resume", "nowhere"],
+        ["train", "--preset", "tinny"],
+        ["train", "--data", "nowhere"],
+        ["train", "--model", "nowhere"],
+        ["launch", "nowhere.py"],
+        ["launch", "--master_port", "99999", "x.py"],
+        ["compare", "--stages", "2,7"],
+        ["compare", "--rounds", "0"],
+        ["compare", "--model", "nowhere"],
+        ["tune", "--stages", "3+disk"],
+        ["tune", "--steps", "3"],
+        ["watch", "nowhere", "--once"],
+        ["watch", "nowhere", "--every", "0"],
+        ["report", "nowhere"],
+        ["export", "nowhere", "out"],
+        ["export", ".", "out", "--max-shard-size", "much"],
+        ["ckpt", "ls", "nowhere"],
+        ["ckpt", "inspect", "nowhere"],
+        ["ckpt", "verify", "nowhere"],
+        ["ckpt", "rm", "nowhere", "tag"],
+        ["import-deepspeed", "nowhere", "out"],
+        ["env", "--jsn"],
+    ]
+    code = (
+        "import sys\n"
+        "from onefold.cli.main import main\n"
+        f"for arguments in {wrong!r}:\n"
+        "    print(main(arguments), 'torch' in sys.modules, flush=True)\n"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["2 False"] * len(wrong), done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == len(wrong)
+    assert all(line.startswith("onefold: ") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["ckpt", "lst"], "there is no command 'lst'; did you mean ls?"),
+        (["train", "--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
+        (["train", "--preset", "smal"], "--preset smal; did you mean small?"),
+        (["qqqq"], "there is no command 'qqqq': choose from train, launch"),
+        (["env", "qqqq"], "qqqq: not known here"),
+    ],
+)
+def test_a_misspelt_word_is_one_line_with_what_was_meant(
+    typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"onefold: {meant}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_help_keeps_to_the_width_of_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    parser = build_parser()
+    texts = {"onefold": parser.format_help()}
+    for path in COMMANDS:
+        with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+            parser.parse_args([*path.split(), "--help"])
+        texts[path] = said.getvalue()
+    for path, text in texts.items():
+        assert max(map(len, text.splitlines())) <= width, path
+    assert "exit codes:" in texts["onefold"]
+    words = " ".join(texts["train"].split())
+    assert "Fine-tune a Hugging Face model on your data, or train a small built-in GPT, on every GPU or on two" in words
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    for arguments in (["--help"], ["env", "--json"]):
+        command = [sys.executable, "-u", "-m", "onefold.cli.main", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert set(process.stderr.read().splitlines()) <= {"onefold: loading torch"}
+        assert process.returncode in (0, 141)

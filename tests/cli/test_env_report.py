@@ -22,9 +22,9 @@ def test_the_json_holds_versions_and_what_will_be_used(capsys):
     assert (versions["onefold"], versions["torch"]) == (onefold.__version__, torch.__version__)
     assert versions["python"].startswith(platform.python_version())
     assert report["host"]["usable cores"] == str(len(os.sched_getaffinity(0)))
-    assert report["disk"][os.getcwd()].endswith(f" of {shutil.disk_usage('.').total / 2**30:.1f}")
+    assert report["disk"][os.getcwd()].endswith(f" of {shutil.disk_usage('.').total / 1e9:.1f}")
     num_gpus = torch.cuda.device_count()
-    expected = f"NCCL, one rank a GPU: {num_gpus}" if num_gpus else "gloo, on the CPU"
+    expected = f"NCCL, one rank per GPU: {num_gpus}" if num_gpus else "gloo, on the CPU"
     assert report["onefold here"]["will use"] == expected
     assert "gloo" in report["onefold here"]["backends"]
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,12 +56,30 @@ def test_hostfile_is_read_in_order_with_comments(tmp_path: Path) -> None:
     assert list(read_hostfile(file).items()) == [("node2", (0, 1)), ("node1", (0, 1, 2, 3))]
 
 
-@pytest.mark.parametrize("text", ["node1\n", "node1 slots=x\n", "node1 slots=2\nnode1 slots=2\n", "# nothing\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node1\n",
+        "node1 slots=x\n",
+        "node1 slots=2\nnode1 slots=2\n",
+        "# nothing\n",
+        "node1 slots=99999999999\n",
+        "\xff",
+    ],
+)
 def test_bad_hostfiles_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "hosts"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match="hosts"):
         read_hostfile(file)
+
+
+def test_hostfiles_that_are_no_files_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hosts").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "hosts-pipe")
+    for path in (tmp_path, tmp_path / "hosts", tmp_path / "hosts-pipe"):
+        with pytest.raises(UsageError, match="not a file"):
+            read_hostfile(path)
 
 
 def test_choices_read_as_deepspeed_writes_them() -> None:
@@ -134,12 +153,44 @@ def test_several_nodes_get_the_exact_commands(tmp_path: Path, capsys: pytest.Cap
         ["--node_rank", "1"],
         ["--hostfile", "no-such-file"],
         ["--module", "--no_python"],
+        ["--module"],
+        ["--no_python"],
+        ["--master_port", "99999"],
+        ["--master_port", "0"],
+        ["--master_port", "x"],
+        ["--nprocs", "2"],
         [],
     ],
 )
 def test_wrong_use_is_one_message_and_exit_code_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *flags, "no-such-script.py"]) == 2
     assert re.fullmatch(r"onefold: .+\n", capsys.readouterr().err)
+
+
+def test_a_port_in_use_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, "pass\n")
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with socket.socket(family) as taken:
+            taken.bind(("", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            assert main(["launch", "--nproc", "2", "--master_port", str(port), path]) == 2
+        said = f"onefold: --master_port {port}: in use on this node; leave --master_port out to take a free one\n"
+        assert capsys.readouterr().err == said
+
+
+def test_ranks_that_cannot_meet_are_one_message() -> None:
+    """Here the port is taken after it was looked at."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code = f"from onefold.cli.ranks import Job, run_ranks\nprint(run_ranks(['true'], Job(1, master_port={port})))\n"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "1\n", done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("[W")]  # of torch's C++
+    assert len(lines) == 1
+    assert lines[0].startswith(f"onefold: the ranks cannot meet at localhost:{port}: ")
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------
@@ -154,7 +205,7 @@ def test_ranks_get_their_environment_and_arguments(tmp_path: Path) -> None:
         "say(json.dumps([beside.value, sys.argv[1:], __name__] + [os.environ[name] for name in names]))\n",
     )
     code, stdout, stderr = launch("--nproc", "2", "--no_local_rank", path, "--stage", "2", "--nproc=9")
-    assert (code, stderr) == (0, "")
+    assert (code, stderr) == (0, f"onefold: starting 2 ranks of {path}\n")
     told = sorted((json.loads(line) for line in stdout.splitlines()), key=lambda line: line[3])
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank, line in enumerate(told):
@@ -177,7 +228,7 @@ def test_a_failing_rank_shows_its_traceback_once_and_nothing_else(tmp_path: Path
     )
     code, _, stderr = launch("--nproc", "2", path)
     assert code == 1
-    lines = stderr.splitlines()
+    lines = stderr.splitlines()[1:]
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1].startswith(f'  File "{path}", line 6')
     assert stderr.count("ValueError: the cause") == 1
@@ -209,7 +260,8 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     path = script(tmp_path, "if rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(0.2)\nraise ConnectionError\n")
     code, _, stderr = launch("--nproc", "2", path)
     assert code == 128 + signal.SIGKILL
-    assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", stderr)
+    line = stderr.partition("\n")[2]
+    assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", line)
 
 
 def test_a_restart_shows_why_and_goes_on(tmp_path: Path) -> None:
@@ -227,7 +279,7 @@ def test_interrupt_ends_the_ranks_quietly(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert stderr == "onefold: stopped by Ctrl-C; all ranks have ended\n"
+    assert stderr.partition("\n")[2] == "onefold: stopped by Ctrl-C; all ranks have ended\n"
     time.sleep(0.1)
     for pid in pids:
         with pytest.raises(ProcessLookupError):

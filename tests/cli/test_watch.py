@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -45,10 +46,10 @@ def test_once_says_what_there_is(tmp_path, capsys):
 
 
 def test_once_without_a_run_says_so_and_fails(tmp_path, capsys):
-    assert main(["watch", str(tmp_path / "none"), "--once"]) == 1
-    assert "no run in" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "none"), "--once"]) == 2
+    assert "no run in" in capsys.readouterr().err
     write_run(tmp_path, "")
-    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert main(["watch", str(tmp_path), "--once"]) == 2
 
 
 def test_a_bad_file_is_an_error(tmp_path, capsys):
@@ -158,3 +159,24 @@ def test_reading_a_record_needs_no_torch():
 def test_a_look_more_often_than_never_is_needed(tmp_path: Path, capsys):
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2
     assert "--every" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "endless", "cut"])
+def test_a_path_that_is_no_record_is_one_line_at_once(tmp_path, capsys, kind):
+    path = tmp_path / "run.jsonl"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "endless":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)  # takes no space on disk
+    else:
+        path.write_text(facts()[:50])
+    for command in (["report", str(tmp_path)], ["watch", str(tmp_path), "--once"], ["watch", f"{path}/x", "--once"]):
+        assert main(command) == 2
+        said = capsys.readouterr()
+        assert re.fullmatch(r"onefold: .+\n", said.err)
+        assert said.out == ""

@@ -230,6 +230,34 @@ def test_the_engine_looks_like_its_module(on_ranks):
     on_ranks(2, looks_like_its_module)
 
 
+def described(stage: int, **zero: Any) -> str:
+    engine = start(net(), config(stage, zero_optimization=zero))
+    text = engine.describe()
+    engine.destroy()
+    return text
+
+
+def test_the_description_names_the_stage_and_what_stays_unsharded(on_ranks):
+    def lines(world: int, stage: int, **zero: Any) -> dict[str, str]:
+        first, *others = on_ranks(world, described, stage, **zero)[0].splitlines()
+        assert first.startswith(f"ZeRO stage {stage} on {world} rank{'s' * (world > 1)}, ")
+        # A label of 18 columns, and what it is about.
+        assert all(line[17] == " " != line[18] for line in others)
+        return {line[:18].strip(): line[18:] for line in others}
+
+    two = lines(2, 2)
+    assert two["parameters"].startswith("replicated")
+    assert "masters" not in two["bytes per rank"], "what is not held is not listed"
+    small = lines(2, 3, stage3_param_persistence_threshold=10**6)["parameters"]
+    assert small.startswith("unsharded: all are below the persistence threshold")
+    assert lines(2, 3, stage3_param_persistence_threshold=0)["parameters"].startswith("sharded: whole only while")
+    assert "but for " in lines(2, 3, stage3_param_persistence_threshold=100)["parameters"]
+    assert lines(1, 2)["gradients"].startswith("not sharded: there is 1 rank")
+    offloaded = lines(2, 2, offload_optimizer={"device": "cpu"})
+    assert offloaded["bytes per rank"].startswith("device: parameters")
+    assert offloaded[""].startswith("host: ")
+
+
 # -- backward and step -------------------------------------------------------------------------------------------------
 
 

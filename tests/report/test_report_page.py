@@ -71,7 +71,13 @@ def sent(num_bytes: int) -> tuple[TrafficRow, ...]:
 
 def test_the_page_is_one_whole_file_with_the_numbers_of_the_record(tmp_path):
     steps = [row(n, loss=5.0 / n, traffic=sent(1_000_000 * n), grad_norm=0.1234 * n) for n in (1, 2, 3)]
-    write_run(tmp_path, facts(), write_line("note", steps=9, name="GPT of tests", data="books"), *steps, end())
+    write_run(
+        tmp_path,
+        facts(),
+        write_line("note", steps=9, name="GPT of tests", data="books", held_out_loss=2.5, tokens_per_second=1234.4),
+        *steps,
+        end(),
+    )
     written = write_page(tmp_path)
     assert written == tmp_path / "report.html"
     source = written.read_text(encoding="utf-8")
@@ -79,7 +85,8 @@ def test_the_page_is_one_whole_file_with_the_numbers_of_the_record(tmp_path):
     found = Page(source)
     assert not any(name in ("src", "href") or name.startswith("on") for _, given in found.tags for name in given)
     for text in ("GPT of tests: stage 2, 2 ranks", "3 of 9", "5.0000", "1.6667", "books", "1,234 trained, 5 frozen",
-                 "8 = 2 x 2 x 2", "99.0 kB", format_bytes(123_456_789)):  # fmt: skip
+                 "8 samples per step = 2 per micro-batch x 2 micro-batches x 2 ranks", "held-out loss 2.5000",
+                 "tokens per second 1,234", f"peak memory {format_bytes(123_456_789)}"):  # fmt: skip
         assert text in found.text, text
     for kind, size in HELD["device"].items():
         held = REPORT["held"]["device"][kind]

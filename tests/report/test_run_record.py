@@ -329,8 +329,9 @@ def test_the_report_of_the_plan_has_planned_and_held_bytes_and_traffic(on_ranks,
     assert planned["masters"] == 0  # those of fp32 are the parameters
     assert ("device", "masters") not in lines
     assert lines["device", "gradients"][:2] == format_bytes(planned["gradients"]).split()
-    if recorded:  # else those of now, after a step
-        assert lines["device", "gradients"][2:] == format_bytes(planned["gradients"]).split()
+    # As they were at the end of the backward: the step has freed them.
+    assert lines["device", "gradients"][2:] == format_bytes(planned["gradients"]).split()
+    assert lines["device", "model"][1:3] == lines["device", "model"][3:5]
     assert " ".join(lines["a", "step"][-2:]) in text
     assert f"sent: reduce-scatter (data) {'-':>17} {format_bytes(reduced):>11}".split() == next(
         line for line in text.splitlines() if "reduce-scatter" in line

@@ -179,11 +179,13 @@ class Damage:
         where = None if self.start is None else [self.start, self.stop]
         return {"file": self.file, "problem": self.problem, "tensors": list(self.tensors), "bytes": where}
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """What is wrong, without the file."""
         if self.start is not None:
-            return f"{self.file}: {self.tensors[0]!r}, bytes {self.start} to {self.stop}: {self.problem}"
+            return f"{self.tensors[0]!r}, bytes {self.start} to {self.stop}: {self.problem}"
         named = ", ".join(self.tensors[:5]) + (", ..." if len(self.tensors) > 5 else "")
-        return f"{self.file}: {self.problem}" + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
+        return self.problem + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
 
 
 def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:

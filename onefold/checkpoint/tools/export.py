@@ -34,6 +34,10 @@ ReadTensor = Callable[[str], torch.Tensor]
 T = TypeVar("T")
 
 
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
 class ExportError(ValueError):
     """What was asked for cannot be done; the message says why."""
 
@@ -59,7 +63,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> fol
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder")
+        raise NoCheckpointError(f"{folder}: there is no such folder")
     if tag is None and folders.is_tag_folder(folder):
         return folders.examine(folder)
     for _ in range(TRIES):
@@ -81,7 +85,7 @@ def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
         return candidates[0]
     if any(folders.is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
         raise CheckpointError(f"{folder}: its checkpoints are DeepSpeed's: onefold import-deepspeed {folder} OUT")
-    raise CheckpointError(f"{folder}: holds no checkpoint")
+    raise NoCheckpointError(f"{folder}: holds no checkpoint")
 
 
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
