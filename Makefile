@@ -54,10 +54,12 @@ bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), i
 bench-network: $(STAMP)  ## ZeRO++ between two hosts, as network namespaces with a slow link (needs root)
 	$(BIN)/python -m benchmarks.network $(ARGS)
 
+# Built in a copy, because setuptools leaves build/ where it builds.
 install-as-deepspeed:  ## onefold under the name of DeepSpeed, in the environment of $(PYTHON); refuses beside a real one
 	@found=$$($(PYTHON) -c "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='deepspeed')), ''))"); \
 	case "$$found" in ""|*+onefold) ;; *) echo "DeepSpeed $$found is installed here; pip uninstall deepspeed first" >&2; exit 1;; esac
-	$(PYTHON) -m pip install --disable-pip-version-check . ./packaging/deepspeed
+	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -R pyproject.toml README.md onefold packaging "$$copy" && \
+	$(PYTHON) -m pip install --disable-pip-version-check "$$copy" "$$copy/packaging/deepspeed"
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -367,7 +367,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
         raise ConfigError(
             f"train_batch_size {train} is not micro {micro} x accumulation {accumulation} x world {world_size} = "
             f"{product}; write train_batch_size {product}, or leave one of the three keys out"
-            f"{_rank_hint(train, micro * accumulation)}"
+            f"{_rank_hint(train, micro * accumulation, world_size)}"
         )
     return Batch(product, micro, accumulation, world_size)
 
