@@ -657,6 +657,8 @@ def test_the_command_imports_and_says_what(tmp_path: Path, capsys: pytest.Captur
     assert main(["import-deepspeed", str(FIXTURES / "stage2_fp16"), str(tmp_path / "out")]) == 0
     assert "step 7, 9 parameters" in capsys.readouterr().out
     assert (tmp_path / "out" / "latest").read_text() == "global_step7"
+    assert main(["import-deepspeed", str(tmp_path / "out"), str(tmp_path / "other")]) == 1
+    assert "a checkpoint of onefold's already" in capsys.readouterr().err
     assert main(["import-deepspeed", str(tmp_path), str(tmp_path / "other")]) == 1
     assert not (tmp_path / "other").exists()
     assert "latest" in capsys.readouterr().err

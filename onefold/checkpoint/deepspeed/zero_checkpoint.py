@@ -31,15 +31,8 @@ import torch
 from onefold.checkpoint.deepspeed.torch_files import StandIn, read_torch_file
 from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.files import CheckpointError, read_small
-from onefold.checkpoint.format.folder import (
-    check_tag,
-    clean,
-    is_deepspeeds,
-    is_tag_folder,
-    new_data_folder,
-    publish,
-)
-from onefold.checkpoint.format.manifest import Manifest, join_parts
+from onefold.checkpoint.format.folder import check_tag, clean, is_deepspeeds, new_data_folder, publish
+from onefold.checkpoint.format.manifest import NAME, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardWriter, Slot
 
 MAX_TAG_BYTES = 4096
@@ -223,7 +216,7 @@ class _Files:
 
 def _open(folder: Path) -> _Files:
     model_files, optimizer_files = _classify(folder)
-    if not optimizer_files and is_tag_folder(folder):
+    if not optimizer_files and (folder / NAME).is_file():
         raise ValueError(f"{folder}: a checkpoint of onefold's already; engine.load_checkpoint loads it as it is")
     if not optimizer_files:
         raise ValueError(f"{folder}: has no *_optim_states.pt: not of ZeRO stage 1, 2 or 3")
