@@ -79,6 +79,11 @@ class Timeline:
             if listener is not None and recorded is not None:
                 listener.end(self, recorded)
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """Seconds by phase since the last `take`."""
+        return dict(self._totals)
+
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
         totals, self._totals = self._totals, {}

@@ -122,7 +122,9 @@ def test_registering_refuses_after_a_library_that_has_asked():
 def test_every_module_and_name_can_be_had(installed):
     """Each name that a module lists is really there, and so is each that stands for something not offered."""
     wanted = {module: [] for module in MODULES}
-    wanted |= {f"deepspeed.{module}": names for module, (_, names) in not_offered.TABLE.items()}
+    for table in ({module: names for module, (_, names) in not_offered.TABLE.items()}, not_offered.ELSEWHERE):
+        for module, names in table.items():
+            wanted[f"deepspeed.{module}"] = [*wanted.get(f"deepspeed.{module}", []), *names]
     check(
         f"""
         import importlib
@@ -153,6 +155,173 @@ def test_what_is_not_offered_says_so_when_it_is_used(installed):
         """,
         installed,
     )
+
+
+def test_an_attribute_of_what_is_not_offered_says_so_too():
+    from onefold.compat.deepspeed.pipe import PipelineModule
+    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, UlyssesSPAttentionHF
+
+    with pytest.raises(NotImplementedError, match=r"TiledMLP\.apply: onefold does not offer sequence parallelism"):
+        TiledMLP.apply(1, 2)
+    with pytest.raises(NotImplementedError, match=r"PipelineModule\.to: onefold does not offer pipeline"):
+        type("Mine", (PipelineModule,), {}).mro()[1].to("cpu")
+    assert UlyssesSPAttentionHF.register_with_transformers("model", "sdpa", sequence_parallel_size=1) is None
+    with pytest.raises(NotImplementedError, match="sequence_parallel_size = 2"):
+        UlyssesSPAttentionHF.register_with_transformers("model", "sdpa", sequence_parallel_size=2, micro_batch_size=1)
+
+
+def test_looking_at_what_is_not_offered_is_harmless():
+    import copy
+    import doctest
+    import inspect
+    import pickle
+    import unittest.mock
+
+    from onefold.compat.deepspeed.elasticity import ElasticityError, compute_elastic_config
+
+    from onefold.compat.deepspeed.moe import layer
+
+    assert not hasattr(layer.MoE, "forward")
+    assert getattr(layer.MoE, "apply", None) is None
+    assert inspect.isclass(layer.MoE)
+    inspect.signature(layer.MoE)
+    inspect.getmembers(layer.MoE)
+    inspect.unwrap(layer.MoE)
+    assert doctest.DocTestFinder().find(layer) is not None
+    assert pickle.loads(pickle.dumps(layer.MoE)) is layer.MoE
+    assert copy.deepcopy(layer.MoE) is layer.MoE
+    with unittest.mock.patch.object(layer, "MoE"):
+        pass
+    assert issubclass(ElasticityError, Exception)  # so that one may catch it
+    with pytest.raises(NotImplementedError, match="compute_elastic_config: onefold does not offer elastic batch sizes"):
+        compute_elastic_config(ds_config={}, target_deepspeed_version="0.19.8", world_size=2)
+
+
+TOOLS = {
+    "mmengine": """
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+        from deepspeed.ops.lamb import FusedLamb
+        from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+        for name in "FusedAdam FusedLamb OnebitAdam OnebitLamb ZeroOneAdam".split():
+            assert isinstance(globals()[name], type)
+        try:
+            OnebitAdam([], lr=1)
+        except NotImplementedError as error:
+            assert "1-bit optimizers" in str(error)
+    """,
+    "open-instruct": """
+        import torch
+        from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+        from deepspeed.utils import groups
+        assert groups._get_sequence_parallel_world_size() == 1
+        original = torch_checkpoint_engine.TorchCheckpointEngine.load
+        def load(self, path, map_location=None):
+            return original(self, path, map_location)
+        torch_checkpoint_engine.TorchCheckpointEngine.load = load
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path="model", core_attn_implementation="sdpa", sequence_parallel_size=1, micro_batch_size=1,
+            seq_length_is_variable=True,
+        )
+        assert mpu is None
+    """,
+    "VLM-R1": """
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+        from deepspeed.utils import logger
+        logger.warning_once("once")
+        assert TorchCheckpointEngine().load
+    """,
+    "ArcticTraining": """
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine, CheckpointCommitInfo
+        from deepspeed.runtime.engine import DeepSpeedEngine, MoE, autocast_if_enabled
+        assert DeepSpeedEngine.load_moe_state_dict and DeepSpeedEngine._save_moe_checkpoint
+        assert DeepSpeedEngine.print_forward_breakdown
+    """,
+    "OpenRLHF": """
+        from deepspeed.module_inject.layers import GatherReplacedLayerParams
+        with GatherReplacedLayerParams([], None, enabled=True):
+            pass
+    """,
+    "DeepSpeed-Chat": """
+        import torch
+        from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+        model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        recursive_setattr(model, "0.0", torch.nn.Identity())
+        assert isinstance(recursive_getattr(model, "0.0"), torch.nn.Identity)
+    """,
+    "the others": """
+        import torch
+        import deepspeed.comm.comm as dist
+        import deepspeed.runtime.compiler as compiler
+        import deepspeed.utils
+        assert not dist.is_initialized() and dist.barrier and dist.get_rank and deepspeed.utils.is_initialized
+        assert compiler.disable(lambda: 1)() == 1 and not compiler.is_compiling()
+        from deepspeed.utils.zero_to_fp32 import parse_optim_states
+        from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+        from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+        from deepspeed.checkpoint import ORIGINAL_VOCAB_SIZE, PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
+        from deepspeed.ops.sparse_attention.sparsity_config import LocalSlidingWindowSparsityConfig
+        assert DeepSpeedZeroLeafModuleConfig(classes=["A"]).classes == ["A"]
+    """,
+}
+
+
+def test_the_first_lines_of_tools_run(installed):
+    """Each in a namespace of its own, in one interpreter, as the tools import and patch."""
+    programs = {tool: textwrap.dedent(code) for tool, code in TOOLS.items()}
+    check(
+        f"""
+        for tool, code in {programs!r}.items():
+            exec(compile(code, tool, "exec"), {{"__name__": tool}})
+        """,
+        installed,
+    )
+
+
+def test_a_checkpoint_engine_loads_tensors_and_executes_nothing(tmp_path):
+    import pickle
+
+    from onefold.compat.deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    engine = TorchCheckpointEngine()
+    engine.save({"weight": torch.ones(3), "step": 4}, str(tmp_path / "good.pt"))
+    found = engine.load(str(tmp_path / "good.pt"), map_location="cpu")
+    assert (found["weight"].tolist(), found["step"]) == ([1.0, 1.0, 1.0], 4)
+    torch.save({"called": textwrap.TextWrapper()}, tmp_path / "bad.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"bad\.pt: holds pickled objects"):
+        engine.load(str(tmp_path / "bad.pt"))
+
+
+def test_tracked_random_states_are_replayed_in_a_recomputation():
+    from onefold.compat.deepspeed.runtime.activation_checkpointing import checkpointing
+
+    tracker = checkpointing.get_cuda_rng_tracker()
+    assert tracker is checkpointing._CUDA_RNG_STATE_TRACKER
+    masks = []
+
+    def dropped(x):
+        with tracker.fork():
+            masks.append(torch.rand(8))
+        return x * masks[-1]
+
+    try:
+        checkpointing.model_parallel_cuda_manual_seed(5)
+        for _ in range(2):
+            x = torch.ones(8, requires_grad=True)
+            checkpointing.checkpoint(dropped, x).sum().backward()
+            assert torch.equal(masks[-1], masks[-2])
+            assert torch.equal(x.grad, masks[-1])
+        assert not torch.equal(masks[0], masks[2])
+        with pytest.raises(ValueError, match="tracked already"):
+            tracker.add("other", 5 + 2718)
+    finally:
+        tracker.reset()
+    (detached, number) = checkpointing.detach_variable((x * 2, 3))
+    assert detached.is_leaf
+    assert detached.requires_grad
+    assert number == 3
 
 
 # -- config objects ----------------------------------------------------------------------------------------------------
@@ -342,6 +511,94 @@ def step_alone_and_in_an_engine(name: str) -> str:
 def test_deepspeeds_optimizers_step_alone_and_in_an_engine(on_ranks, name):
     """Handed to an engine they are stepped by our rules, unit by unit, to the same weights."""
     assert on_ranks(1, step_alone_and_in_an_engine, name) == ["TiledStepper"]
+
+
+KINDS = ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Muon", "Shampoo", "AdamW8bit", "adamw_8bit", "Lion8bit", "RMSprop"]
+
+
+class MeanOfRows(onefold.MatrixRule):
+    """A rule of a user: the sign of the mean of each row."""
+
+    name = "rows"
+
+    def names_of_matrices(self, hyper):
+        return []
+
+    def prepare(self, gradient, states, update, hyper, step):
+        update.copy_(gradient)
+
+    def work(self, matrix, kept, hyper, step):
+        return matrix.mean(1, keepdim=True).sign().expand_as(matrix)
+
+    def finish(self, parameter, update, shape, hyper):
+        parameter.add_(update, alpha=-hyper["lr"])
+
+    def cost(self, rows, columns):
+        return rows * columns
+
+
+class Rows(torch.optim.Optimizer):
+    onefold_rule = MeanOfRows()
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+
+def handed_in(model: torch.nn.Module) -> dict[str, Any]:
+    """Every kind of object that one may hand to `initialize` as the optimizer."""
+    import bitsandbytes
+
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return {
+        "torch": torch.optim.NAdam(model.parameters()),
+        "8 bits": bitsandbytes.optim.AdamW8bit(model.parameters()),
+        "rule": Rows(matrices),
+        "several": [torch.optim.Muon(matrices), torch.optim.AdamW(others)],
+    }
+
+
+def wrapped(stage: int) -> dict[str, Any]:
+    """Train two steps with each kind of optimizer and describe what `deepspeed.initialize` has returned."""
+    from onefold.compat import deepspeed
+    from onefold.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    found = {}
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}, "log_level": "error"}
+    for kind in [*KINDS, *handed_in(torch.nn.Linear(8, 8))]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 128), torch.nn.Linear(128, 8))
+        section = {"optimizer": {"type": kind, "params": {"lr": 0.01}}} if kind in KINDS else {}
+        given = {} if kind in KINDS else {"optimizer": handed_in(model)[kind]}
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config={**config, **section}, **given)
+        losses = []
+        for _ in range(2):
+            loss = engine(torch.ones(2, 8)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        assert losses[1] != losses[0], kind
+        asked = DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer
+        assert isinstance(optimizer, asked), kind
+        assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer), kind
+        assert isinstance(optimizer.optimizer, torch.optim.Optimizer), kind
+        assert optimizer.optimizer.param_groups is optimizer.param_groups
+        optimizer.state_dict()
+        found[kind] = optimizer.stands_for.__name__
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_kind_of_optimizer_goes_through_deepspeeds_initialize(on_ranks, stage):
+    for found in on_ranks(2, wrapped, stage):
+        assert found == {
+            "Adam": "FusedAdam", "AdamW": "FusedAdam", "SGD": "SGD", "Adagrad": "Adagrad", "Lion": "FusedLion",
+            "Muon": "Muon", "Shampoo": "Optimizer", "AdamW8bit": "FusedAdam", "adamw_8bit": "FusedAdam",
+            "Lion8bit": "FusedLion", "RMSprop": "RMSprop", "torch": "NAdam", "8 bits": "AdamW8bit", "rule": "Rows",
+            "several": "Muon",
+        }  # fmt: skip
 
 
 def test_tensors_go_to_files_and_back(tmp_path):

@@ -9,7 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from onefold import comm
+from onefold.compat.deepspeed.comm import FROM_TORCH
 from onefold.compat.deepspeed.utils.logging import logger
+from onefold.compat.lazy import names
+
+__getattr__, __dir__ = names(__name__, FROM_TORCH)
 
 MPI_WORLD_SIZE_ENV_VARS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS")
 """Where launchers that set no RANK and WORLD_SIZE say how many processes they have started."""

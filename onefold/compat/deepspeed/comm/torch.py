@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 
+from onefold.compat.not_offered import NotOffered
+
+
+class TorchBackend(NotOffered):
+    what = "a backend around torch.distributed (its functions are called directly)"
+
 
 def known_world_size(world_size: int | None) -> int | None:
     """As given, or by the launcher; None where only the `init_method` may know it."""

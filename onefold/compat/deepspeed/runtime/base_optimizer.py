@@ -160,6 +160,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         dist.all_reduce(squares)
         return list(squares.sqrt().float())
 
+    def has_overflow(self, *_: Any, **__: Any) -> bool:
+        """Whether an averaged gradient is infinite or NaN on any rank. All ranks call this together."""
+        return not all(norm.isfinite() for norm in self._get_norm_groups())
+
+    check_overflow = has_overflow
+
     @property
     def _global_grad_norm(self) -> float | None:
         return self._engine_state.decision.norm

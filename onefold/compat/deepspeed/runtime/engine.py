@@ -16,11 +16,17 @@ from torch import nn
 
 import onefold.compat.parameters  # noqa: F401 - puts the ds_* attributes on parameters
 from onefold import start
+from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
 from onefold.checkpoint.saving.rank_writer import SaveError
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
+from onefold.compat.deepspeed.utils.timer import ThroughputTimer
+from onefold.compat.lazy import names, same
+from onefold.compat.not_offered import NotOfferedError, explain
 from onefold.config import Batch, ConfigError
+from onefold.config.params import plain_name
+from onefold.config.schema import ThroughputTimer as ThroughputSettings
 from onefold.engine import Engine
 from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
@@ -68,9 +74,12 @@ class DeepSpeedEngine(Engine):
             "adamw": of_adam,
             "adagrad": adagrad.DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
             "lion": lion.DeepSpeedCPULion if on_host else lion.FusedLion,
+            "muon": torch.optim.Muon,
             "sgd": torch.optim.SGD,
         }
-        return kinds[optimizer.name.lower()]
+        # A list of instances is stepped as its first; a rule that has no class elsewhere is an optimizer of torch.
+        several = [type(instance) for instance in optimizer.sharded.instances]
+        return several[0] if several else kinds.get(plain_name(optimizer.name), torch.optim.Optimizer)
 
     @cached_property
     def _config(self) -> DeepSpeedConfig:
@@ -113,6 +122,13 @@ class DeepSpeedEngine(Engine):
         """The file of an optimizer of expert-parallel layers. There are none, so loading never asks for it."""
         return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Write the script that makes whole fp32 weights of a checkpoint, as `save_checkpoint` does."""
+        place = os.path.join(save_path, SCRIPT_NAME)
+        with open(place, "wb") as file:
+            file.write(SCRIPT)
+        self._change_recovery_script_permissions(place)
+
     def _change_recovery_script_permissions(self, dst: str) -> None:
         """Make a script executable, where the file system has such a thing."""
         try:
@@ -145,7 +161,34 @@ class DeepSpeedEngine(Engine):
             raise Misuse("must provide optimizer during init in order to use step")
         if self.state.window.in_no_sync:
             raise Misuse("It is illegal to call Engine.step() inside no_sync context manager")
+        ends_a_step = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=ends_a_step, report_speed=False)
+        self.tput_timer.start()
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples a second from step to step, without a wait for the device."""
+        return ThroughputTimer(ThroughputSettings(synchronized=False), self.train_batch_size())
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds by phase since the last progress line; empty without `wall_clock_breakdown`."""
+        shown = self._timeline.totals.items() if self.wall_clock_breakdown() else ()  # type: ignore[attr-defined]
+        return {_TIMERS.get(phase, phase): 1000 * seconds for phase, seconds in shown}
+
+    def _report_progress(self, step: int) -> None:
+        rates, skipped = self.get_lr(), self.skipped_steps
+        if self.state.group.rank == 0:
+            logger.info("step=%s, skipped=%s, lr=%s, mom=%s", step, skipped, rates, self.get_mom())
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Return the unsharded state dict on rank 0 and None elsewhere. All ranks call this together."""
+        if not self.plan.shards_parameters:
+            raise ValueError(
+                f"_consolidated_16bit_state_dict is for sharded parameters, and stage {self.plan.stage} shards none. "
+                "Call engine.module_state_dict() instead"
+            )
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -267,6 +310,10 @@ def _check_as_deepspeed(plan: Plan, chosen: Chosen | None, config: DeepSpeedConf
         )
 
 
+# Phases of a step under the names of DeepSpeed's timers.
+_TIMERS = {"forward": "fwd", "backward": "bwd"}
+
+
 def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     read = attrgetter(path)
     return lambda self: read(self._config.settings)
@@ -343,6 +390,26 @@ for _name, _path in _KEYS.items():
     setattr(DeepSpeedEngine, _name, _getter(_path))
 for _name in ("gradient_clipping", "optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"):
     setattr(DeepSpeedEngine, _name, lambda self, _name=_name: getattr(self._config, _name))
+# Methods that tools patch, of what is not offered.
+_EXPERTS = "expert-parallel layers (models of experts train as they are)"
+_NOT_OFFERED = {
+    "_broadcast_model": "a broadcast of its own (`initialize` broadcasts the weights of rank 0)",
+    "_save_moe_checkpoint": _EXPERTS,
+    "clip_fp32_gradients": "clipping by itself (engine.step() clips by the key gradient_clipping)",
+    "load_moe_state_dict": _EXPERTS,
+    "print_forward_breakdown": _EXPERTS,
+}
+
+
+def _refusal(name: str, what: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotOfferedError(explain(f"engine.{name}", what))
+
+    return refuse
+
+
+for _name, _what in _NOT_OFFERED.items():
+    setattr(DeepSpeedEngine, _name, _refusal(_name, _what))
 DeepSpeedEngine.zero_overlap_comm = lambda self: self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
 
 
@@ -355,3 +422,33 @@ def split_half_float_double_sparse(tensors: list[torch.Tensor]) -> list[tuple[An
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
     return list(found.items())
+
+
+# Names that DeepSpeed's engine imports, and others import from there.
+_D = "onefold.compat.deepspeed"
+__getattr__, __dir__ = names(
+    __name__,
+    {
+        **same(f"{_D}.moe.layer", "MoE"),
+        **same(f"{_D}.moe.sharded_moe", "MOELayer", "TopKGate"),
+        **same(f"{_D}.moe.utils", "is_moe_param"),
+        **same(f"{_D}.ops.adam", "DeepSpeedCPUAdam", "FusedAdam"),
+        **same(f"{_D}.profiling.flops_profiler", "FlopsProfiler"),
+        **same(f"{_D}.runtime.bf16_optimizer", "BF16_Optimizer"),
+        **same(f"{_D}.runtime.checkpoint_engine", "CheckpointCommitInfo", "TorchCheckpointEngine"),
+        **same(f"{_D}.runtime.compiler", "compiled_autograd", "is_compile_supported"),
+        **same(f"{_D}.runtime.dataloader", "DeepSpeedDataLoader"),
+        **same(f"{_D}.runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+        **same(f"{_D}.runtime.pipe.module", "PipelineModule"),
+        **same(f"{_D}.runtime.torch_autocast", "autocast_if_enabled"),
+        **same(f"{_D}.runtime.utils", "clip_grad_norm_", "see_memory_usage"),
+        **same(f"{_D}.runtime.zero.offload_config", "OffloadDeviceEnum"),
+        **same(f"{_D}.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"),
+        **same(f"{_D}.runtime.zero.partition_parameters", "ZeroParamStatus"),
+        **same(f"{_D}.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+        **same(f"{_D}.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+        **same(f"{_D}.utils", "groups", "log_dist"),
+        **same(f"{_D}.utils.timer", "SynchronizedWallClockTimer"),
+        "dist": f"{_D}.comm",
+    },
+)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,3 +19,11 @@ def has_comm_dtype(param: nn.Parameter) -> bool:
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found
+
+
+def autocast_if_enabled(engine: Any) -> AbstractContextManager[Any]:
+    """Return the autocast that the engine's own forward runs under. It is entered twice without harm."""
+    if not engine.torch_autocast_enabled():
+        return nullcontext()
+    dtype = torch.float16 if engine.torch_autocast_dtype() == "fp16" else torch.bfloat16
+    return torch.autocast(engine.device.type, dtype=dtype)

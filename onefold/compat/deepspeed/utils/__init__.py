@@ -21,6 +21,8 @@ __getattr__, __dir__ = names(
         **same("onefold.compat.deepspeed.utils.logging", "log_dist", "logger", "set_log_level_from_string"),
         **same("onefold.compat.deepspeed.utils.init_on_device", "OnDevice"),
         **same("onefold.compat.deepspeed.utils.nvtx", "instrument_w_nvtx"),
+        **same("onefold.compat.deepspeed.utils.module_utils", "recursive_getattr", "recursive_setattr"),
         **same("onefold.utils", "RepeatingLoader"),
+        **same("torch.distributed", "is_initialized"),
     },
 )

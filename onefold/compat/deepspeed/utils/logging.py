@@ -31,6 +31,10 @@ def warning_once(*args: Any, **kwargs: Any) -> None:
     logger.warning(*args, **kwargs)
 
 
+# Tools call it as a method of the logger.
+vars(logger)["warning_once"] = warning_once
+
+
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     level = log_levels.get(log_level_str.lower())
     if level is None:

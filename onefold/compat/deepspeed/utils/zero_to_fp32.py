@@ -16,6 +16,7 @@ from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.tools.export import DTYPES, export, read_one
 from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
+from onefold.compat.not_offered import NotOffered
 from onefold.config import load_config
 from onefold.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -99,6 +100,14 @@ def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
     """A file for `torch.load` that says the stage, as DeepSpeed's do. It has no states: the engine loads them."""
     return [_made_file(checkpoint_dir, "zero_pp_rank_0_mp_rank_00_optim_states.pt", _optimizer_state)]
+
+
+class parse_optim_states(NotOffered):
+    what = "flat groups of each rank out of a checkpoint (get_fp32_state_dict_from_zero_checkpoint reads whole weights)"
+
+
+class parse_model_states(parse_optim_states):
+    pass
 
 
 def _model_state(checkpoint: CheckpointReader) -> dict[str, Any]:

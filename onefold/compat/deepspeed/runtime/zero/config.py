@@ -36,9 +36,16 @@ def _moved_to(new: str, kind: Any) -> Any:
     return Field(None, json_schema_extra=extra)  # type: ignore[arg-type]
 
 
+DeepSpeedZeroLeafModuleConfig = model_of("DeepSpeedZeroLeafModuleConfig", LeafModule)
+DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
+"""Empty: models of experts train without leaf modules."""
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
 class DeepSpeedZeroConfig(
     model_of(  # type: ignore[misc]
-        "_ZeroOptimization", ZeroOptimization, stage=ZeroStageEnum, leaf_module=model_of("LeafModuleConfig", LeafModule)
+        "_ZeroOptimization", ZeroOptimization, stage=ZeroStageEnum, leaf_module=DeepSpeedZeroLeafModuleConfig
     )
 ):
     """What is sharded, where it rests, and how it travels."""

@@ -1,0 +1,91 @@
+"""`TorchCheckpointEngine`: `torch.save` and `torch.load` of tensors and plain data.
+
+`engine.save_checkpoint` and `engine.load_checkpoint` do not use it: their format is onefold's.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine"]
+
+
+@dataclass
+class CheckpointCommitInfo:
+    """The checkpoint that files belong to."""
+
+    tag: str
+    save_dir: str
+    save_latest: bool
+
+
+class CheckpointEngine(ABC):
+    """The interface that DeepSpeed's checkpoint engines share."""
+
+    name: str | None = None
+
+    def __init__(self, config_params: Any = None) -> None:
+        self.config_params = config_params
+
+    @abstractmethod
+    def create(self, info: CheckpointCommitInfo) -> None: ...
+
+    @abstractmethod
+    def save(self, state_dict: Any, path: str) -> None: ...
+
+    @abstractmethod
+    def load(self, path: str, map_location: Any = None) -> Any: ...
+
+    @abstractmethod
+    def commit(self, info: CheckpointCommitInfo) -> bool: ...
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def set_commit_info(self, info: CheckpointCommitInfo) -> None:
+        return None
+
+    def get_commit_info(self) -> CheckpointCommitInfo | None:
+        return None
+
+    def cleanup(self) -> None:
+        return None
+
+    def preserves_storage_sharing(self) -> bool:
+        return True
+
+
+class TorchCheckpointEngine(CheckpointEngine):
+    """Read and write files of torch. Loading executes nothing that a file contains."""
+
+    name = "TorchCheckpointEngine"
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(
+                f"{path}: holds pickled objects other than tensors and plain data, and loading them would execute the "
+                "file's code. Load a checkpoint folder with engine.load_checkpoint, or save tensors and plain data only"
+            ) from error
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
