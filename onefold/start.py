@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from glob import escape
-from os import PathLike
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,8 @@ from onefold import checkpointing
 from onefold.allocator import give_back_free_memory
 from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
 from onefold.comm.notes import INITIALIZE
-from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
+from onefold.config import Config, ConfigError, check_built, check_topology, solve_batch
+from onefold.config.read import ConfigSource
 from onefold.engine import Engine
 from onefold.engine.alike import items_of
 from onefold.engine.reporting import check_reports
@@ -35,8 +35,6 @@ from onefold.optim.matrix_rules import MatrixRule
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
-
-ConfigSource = Mapping[str, Any] | str | PathLike[str] | Config
 
 
 def initialize(
@@ -68,7 +66,7 @@ def initialize(
         raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
     if dist.is_initialized():
         watch_world()  # which tells ranks that have come so far, should this one end before
-    settings = load_config(_config_source(args, config, config_params))
+    settings = engine_class.read_config(_config_source(args, config, config_params))
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world, is_first = watch_world().size, watch_world().rank == 0

@@ -70,6 +70,7 @@ class Init:
 
     _active: Init | None = None
     _plan = _PLAN
+    _read_config = staticmethod(load_config)
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Init:
                 "moves them where the config says; leave it out"
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
-        base = make_precision(load_config(source)) if source is not None else Precision()
+        base = make_precision(self._read_config(source)) if source is not None else Precision()
         self._precision = base if dtype is None else replace(base, compute=dtype)
         self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
         self._collective = make_collective("auto", self._group, self._ledger, self._device)

@@ -228,6 +228,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
             "zero_optimization.offload_param: shards are cast from masters, which rest on the device without "
             "zero_optimization.offload_optimizer; only frozen parameters leave it"
         )
+    if config.data_types.keep_in_fp32_modules and config.compute_dtype == "fp32":
+        yield "data_types.keep_in_fp32_modules: buffers follow no other format without bf16.enabled or fp16.enabled"
     fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
     for name in ("device_memory", "host_memory"):
         if getattr(own, name) is not None and not fills_tiers:

@@ -19,10 +19,12 @@ from onefold.config.keys import (
     Key,
     as_number,
     is_absent,
+    is_comment,
     join,
     read_as,
     shown,
     spellings,
+    without_comments,
     wrong,
 )
 from onefold.config.zero_optimization import ZeroOptimization
@@ -148,7 +150,7 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for name, _ in node.value:
             if isinstance(name, yaml.ScalarNode):
-                if name.value in seen:
+                if name.value in seen and not is_comment(name.value):
                     raise yaml.MarkedYAMLError(
                         problem=f"the key {name.value!r} is given twice", problem_mark=name.start_mark
                     )
@@ -166,7 +168,7 @@ def _without_duplicates(value: Any, path: str, name: str) -> Any:
         found: dict[str, Any] = {}
         for key, inner in value:
             full = join(path, key)
-            if key in found:
+            if key in found and not is_comment(key):
                 raise ConfigError(f"{name}: the key {full} is given twice; keep one of them")
             found[key] = _without_duplicates(inner, full, name)
         return found
@@ -178,7 +180,7 @@ def _without_duplicates(value: Any, path: str, name: str) -> Any:
 def _top(parsed: Any, name: str) -> dict[str, Any]:
     if not isinstance(parsed, Mapping):
         raise ConfigError(f"{name}: a config is an object of keys and values, this is {shown(parsed)}")
-    return {str(key): value for key, value in parsed.items()}
+    return {str(key): value for key, value in without_comments(parsed).items()}
 
 
 def _at(name: str, text: str, line: int, column: int, problem: str) -> ConfigError:

@@ -170,6 +170,18 @@ MAX_DIGITS = 300
 """Longer than any number that a key can have; Python itself refuses to read thousands of them."""
 
 
+def is_comment(name: object) -> bool:
+    """Whether a key is a comment, at any level of a config: its name begins with `_` or `//`."""
+    return isinstance(name, str) and name.startswith(("_", "//"))
+
+
+def without_comments(value: Any) -> Any:
+    """Return a copy of a config, or of a part of one, without the keys that are comments."""
+    if isinstance(value, Mapping):
+        return {name: without_comments(inner) for name, inner in value.items() if not is_comment(name)}
+    return type(value)(map(without_comments, value)) if type(value) in (list, tuple) else value
+
+
 def is_absent(value: Any, auto: bool = False) -> bool:
     """`"auto"`, null and `"none"` mean that the key was not given; with `auto`, `"auto"` is a value like others."""
     return value is None or _is_word(value, "none") or (not auto and _is_word(value, "auto"))

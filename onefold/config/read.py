@@ -21,9 +21,10 @@ from onefold.config.keys import (
     read_as,
     read_value,
     spellings,
+    without_comments,
     wrong,
 )
-from onefold.config.params import check_together, params_of
+from onefold.config.params import OPTIMIZERS, SCHEDULES, check_together, params_of
 from onefold.config.schema import FREE_KEYS, Config
 
 
@@ -38,17 +39,21 @@ class _Item:
     """It was given by a dotted path, beside the section or in its place."""
 
 
-def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> Config:
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
+
+
+def load_config(source: ConfigSource, *, lists_unknown: bool = False) -> Config:
     """Reads a config: a dict, a JSON or YAML file, or a `Config` (returned as it is).
 
-    What is not offered yet does not fail here: it is listed in `refusals`, and `check_built` raises.
+    What is not offered yet does not fail here: it is listed in `refusals`, and `check_built` raises. `lists_unknown`:
+    top-level keys that resemble no known key are listed in `unknown` instead of raising.
     """
     if isinstance(source, Config):
         return source
     folder = None
     if isinstance(source, Mapping):
         check_depth(source, "this config")
-        document = {str(name): copy.deepcopy(value) for name, value in source.items()}
+        document = {str(name): copy.deepcopy(value) for name, value in without_comments(source).items()}
     elif isinstance(source, str | os.PathLike):
         document = read_source(source)
         folder = os.path.dirname(os.path.expanduser(os.fspath(source)))
@@ -56,13 +61,15 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config) -> 
         raise ConfigError(f"a config is a dict or the path of a file, not {type(source).__name__}")
     translated = translate_accelerate(document, folder) if is_accelerate(document) else Translation(document)
     given = GivenKeys()
-    items = [_Item(name, value, name) for name, value in translated.document.items()]
+    given_keys = translated.document.items() if lists_unknown else ()
+    unknown = tuple(name for name, value in given_keys if not _resembles_known(name, value))
+    items = [_Item(name, value, name) for name, value in translated.document.items() if name not in unknown]
     config = settle_old_spellings(_read_section(Config, items, "", given), given)
     check(config)
     config = _read_params(config, given)
     notices = (*translated.notices, *find_notices(config, given))
     refusals = (*translated.refusals, *find_refusals(given))
-    return dataclasses.replace(config, notices=notices, refusals=refusals, raw=translated.document)
+    return dataclasses.replace(config, notices=notices, refusals=refusals, unknown=unknown, raw=translated.document)
 
 
 def check_built(config: Config) -> None:
@@ -255,6 +262,35 @@ def _unknown_key(section: type, path: str, name: str, full: str) -> ConfigError:
     else:
         text = f", and none like it (the nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]})"
     return ConfigError(f"{full}: there is no key {name!r} {where}{text}")
+
+
+_NEAR = 0.8
+_LONG = 8
+
+
+def _resembles_known(name: str, value: Any) -> bool:
+    """Whether a top-level key is known, or is probably a known key that is misspelt, shortened or misplaced."""
+    known, leaf, everywhere = spellings(Config), name.rpartition(".")[2], _all_spellings(Config)
+    if name.partition(".")[0] in known:
+        return True
+    params = {key for kind in (*OPTIMIZERS.values(), *SCHEDULES.values()) for key in spellings(kind)}
+    leaves = {full.rpartition(".")[2] for full in everywhere} | params | _CERTAIN
+    if leaf in leaves or name in {full.replace(".", "_") for full in everywhere}:
+        return True
+    like = [_plain(key) for key in (leaves if len(leaf) >= _LONG else known)]
+    if difflib.get_close_matches(_plain(leaf), like, n=1, cutoff=_NEAR):
+        return True
+    if isinstance(value, Mapping) and any(key.startswith(f"{name}_") for key in known):
+        return True
+    words = name.lower().replace("-", "_").split("_")
+    of_several = [key.split("_") for key in known if "_" in key]
+    return any(_abbreviates(full, words) or (len(words) > 1 and _abbreviates(words, full)) for full in of_several)
+
+
+def _abbreviates(words: list[str], full: list[str]) -> bool:
+    """Whether each word begins a word of the other name, in the same order: `grad_clip` and `gradient_clipping`."""
+    rest = iter(full)
+    return all(any(whole.startswith(word) for whole in rest) for word in words)
 
 
 def unknown_param(path: str, name: str, owner: str, known: Iterable[str]) -> ConfigError:

@@ -75,6 +75,12 @@ class DataTypes:
         "Cast floating-point buffers to it; left out: buffers of torch.nn layers (batch norms, spectral norms) "
         "follow the parameters, others are kept as they are.",
     )
+    keep_in_fp32_modules: tuple[str, ...] = key(
+        (),
+        "Patterns of names of buffers (`*` stands for any characters, and a pattern may match anywhere in a name) that "
+        "are fp32 in bf16 and fp16. Left out or `auto`: buffers of models keep their dtype.",
+        or_one=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -347,7 +353,9 @@ class Elasticity:
 class Autotuning:
     """Searches for a config by running many."""
 
-    enabled: bool = refused(False, "Search.", "searching by running is outside onefold's scope; leave it out")
+    enabled: bool = refused(
+        False, "Search.", "training does not search; `onefold tune` searches before it, so leave this out"
+    )
     fast: bool = _if_enabled(True, "Search micro-batches only.")
     results_dir: str | None = _if_enabled(None, "Where results go.")
     exps_dir: str | None = _if_enabled(None, "Where experiments go.")
@@ -392,6 +400,7 @@ class Compile:
     sync_after_allgather: bool = _if_compiled(False, "Wait after each gather.")
     keep_int_input_tensors: bool = _if_compiled(True, "Keep integer inputs.")
     keep_all_input_tensors: bool = _if_compiled(False, "Keep all inputs.")
+    autoep_non_moe: bool = _if_compiled(False, "Compile only layers without experts.")
     passes: tuple[str, ...] | None = _if_compiled(None, "The passes to run.")
 
 
@@ -479,6 +488,12 @@ class Config:
     )
     wall_clock_breakdown: bool = key(False, "Time forward, backward and step.")
     memory_breakdown: bool = key(False, "Report memory at each phase of a step.")
+    disable_python_gc: bool = key(
+        False, "Turn Python's garbage collector off, after one collection, until the engine is closed."
+    )
+    max_grad_norm: float | None = refused(
+        None, "Not read by DeepSpeed either.", "nothing would be clipped by it; write gradient_clipping"
+    )
     dump_state: bool = noticed(False, "Print the engine's state.", "the plan of a config says what the engine holds")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(None, "The logger's level.")
     dataloader_drop_last: bool = key(False, "Drop the last, incomplete batch.")
@@ -550,6 +565,8 @@ class Config:
     """One line for each key that is accepted but has nothing to do here."""
     refusals: tuple[str, ...] = ()
     """One line for each feature that is asked for and not offered; `check_built` raises when there is one."""
+    unknown: tuple[str, ...] = ()
+    """Top-level keys that resemble no known key, where the reader was asked to list them."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
     """The config as it was given, in DeepSpeed's schema, before anything was filled in."""
 

@@ -81,6 +81,7 @@ class ZenFlow:
     offload: bool = key(False, "Offload the selected states too.")
     auto_ratio: float = key(0.99, "Threshold for automatic updates.")
     full_warm_up_rounds: int = key(0, "Rounds with every gradient, at the start.")
+    steps_per_epoch: int | None = key(None, "Steps of an epoch.")
     pt_reserved_cores_perc: float = key(0.5, "Share of the cores kept for torch.")
 
 
@@ -96,9 +97,9 @@ class LoCo:
 class LeafModule:
     """Modules that are never cut into smaller units."""
 
-    classes: tuple[str, ...] = _stage3((), "Class names.")
-    names: tuple[str, ...] = _stage3((), "Module names.")
-    name_suffixes: tuple[str, ...] = _stage3((), "Endings of module names.")
+    classes: tuple[str, ...] = _stage3((), "Class names.", or_one=True)
+    names: tuple[str, ...] = _stage3((), "Module names.", or_one=True)
+    name_suffixes: tuple[str, ...] = _stage3((), "Endings of module names.", or_one=True)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class ZeroOptimization:
         500_000_000,
         "Elements that may be in flight, and up to which small gathers are joined.",
         from_stage=1,
-        minimum=1,
+        minimum=0,
         fraction=True,
     )
     contiguous_gradients: bool = noticed(True, "Contiguous gradients.", "gradients always lie in flat buffers")
@@ -153,7 +154,7 @@ class ZeroOptimization:
     zenflow: ZenFlow | None = refused(
         None, "DeepSpeed's asynchronous offload.", "asynchronous offload is outside onefold's scope; leave it out"
     )
-    sub_group_size: int = noticed(1_000_000_000, "Elements stepped together.", "the step goes unit by unit", minimum=1)
+    sub_group_size: int = noticed(1_000_000_000, "Elements stepped together.", "the step goes unit by unit", minimum=0)
     stage3_prefetch_bucket_size: int = _limit(50_000_000, "Elements gathered ahead of use.", "prefetch_bucket_size")
     stage3_param_persistence_threshold: int = _limit(
         100_000, "Parameters of at most so many elements stay unsharded.", "param_persistence_threshold"
@@ -186,7 +187,10 @@ class ZeroOptimization:
         False, "Gather one parameter at a time.", "allgather_sequential", notice=_ONE_GATHER
     )
     zero_hpz_partition_size: int = _stage3(
-        1, "Ranks of a node that hold a secondary shard for backward (hpZ).", minimum=1, asks=lambda value: value > 1
+        1,
+        "Ranks of a node that hold a secondary shard for backward (hpZ); 0 and 1: none.",
+        minimum=0,
+        asks=lambda value: value > 1,
     )
     zero_quantized_weights: bool = _stage3(False, "Gather parameters as int8 (qwZ).")
     zero_quantized_nontrainable_weights: bool = _stage3(False, "Gather frozen parameters as int8.")
@@ -215,5 +219,11 @@ class ZeroOptimization:
     enable_sanity_checks: bool = noticed(False, "Compare the ranks.", "misuse raises without being asked to")
     save_muon_momentum_buffer_in_memory: bool = noticed(
         False, "Where Muon's momentum rests.", "it rests where offload_optimizer says, and is sharded"
+    )
+    compute_grad_norm: bool = noticed(
+        True, "Compute the norm of the gradient.", "the pass that looks for infinite gradients also computes the norm"
+    )
+    parameter_alignment: bool = noticed(
+        False, "Align parameters to 16 bytes.", "flat parameters are aligned by construction"
     )
     leaf_module: LeafModule = section(LeafModule)

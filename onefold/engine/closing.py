@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -86,3 +87,27 @@ def _see_collection(phase: str, info: Any) -> None:
 
 
 gc.callbacks.append(_see_collection)
+
+_pauses: set[int] = set()
+
+
+def pause_collector(engine: Any) -> weakref.finalize[..., Any]:
+    """Collect once and turn Python's garbage collector off until every engine that paused it is closed.
+
+    A collector that the program itself has turned off stays off.
+    """
+    number = id(engine)
+    if gc.isenabled():
+        gc.collect()
+        gc.disable()
+        _pauses.add(number)
+    elif _pauses:
+        _pauses.add(number)
+    return weakref.finalize(engine, _resume_collector, number)
+
+
+def _resume_collector(number: int) -> None:
+    if number in _pauses:
+        _pauses.remove(number)
+        if not _pauses:
+            gc.enable()

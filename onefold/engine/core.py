@@ -15,9 +15,9 @@ from torch import nn
 
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
-from onefold.config import Batch
+from onefold.config import Batch, load_config
 from onefold.engine import deepspeed_names, reporting
-from onefold.engine.closing import close_engine
+from onefold.engine.closing import close_engine, pause_collector
 from onefold.engine.loading import Loading
 from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.offload_states import offload_engine, reload_engine
@@ -61,6 +61,7 @@ class Engine(nn.Module):
     """
 
     optimizer_class = ShardedOptimizer
+    read_config = staticmethod(load_config)
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class Engine(nn.Module):
         parts = (self.state, self._saving, self._hooks, handles, memory, self._reports)
         self._finalizer = weakref.finalize(self, close_engine, *parts)
         self._finalizer.atexit = False
+        self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else None
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -525,6 +527,8 @@ class Engine(nn.Module):
         if finalizer is None:
             return
         _, close, parts, _ = finalizer
+        if self._resume_collector is not None:
+            self._resume_collector()
         if self._trace is not None:
             self._trace.give_up()
         self._saving.stop()

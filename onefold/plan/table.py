@@ -58,6 +58,8 @@ class Precision:
     communicate: torch.dtype | None = None
     buffers: torch.dtype | None = None
     """To which floating-point buffers are cast; None: those of torch's own layers follow the parameters."""
+    fp32_buffers: tuple[str, ...] = ()
+    """Patterns of names of buffers that are fp32 whatever `compute` and `buffers` say."""
     autocast: torch.dtype | None = None
     """Of `torch.autocast` around the forward; None: without it."""
     casts_inputs: bool = False
@@ -156,6 +158,8 @@ class Loop:
     times_phases: bool = False
     reports_memory: bool = False
     drops_last_batch: bool = False
+    pauses_collector: bool = False
+    """Python's garbage collector is off while the engine is open."""
     gathers_weights_on_save: bool = False
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     trace: TraceSection = field(default_factory=TraceSection)
@@ -354,6 +358,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             times_phases=config.wall_clock_breakdown,
             reports_memory=config.memory_breakdown,
             drops_last_batch=config.dataloader_drop_last,
+            pauses_collector=config.disable_python_gc,
             gathers_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
             checkpoint=config.checkpoint,
             trace=own.trace,
@@ -365,7 +370,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         num_replicas=replicas,
         node_size=own.node_size,
         node_sums=DTYPES[own.node_sums_dtype],
-        node_shard_size=zero.zero_hpz_partition_size if sharded else 1,
+        node_shard_size=max(1, zero.zero_hpz_partition_size) if sharded else 1,
         frozen_wire=frozen_wire,
         feedback=Feedback(loco.err_beta, loco.reset_T) if loco is not None else None,
         overlap=overlap,
@@ -373,7 +378,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         offloaded_step=own.offloaded_step,
         delays_host=own.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         reduce_bucket=zero.reduce_bucket_size,
-        gather_bucket=zero.allgather_bucket_size,
+        gather_bucket=max(1, zero.allgather_bucket_size),
         limits=Limits(
             prefetch=zero.stage3_prefetch_bucket_size if overlap else 0,
             live=zero.stage3_max_live_parameters,
@@ -432,6 +437,7 @@ def make_precision(config: Config) -> Precision:
         accumulate=DTYPES[accumulate] if accumulate else torch.float32,
         communicate=DTYPES[communicate] if communicate else None,
         buffers=DTYPES[buffers] if buffers else None,
+        fp32_buffers=config.data_types.keep_in_fp32_modules,
         autocast=DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
     )

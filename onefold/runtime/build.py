@@ -152,16 +152,20 @@ def build_units(
     return units
 
 
-def _buffer_dtype(module: nn.Module, name: str, dtype: torch.dtype, precision: Precision) -> torch.dtype:
+def _buffer_dtype(module: nn.Module, path: str, dtype: torch.dtype, precision: Precision) -> torch.dtype:
     """The dtype of a buffer: `data_types.buffer_dtype` of the config for every floating-point one, where it is given.
 
     Without it, buffers of torch's own layers follow the parameters they meet, as in `module.to(dtype)`: running
     statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
-    many are made to be precise (rotary frequencies, position tables).
+    many are made to be precise (rotary frequencies, position tables). Buffers that `data_types.keep_in_fp32_modules`
+    names, by their name in the model, are fp32 where parameters have fewer bits.
     """
     if not is_plain_float(dtype):
         return dtype
+    if precision.compute is not None and any(fnmatchcase(path, f"*{pattern}*") for pattern in precision.fp32_buffers):
+        return torch.float32
     # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
+    name = path.rpartition(".")[2]
     of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
     home = type(module).__module__
     of_layer = home.startswith("torch.nn.") and home not in (nn.Module.__module__, nn.Sequential.__module__)
@@ -285,8 +289,8 @@ def _take_first_ranks_values(
     with torch.no_grad():
         flattened = {id(parameter) for unit in units for param in unit.params for parameter in param.parameters}
         loose = [parameter for parameter in model.parameters() if id(parameter) not in flattened]
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
+        for home, module in model.named_modules():
+            for name, buffer in module.named_buffers(prefix=home, recurse=False):
                 if buffer.is_meta and device.type != "meta":
                     raise ValueError(f"buffer {name} is on the meta device and has no values: build buffers off meta")
                 buffer.data = buffer.data.to(_buffer_dtype(module, name, buffer.dtype, precision))

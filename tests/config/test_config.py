@@ -296,6 +296,69 @@ def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
         load_config({"qqqq": 1})
 
 
+def test_keys_that_begin_with_an_underscore_or_slashes_are_comments(tmp_path: Path) -> None:
+    text = """{
+        "_comment": "one", "//": "two", "//": "three", "_comment": {"stage": 9},
+        "zero_optimization": {"stage": 3, "_why": 1, "offload_param": {"//device": "nvme", "device": "cpu"}},
+        "optimizer": {"type": "AdamW", "_note": [], "params": {"lr": 0.5, "_lr": 0.25}},
+        "tensor_parallel": {"_autotp_size": 4}
+    }"""
+    from_file = load_config(write(tmp_path, "config.json", text))
+    assert from_file.zero_optimization.offload_param.device == "cpu"
+    assert from_file.optimizer is not None
+    assert from_file.optimizer.params == {"lr": 0.5}
+    assert from_file.refusals == ()
+    assert from_file.raw["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+    yaml = "_a: 1\n_a: 2\nzero_optimization: {stage: 2, _b: {}}\n"
+    assert load_config(write(tmp_path, "config.yaml", yaml)).zero_optimization.stage == 2
+    given = {"_1": 1, "zero_optimization": {"//": 2, "stage": 1}}
+    assert load_config(given).zero_optimization.stage == 1
+    assert given["_1"] == 1  # the caller's dict is as it was
+    inner = accelerate(zero_stage=2, _comment="ours")
+    assert load_config({**inner, "_comment": "theirs"}).zero_optimization.stage == 2
+
+
+FOREIGN = ("log", "cuda_visible_devices", "inference_batch_size", "comms_config", "seed", "project.name")
+NEAR = (
+    "zero_optimisation", "fp_16", "train_batchsize", "batch_size", "micro_batch_size", "grad_clip", "optimzer",
+    "overlap_comm", "offload_optimizer", "overlap_com", "stage", "lr", "learning_rate", "bf16_enabled",
+    "per_device_train_batch_size", "gradient-accumulation-steps",
+)  # fmt: skip
+
+
+def test_a_reader_may_list_unknown_keys_that_resemble_no_known_one() -> None:
+    given = {name: 1 for name in FOREIGN}
+    config = load_config({**given, "train_batch_size": 4}, lists_unknown=True)
+    assert config.unknown == FOREIGN
+    assert config.train_batch_size == 4
+    for name in FOREIGN:
+        with pytest.raises(ConfigError, match=f"{name}: there is no key"):
+            load_config({name: 1})
+    for name in NEAR:
+        with pytest.raises(ConfigError, match=f"{name}: there is no key"):
+            load_config({name: 1}, lists_unknown=True)
+    for nested in ({"zero_optimization": {"log": 1}}, {"fp16": {"qqqq": 1}}, {"zero": {"stage": 3}}, {"aio.qqqq": 1}):
+        with pytest.raises(ConfigError, match="there is no key"):
+            load_config(nested, lists_unknown=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        zero(stage=3, sub_group_size=0),
+        zero(stage=2, allgather_bucket_size=0),
+        zero(stage=3, zero_hpz_partition_size=0),
+        zero(stage=2, compute_grad_norm=False, parameter_alignment=True),
+        zero(stage=3, leaf_module={"classes": "Block"}),
+        {"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["bias", "*.inv_freq"]}},
+        {"data_types": {"keep_in_fp32_modules": "auto"}},
+        {"disable_python_gc": True},
+    ],
+)
+def test_what_deepspeed_accepts_is_accepted(given: dict[str, Any]) -> None:
+    assert load_config(given).refusals == ()
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -32,6 +32,7 @@ COUNT_ALONE = {
     "memory_breakdown",
     "log_level",
     "dataloader_drop_last",
+    "disable_python_gc",
     "zero_optimization.stage",
     "zero_optimization.overlap_comm",
     "zero_optimization.reduce_bucket_size",

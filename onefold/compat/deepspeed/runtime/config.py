@@ -7,10 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onefold.compat.deepspeed.comm.comm import get_world_rank_from_launcher
 from onefold.compat.deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from onefold.compat.deepspeed.runtime.zero.config import get_zero_config
+from onefold.compat.deepspeed.utils.logging import warning_once
+from onefold.config import Config, load_config, solve_batch
 from onefold.config import ConfigError as DeepSpeedConfigError
-from onefold.config import load_config, solve_batch
 from onefold.plan import Monitoring
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
@@ -40,13 +42,26 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def read_config(source: Any) -> Config:
+    """Read a config as DeepSpeed does: a top-level key that resembles no known key is a warning, once."""
+    config = load_config(source, lists_unknown=True)
+    rank = dist.get_rank() if dist.is_initialized() else get_world_rank_from_launcher()
+    for name in config.unknown if rank == 0 else ():
+        warning_once(
+            "config: there is no key %r at the top of a config, and nothing reads it. Delete it, or begin its name "
+            "with an underscore to mark a comment",
+            name,
+        )
+    return config
+
+
 class DeepSpeedConfig:
     """A config, read and checked: every key with its value or default, and the batch sizes solved."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
             raise DeepSpeedConfigError("mpu and mesh_device describe model parallelism, which onefold does not do")
-        self.settings = settings = load_config(config)
+        self.settings = settings = read_config(config)
         self._param_dict: dict[str, Any] = settings.raw
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -19,7 +19,7 @@ from onefold import start
 from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
 from onefold.checkpoint.saving.rank_writer import SaveError
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
-from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
+from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig, read_config
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
 from onefold.compat.deepspeed.utils.timer import ThroughputTimer
 from onefold.compat.lazy import names, same
@@ -45,6 +45,7 @@ class DeepSpeedEngine(Engine):
     """What `deepspeed.initialize` returns first."""
 
     optimizer_class = ZeROOptimizer
+    read_config = staticmethod(read_config)
 
     def __init__(
         self, model: nn.Module, plan: Plan, batch: Batch, chosen: Chosen | None, *args: Any, **kwargs: Any

@@ -15,9 +15,9 @@ import torch
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.tools.export import DTYPES, export, read_one
 from onefold.compat.as_deepspeed import VERSION
+from onefold.compat.deepspeed.runtime.config import read_config
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
 from onefold.compat.not_offered import NotOffered
-from onefold.config import load_config
 from onefold.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -117,7 +117,7 @@ def _model_state(checkpoint: CheckpointReader) -> dict[str, Any]:
 
 
 def _optimizer_state(checkpoint: CheckpointReader) -> dict[str, Any]:
-    stage = load_config(checkpoint.state["config"] or {}).zero_optimization.stage
+    stage = read_config(checkpoint.state["config"] or {}).zero_optimization.stage
     return {"optimizer_state_dict": {"zero_stage": stage}, "ds_version": VERSION}
 
 

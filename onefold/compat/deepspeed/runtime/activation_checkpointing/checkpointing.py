@@ -8,15 +8,10 @@ from typing import Any
 
 import torch
 
-from onefold.checkpointing import checkpoint as _checkpoint
-from onefold.checkpointing import (
-    configure,
-    is_configured,
-    partition_activations_in_checkpoint,
-    reset,
-    set_num_layers,
-)
+from onefold import checkpointing
+from onefold.checkpointing import is_configured, partition_activations_in_checkpoint, reset, set_num_layers
 from onefold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
+from onefold.compat.deepspeed.runtime.config import read_config
 
 __all__ = [
     "CudaRNGStatesTracker", "checkpoint", "configure", "detach_variable", "get_cuda_rng_tracker", "is_configured",
@@ -91,9 +86,17 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
         get_accelerator().manual_seed(seed + _SEED_OFFSET)
 
 
+def configure(mpu_: Any = None, deepspeed_config: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Set what later calls of `checkpoint` do, by a config and by arguments as `onefold.checkpointing.configure`."""
+    config = None if deepspeed_config is None else read_config(deepspeed_config)
+    checkpointing.configure(mpu_, config, *args, **kwargs)
+
+
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute `function(*args, **kwargs)` again in backward instead of keeping its activations."""
-    return _checkpoint(_Replayed(function) if _CUDA_RNG_STATE_TRACKER.states_ else function, *args, **kwargs)
+    return checkpointing.checkpoint(
+        _Replayed(function) if _CUDA_RNG_STATE_TRACKER.states_ else function, *args, **kwargs
+    )
 
 
 non_reentrant_checkpoint = checkpoint

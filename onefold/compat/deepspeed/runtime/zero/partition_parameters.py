@@ -8,6 +8,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+from onefold.compat.deepspeed.runtime.config import read_config
 from onefold.compat.not_offered import NotOffered
 from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus
 from onefold.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
@@ -54,6 +55,7 @@ class Init(_Init):
     """
 
     _plan = replace(_Init._plan, shards_on_one_rank=True)
+    _read_config = staticmethod(read_config)
 
     def __init__(
         self,
