@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class Init:
 
     _active: Init | None = None
     _plan = _PLAN
-    _read_config = staticmethod(load_config)
+    _read_config: ClassVar[Callable[[Any], Config]] = staticmethod(load_config)
 
     def __init__(
         self,

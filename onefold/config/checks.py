@@ -121,9 +121,13 @@ def check(config: Config) -> None:
 
 def _contradictions(config: Config) -> Iterator[str]:
     zero, fp16, bf16, autocast = config.zero_optimization, config.fp16, config.bf16, config.torch_autocast
-    enabled = [f"{name}.enabled" for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
-    if len(enabled) > 1:
-        yield f"{' and '.join(enabled)} exclude each other; set all but one of them to false"
+    if fp16.enabled and bf16.enabled:
+        yield "fp16.enabled and bf16.enabled exclude each other; set one of them to false"
+    if autocast.enabled and config.compute_dtype not in ("fp32", config.autocast_dtype):
+        yield (
+            f"torch_autocast.dtype = {config.autocast_dtype}, but the parameters are {config.compute_dtype}; write "
+            f"{config.compute_dtype}, or set {config.compute_dtype}.enabled to false"
+        )
     if autocast.enabled and autocast.dtype == "fp32":
         yield "torch_autocast.dtype = fp32: autocast needs a lower precision; write bf16 or fp16"
     wanted, has = config.data_types.param_dtype, config.compute_dtype

@@ -280,7 +280,8 @@ def _resembles_known(name: str, value: Any) -> bool:
     like = [_plain(key) for key in (leaves if len(leaf) >= _LONG else known)]
     if difflib.get_close_matches(_plain(leaf), like, n=1, cutoff=_NEAR):
         return True
-    if isinstance(value, Mapping) and any(key.startswith(f"{name}_") for key in known):
+    sections = [key for key, entry in known.items() if entry.section is not None]
+    if isinstance(value, Mapping) and any(key.startswith(f"{name}_") for key in sections):
         return True
     words = name.lower().replace("-", "_").split("_")
     of_several = [key.split("_") for key in known if "_" in key]

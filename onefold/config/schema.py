@@ -53,10 +53,12 @@ class Bf16:
 
 @dataclass(frozen=True)
 class TorchAutocast:
-    """Parameters stay fp32, `torch.autocast` picks the format of each operation."""
+    """`torch.autocast` picks the format of each operation. Parameters are fp32, or what `bf16` or `fp16` says."""
 
     enabled: bool = key(False, "Run forward under `torch.autocast`.")
-    dtype: Dtype | None = _if_enabled(None, "The lower precision, bf16 or fp16; bf16 when left out.")
+    dtype: Dtype | None = _if_enabled(
+        None, "The lower precision, bf16 or fp16; left out: that of the parameters, else bf16."
+    )
     lower_precision_safe_modules: tuple[str, ...] = _if_enabled(
         ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
         "Classes whose gradients may travel in the lower precision.",
@@ -576,6 +578,12 @@ class Config:
         if self.fp16.enabled:
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def autocast_dtype(self) -> Dtype:
+        """The lower precision of `torch_autocast`: that of the parameters where they have one, else bf16."""
+        own = "fp16" if self.fp16.enabled else "bf16"
+        return self.torch_autocast.dtype or own  # type: ignore[return-value]
 
     @property
     def state_dtype(self) -> Literal["fp32", "int8", "bf16"]:

@@ -438,7 +438,7 @@ def make_precision(config: Config) -> Precision:
         communicate=DTYPES[communicate] if communicate else None,
         buffers=DTYPES[buffers] if buffers else None,
         fp32_buffers=config.data_types.keep_in_fp32_modules,
-        autocast=DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None,
+        autocast=DTYPES[config.autocast_dtype] if autocast.enabled else None,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
     )
 
@@ -455,7 +455,7 @@ def _formats(config: Config) -> StateFormats:
 
 
 def _scaling(config: Config, world_size: int) -> Scaling:
-    scales_loss = config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
+    scales_loss = config.fp16.enabled or (config.torch_autocast.enabled and config.autocast_dtype == "fp16")
     before = after = 1.0
     if config.gradient_allreduce_op != "sum":
         before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor

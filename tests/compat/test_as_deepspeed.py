@@ -474,6 +474,129 @@ def test_inference_is_plain_evaluation_or_refused():
         init_inference(torch.nn.Linear(4, 4), config="config.json")
 
 
+AXOLOTL = {
+    "zero_optimization": {
+        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0,
+        "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0, "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "initial_scale_power": 32,
+             "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "gradient_accumulation_steps": 1, "gradient_clipping": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 2, "wall_clock_breakdown": True,
+    "_comment": "bf16", "log": {"level": "info"}, "inference_batch_size": 4, "disable_python_gc": True,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "log_level": "error",
+}  # fmt: skip
+
+
+def openrlhf(stage: int, folder: str) -> dict[str, Any]:
+    """Make the calls of OpenRLHF's strategy: train, and save the model as `save_model` does; and those of others."""
+    import gc
+    import logging
+
+    from onefold.compat.deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+    from onefold.compat import deepspeed
+    from onefold.compat.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+    from onefold.compat.deepspeed.runtime.engine import autocast_if_enabled
+    from onefold.compat.deepspeed.utils import logging as their_logging
+
+    their_logging.warning_once.cache_clear()  # a rank of the pool may have trained before
+    their_logging.logger.setLevel("WARNING")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    their_logging.logger.addHandler(handler)
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    config = {**AXOLOTL, "zero_optimization": {**AXOLOTL["zero_optimization"], "stage": stage}}
+    engine, optimizer, _, _ = deepspeed.initialize(
+        args={"local_rank": 0}, model=model, model_parameters=[{"params": list(model.parameters())}], config=config,
+        dist_init_required=True,
+    )  # fmt: skip
+    their_logging.logger.removeHandler(handler)
+    found: dict[str, Any] = {"warned": [line for line in heard if "at the top of a config" in line]}
+    found["collects"] = gc.isenabled()
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+        overflow = optimizer.check_overflow(external=True)
+        engine.step()
+    engine.tput_timer.update_epoch_count()
+    found["timers"] = sorted(engine.get_wall_clock_timers())
+    found |= {"overflow": overflow, "epochs": engine.tput_timer.epoch_count, "config": engine.config["log"]}
+    with GatherReplacedLayerParams(list(model.parameters()), model, enabled=True), autocast_if_enabled(engine):
+        pass
+    if stage == 3:
+        weights = engine._consolidated_16bit_state_dict()
+    else:
+        with pytest.raises(ValueError, match="module_state_dict"):
+            engine._consolidated_16bit_state_dict()
+        weights = engine.module_state_dict()
+    if weights is not None:
+        torch.save(clone_tensors_for_torch_save(weights), os.path.join(folder, "weights.bin"))
+    found["weights"] = None if weights is None else sorted(weights)
+    engine._copy_recovery_script(folder)
+    with pytest.raises(NotImplementedError, match="expert-parallel"):
+        engine._save_moe_checkpoint(folder, "tag")
+    engine.close()
+    found["collects again"] = gc.isenabled()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_calls_of_openrlhf_with_a_config_of_axolotls(on_ranks, tmp_path, stage):
+    names = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    for rank, found in enumerate(on_ranks(2, openrlhf, stage, str(tmp_path))):
+        warned = found.pop("warned")
+        assert len(warned) == (2 if rank == 0 else 0), warned
+        assert all(any(repr(name) in line for line in warned) for name in ("log", "inference_batch_size") if rank == 0)
+        assert {"fwd", "bwd", "step"} <= set(found.pop("timers"))
+        assert found == {
+            "overflow": False, "epochs": 1, "config": {"level": "info"}, "collects": False, "collects again": True,
+            "weights": names if rank == 0 or stage == 2 else None,
+        }  # fmt: skip
+    assert sorted(torch.load(tmp_path / "weights.bin", weights_only=True)) == names
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+
+
+def test_near_misses_and_unknown_nested_keys_are_errors_by_deepspeeds_name_too():
+    from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig
+
+    for given in ({"zero_optimisation": {}}, {"zero_optimization": {"log": 1}}, {"offload_optimizer": {}}):
+        with pytest.raises(onefold.config.ConfigError, match="there is no key"):
+            DeepSpeedConfig({"train_batch_size": 1, **given})
+
+
+class Tables(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("bias", torch.ones(4, dtype=torch.bfloat16))
+        self.register_buffer("other", torch.ones(4, dtype=torch.bfloat16))
+
+
+def formats_of_buffers() -> dict[str, torch.dtype]:
+    from onefold.compat import deepspeed
+
+    data_types = {"keep_in_fp32_modules": ["running_*", "bias"]}
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "data_types": data_types, "log_level": "error"}
+    engine, *_ = deepspeed.initialize(model=Tables(), config=config)
+    found = {name: buffer.dtype for name, buffer in engine.module.named_buffers() if buffer.is_floating_point()}
+    engine.close()
+    return found
+
+
+def test_buffers_that_a_config_names_are_fp32(on_ranks):
+    (found,) = on_ranks(1, formats_of_buffers)
+    assert {name for name, dtype in found.items() if dtype is torch.float32} == {
+        "norm.running_mean", "norm.running_var", "bias",
+    }  # fmt: skip
+    assert found["other"] is torch.bfloat16
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
@@ -644,7 +767,7 @@ def test_the_launcher_starts_ranks_with_their_number_and_the_environment_file(tm
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--autotuning", "run", "x.py"], "--autotuning"),
+        (["--autotuning", "run", "x.py"], "`onefold tune` does"),
         (["--launcher", "openmpi", "x.py"], "reached by ssh"),
         (["--hostfile", "nothing", "x.py"], "there is no such file"),
         (["x.py"], "there is no such script"),

@@ -353,6 +353,8 @@ def test_a_reader_may_list_unknown_keys_that_resemble_no_known_one() -> None:
         {"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["bias", "*.inv_freq"]}},
         {"data_types": {"keep_in_fp32_modules": "auto"}},
         {"disable_python_gc": True},
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}},
     ],
 )
 def test_what_deepspeed_accepts_is_accepted(given: dict[str, Any]) -> None:
@@ -467,7 +469,10 @@ def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
     ("given", "told"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
-        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "bf16.enabled and torch_autocast.enabled"),
+        (
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            "torch_autocast.dtype = fp16, but the parameters are bf16",
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
         ({"data_types": {"param_dtype": "bf16"}}, "set bf16.enabled to true"),
         ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "leave out data_types.param_dtype"),
@@ -511,6 +516,8 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
         ({"fp16": {"fp16_master_weights_and_grads": True}, **zero(stage=2)}, "fp16.fp16_master_weights_and_grads"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: nothing would be clipped by it; write gradient_clipping"),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled = true: training does not search; `onefold tune`"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"pipeline": {"stages": 2}}, "pipeline"),

@@ -174,6 +174,28 @@ def beside_autocast(stage: int) -> tuple[set[torch.dtype], set[torch.dtype], lis
     return dtypes, computed, *losses
 
 
+def bf16_under_autocast(stage: int) -> tuple[float, float]:
+    """The loss of a model in bf16 under autocast, and that of torch alone."""
+    more_keys = {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}
+    engine = start(net(), config(stage, **more_keys))
+    plain = net().to(torch.bfloat16)
+    plain.load_state_dict(weights_of(engine.module))
+    x = torch.randint(0, 31, (4, 7), generator=torch.Generator().manual_seed(0))
+    loss = engine(x, x)
+    engine.backward(loss)
+    engine.step()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = plain(x, x)
+    engine.close()
+    return loss.item(), theirs.item()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_torch_autocast_over_bf16_computes_as_torchs_own(on_ranks, stage):
+    for mine, theirs in on_ranks(2, bf16_under_autocast, stage):
+        assert mine == theirs
+
+
 @covering(stage=(0, 2, 3))
 def test_torch_autocast_trains_as_torchs_own(on_ranks, stage):
     for dtypes, computed, mine, theirs, exact in on_ranks(2, beside_autocast, stage):

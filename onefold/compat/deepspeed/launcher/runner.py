@@ -30,7 +30,7 @@ PDSH_MAX_FAN_OUT = 1024
 _SSH = ("pdsh", "ssh")
 # Flags that ask for what this launcher does not do, with what to do instead.
 _REFUSED = {
-    "autotuning": "searching for a config by running many is not offered",
+    "autotuning": "the launcher does not search for a config; `onefold tune` does",
     "elastic_training": "a job keeps its nodes; a checkpoint loads on any number of ranks",
     "launcher_args": "ssh takes its options from ~/.ssh/config",
     "enable_each_rank_log": "redirect the output of the ranks in your own script",

@@ -23,7 +23,7 @@ def is_compiling() -> bool:
 
 def disable(func: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function outside of compiled graphs. The compiler is imported when the function is first called."""
-    disabled: Callable[..., Any] = torch._disable_dynamo(func)
+    disabled: Callable[..., Any] = torch._disable_dynamo(func)  # type: ignore[attr-defined]
     return disabled
 
 
