@@ -15,7 +15,7 @@ seeded alike make the same values, so they compare fingerprints, and values trav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -291,8 +291,9 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 class GatheredParameters:
     """Whole parameters inside; all ranks enter together. With `modifier_rank` its writes become everybody's.
 
-    `params`: one parameter, an iterable of them, plain tensors and None among them. A write without `modifier_rank`
-    would be lost when the context closes, so it raises instead.
+    `params`: one parameter, an iterable of them, plain tensors and None among them. Writes without `modifier_rank` are
+    kept where every rank has written the same values, as an average of weights on each of them does. Other writes
+    would be lost when the context closes, so they raise.
     """
 
     def __init__(
@@ -331,7 +332,7 @@ class GatheredParameters:
             if kind is not None or not self._borrowed:
                 return
             if self._modifier_rank is None:
-                self._refuse_writes()
+                self._keep_equal_writes()
             else:
                 self._check_shapes()
                 for handle in self._borrowed:
@@ -350,20 +351,46 @@ class GatheredParameters:
                 f"{' (' + ', '.join(names) + ')' if names else ''}. Resize before initialize, and on every rank"
             )
 
-    def _refuse_writes(self) -> None:
+    def _keep_equal_writes(self) -> None:
+        """Keep what every rank has written alike. Raise on every rank where ranks differ."""
         written = [
             handle.moved() or [_fingerprint(param) for param in handle.params] != before
             for handle, before in zip(self._borrowed, self._before, strict=True)
         ]
-        ranks = self._borrowed[0].meet(Request.LEND, [1 + written.index(True) if True in written else 0])
+        changed = [handle for handle, is_written in zip(self._borrowed, written, strict=True) if is_written]
+        digest = _digest(changed) if changed else 0
+        first = 1 + written.index(True) if changed else 0
+        ranks = [tuple(row) for row in self._borrowed[0].meet(Request.LEND, [first, digest])]
+        if changed and digest and len(set(ranks)) == 1:
+            for handle in changed:
+                if handle.owner is not None:
+                    handle.owner.about_to_write()
+                handle.take_values_of(0)
+            return
         for rank, (place, *_) in enumerate(ranks):
             if place:
                 names = [member.name for param in self._borrowed[place - 1].params for member in param.layout.members]
                 raise RuntimeError(
                     f"in-place modification: rank {rank} wrote to {', '.join(names[:4])}"
-                    f"{', ...' if len(names) > 4 else ''} inside GatheredParameters without modifier_rank. The write "
-                    "would be lost: say whose values count, modifier_rank=0"
+                    f"{', ...' if len(names) > 4 else ''} inside GatheredParameters without modifier_rank, and not "
+                    "every rank wrote the same values. The write would be lost: say whose values count, "
+                    "modifier_rank=0"
                 )
+
+
+def _digest(handles: Sequence[ParamHandle]) -> int:
+    """Return a number of the values of these handles; 0 where their writes cannot be kept.
+
+    Data of another shape is laid out anew by `initialize` alone, and a delayed host step still replaces the values.
+    """
+    params = [(handle.number, param) for handle in handles for param in handle.params if not param.stays_unsharded]
+    if any(handle.reshaped() for handle in handles) or any(param.plan.delays_host for _, param in params):
+        return 0
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        for _, param in params:
+            param.take_parameters()  # `.data` may have been given another tensor
+        # The hash of a tuple of numbers is the same in every process.
+        return hash(tuple((number, int(fingerprint(param.full))) for number, param in params)) or 1
 
 
 def _fingerprint(param: FlatParam) -> tuple[int, ...]:

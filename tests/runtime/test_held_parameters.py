@@ -1297,7 +1297,8 @@ def permuted() -> str | None:
     def write() -> None:
         with GatheredParameters(engine.module.parameters()):
             weight = engine.module[0].weight
-            weight.data.copy_(weight.data.flip(0))
+            if torch.distributed.get_rank() == 1:
+                weight.data.copy_(weight.data.flip(0))
 
     return refusal(write, "0.weight", "modifier_rank")
 

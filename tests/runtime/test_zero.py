@@ -288,19 +288,52 @@ def lost_write(who: str) -> tuple[str, bool]:
     message = ""
     try:
         with onefold.zero.GatheredParameters([model.head.weight, model.embed.weight]):
-            if who == "all" or rank() == 1:
-                model.head.weight.data[-1, -1] = 3.0
+            if who == "one of two parameters" and rank() == 1:
+                model.embed.weight.data[-1, -1] = 3.0
+            elif who != "one" or rank() == 1:
+                model.head.weight.data[-1, -1] = 3.0 + rank()
     except RuntimeError as error:
         message = str(error)
     return message, same(weights_of(model), before)
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_a_write_without_modifier_rank_is_refused_on_every_rank(on_ranks, who):
+@pytest.mark.parametrize("who", ["each another", "one", "one of two parameters"])
+def test_a_write_without_modifier_rank_that_ranks_do_not_share_is_refused_on_every_rank(on_ranks, who):
     for message, unchanged in on_ranks(2, lost_write, who):
         assert "modifier_rank=0" in message
-        assert ("rank 0 wrote" if who == "all" else "rank 1 wrote") in message
+        assert ("rank 1 wrote" if who == "one" else "rank 0 wrote") in message
         assert unchanged
+
+
+def averaged(stage: int, dtype: str, engaged: bool) -> tuple[bool, bool, bool]:
+    """An average of weights as OpenRLHF keeps it: written on every rank, without `modifier_rank`."""
+    torch.manual_seed(5)
+    policy = engine_of(stage, **precision(dtype))
+    with onefold.zero.Init():
+        average = Net()
+    if engaged:
+        average = start(average, config(3)).module
+    expected = weights_of(average)
+    for _ in range(2):
+        train(policy, 1)
+        news = weights_of(policy.module)
+        for (name, held), new in zip(average.named_parameters(), policy.module.parameters(), strict=True):
+            with onefold.zero.GatheredParameters([held, new]):
+                held.data.mul_(0.9).add_(new.data.to(held.dtype), alpha=0.1)
+            expected[name].mul_(0.9).add_(news[name].to(expected[name].dtype), alpha=0.1)
+    kept = same(weights_of(average), expected)
+    with onefold.zero.GatheredParameters(list(policy.module.parameters())):
+        for parameter in policy.module.parameters():
+            parameter.data.fill_(0.5)
+    found = weights_of(policy.module)
+    written = all(bool((found[name] == 0.5).all()) for name, _ in policy.module.named_parameters())
+    masters = [safe_get_full_fp32_param(parameter) for parameter in policy.module.parameters()]
+    return kept, written, all(bool((master == 0.5).all()) for master in masters)
+
+
+@pytest.mark.parametrize(("stage", "dtype", "engaged"), [(3, "fp32", False), (3, "bf16", True)])
+def test_a_write_that_every_rank_makes_alike_is_kept(on_ranks, stage, dtype, engaged):
+    assert on_ranks(2, averaged, stage, dtype, engaged) == [(True, True, True)] * 2
 
 
 def reshaped(engaged: bool, everybody: bool) -> str:
