@@ -16,7 +16,7 @@ from onefold import checkpointing
 from onefold.allocator import give_back_free_memory
 from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
 from onefold.comm.notes import INITIALIZE
-from onefold.config import Config, ConfigError, check_built, check_topology, solve_batch
+from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
 from onefold.engine.alike import items_of
@@ -53,6 +53,7 @@ def initialize(
     config_params: ConfigSource | None = None,
     *,
     engine_class: type[Engine] = Engine,
+    read_config: Callable[[Any], Config] = load_config,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
 
@@ -66,7 +67,7 @@ def initialize(
         raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
     if dist.is_initialized():
         watch_world()  # which tells ranks that have come so far, should this one end before
-    settings = engine_class.read_config(_config_source(args, config, config_params))
+    settings = read_config(_config_source(args, config, config_params))
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world, is_first = watch_world().size, watch_world().rank == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
-from onefold.config import Batch, Config, load_config
+from onefold.config import Batch
 from onefold.engine import deepspeed_names, reporting
 from onefold.engine.closing import close_engine, pause_collector
 from onefold.engine.loading import Loading
@@ -61,7 +61,6 @@ class Engine(nn.Module):
     """
 
     optimizer_class = ShardedOptimizer
-    read_config: ClassVar[Callable[[Any], Config]] = staticmethod(load_config)
 
     def __init__(
         self,

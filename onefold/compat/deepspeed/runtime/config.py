@@ -11,8 +11,8 @@ from onefold.compat.deepspeed.comm.comm import get_world_rank_from_launcher
 from onefold.compat.deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from onefold.compat.deepspeed.runtime.zero.config import get_zero_config
 from onefold.compat.deepspeed.utils.logging import warning_once
-from onefold.config import Config, load_config, solve_batch
 from onefold.config import ConfigError as DeepSpeedConfigError
+from onefold.config import load_config, solve_batch
 from onefold.plan import Monitoring
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
@@ -42,7 +42,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def read_config(source: Any) -> Config:
+def read_config(source: Any) -> Any:
     """Read a config as DeepSpeed does: a top-level key that resembles no known key is a warning, once."""
     config = load_config(source, lists_unknown=True)
     rank = dist.get_rank() if dist.is_initialized() else get_world_rank_from_launcher()

@@ -45,7 +45,6 @@ class DeepSpeedEngine(Engine):
     """What `deepspeed.initialize` returns first."""
 
     optimizer_class = ZeROOptimizer
-    read_config = staticmethod(read_config)
 
     def __init__(
         self, model: nn.Module, plan: Plan, batch: Batch, chosen: Chosen | None, *args: Any, **kwargs: Any
@@ -414,7 +413,7 @@ for _name, _what in _NOT_OFFERED.items():
 DeepSpeedEngine.zero_overlap_comm = lambda self: self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
 
 
-initialize = partial(start.initialize, engine_class=DeepSpeedEngine)
+initialize = partial(start.initialize, engine_class=DeepSpeedEngine, read_config=read_config)
 
 
 def split_half_float_double_sparse(tensors: list[torch.Tensor]) -> list[tuple[Any, list[torch.Tensor]]]:
