@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
@@ -103,6 +103,7 @@ _NOT_OFFERED: dict[str, dict[str, list[str]]] = {
     "expert-parallel layers (models of experts train as they are, with set_z3_leaf_modules)": {
         "moe.experts": ["Experts"],
         "moe.layer": ["MoE"],
+        "moe.mappings": ["drop_tokens", "gather_tokens"],
         "moe.sharded_moe": ["MOELayer", "TopKGate"],
     },
     "generation inside training by inference kernels": {
@@ -177,14 +178,45 @@ _NOT_OFFERED: dict[str, dict[str, list[str]]] = {
             "ProcessTopology",
         ],
     },
+    "optimizers by hand for Muon (write the optimizer type Muon, or pass torch.optim.Muon with torch.optim.AdamW)": {
+        "runtime.zero.muon.muon_optimizer": ["MuonWithAuxAdam"],
+        "runtime.zero.muon.original_muon": [
+            "Muon",
+            "MuonWithAuxAdam",
+            "SingleDeviceMuon",
+            "adam_update",
+            "muon_update",
+        ],
+    },
     "quantization while training": {
+        "ops.fp_quantizer": ["FP_Quantize", "Quantizer"],
+        "ops.quantizer": ["ds_quantizer"],
         "runtime.quantize": ["Quantizer"],
+        "runtime.weight_quantizer": ["WeightQuantization"],
     },
     "random token dropping": {
         "runtime.data_pipeline.data_routing": ["RandomLayerTokenDrop", "RandomLTDScheduler"],
+        "runtime.data_pipeline.data_routing.basic_layer": ["RandomLayerTokenDrop"],
+        "runtime.data_pipeline.data_routing.helper": [
+            "convert_to_random_ltd",
+            "remove_random_ltd_state_dict",
+            "save_without_random_ltd",
+        ],
+        "runtime.data_pipeline.data_routing.scheduler": ["RandomLTDScheduler"],
+    },
+    "reshaping of model-parallel checkpoints (any checkpoint of onefold loads on any number of ranks)": {
+        "checkpoint.deepspeed_checkpoint": ["DeepSpeedCheckpoint"],
+        "checkpoint.zero_checkpoint": ["ZeROCheckpoint"],
+        "runtime.state_dict_factory": ["MegatronSDLoader", "SDLoaderBase", "SDLoaderFactory"],
     },
     "sampling by difficulty": {
+        "runtime.data_pipeline.curriculum_scheduler": ["CurriculumScheduler"],
         "runtime.data_pipeline.data_sampling": ["DeepSpeedDataSampler", "DataAnalyzer"],
+        "runtime.data_pipeline.data_sampling.data_analyzer": ["DataAnalyzer", "DistributedDataAnalyzer"],
+        "runtime.data_pipeline.data_sampling.data_sampler": ["DeepSpeedDataSampler"],
+    },
+    "sparse gradients": {
+        "runtime.sparse_tensor": ["SparseTensor"],
     },
     "sample files of token ids": {
         "runtime.data_pipeline.data_sampling.indexed_dataset": ["MMapIndexedDataset", "MMapIndexedDatasetBuilder"],
@@ -194,12 +226,18 @@ _NOT_OFFERED: dict[str, dict[str, list[str]]] = {
         "runtime.sequence_parallel.ulysses_sp": [
             "UlyssesSPDataLoaderAdapter",
             "UlyssesSPAttention",
-            "TiledMLP",
             "SequenceTiledCompute",
             "TiledFusedLogitsLoss",
             "sequence_tiled_compute",
         ],
         "sequence.cross_entropy": ["vocab_sequence_parallel_cross_entropy"],
+        "sequence.fpdt_layer": [
+            "FPDT_Attention",
+            "FPDT_FFN",
+            "FPDT_InputConstruct",
+            "FPDT_LogitsLoss",
+            "SequenceChunk",
+        ],
         "sequence.layer": ["DistributedAttention"],
     },
     "sparse attention kernels": {
@@ -264,7 +302,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "runtime.checkpoint_engine.checkpoint_engine": same(
         f"{_CHECKPOINT_ENGINES}.torch_checkpoint_engine", "CheckpointCommitInfo", "CheckpointEngine"
     ),
-    "runtime.sequence_parallel.ulysses_sp": same(__name__, "UlyssesSPAttentionHF"),
+    "runtime.sequence_parallel.ulysses_sp": same(__name__, "TiledMLP", "UlyssesSPAttentionHF"),
     "runtime.zero.leaf_module_config": same(
         f"{_D}.runtime.zero.config",
         "DEFAULT_LEAF_MODULE_CLASSES",
@@ -330,6 +368,19 @@ class UlyssesSPAttentionHF(NotOffered):
         if sequence_parallel_size != 1:
             what = f"{cls.what} (sequence_parallel_size = {sequence_parallel_size})"
             raise NotOfferedError(explain(f"{cls.__name__}.register_with_transformers", what))
+
+
+class TiledMLP:
+    """A layer that works on a part of the sequence at a time: its activations are computed again for each part."""
+
+    @staticmethod
+    def apply(fn: Callable[[Any, Any], Any], module: Any, x: Any, shards: int, compute_params: Any = None) -> Any:
+        """Return `fn(module, x)` for a function of each position, in parts of `x` along its second dimension."""
+        import torch
+
+        from onefold.compat.deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+
+        return torch.cat([checkpoint(fn, module, part) for part in x.chunk(shards, dim=1)], dim=1)
 
 
 class GatherReplacedLayerParams(AbstractContextManager[None]):

@@ -159,10 +159,10 @@ def test_what_is_not_offered_says_so_when_it_is_used(installed):
 
 def test_an_attribute_of_what_is_not_offered_says_so_too():
     from onefold.compat.deepspeed.pipe import PipelineModule
-    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, UlyssesSPAttentionHF
+    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute, UlyssesSPAttentionHF
 
-    with pytest.raises(NotImplementedError, match=r"TiledMLP\.apply: onefold does not offer sequence parallelism"):
-        TiledMLP.apply(1, 2)
+    with pytest.raises(NotImplementedError, match=r"SequenceTiledCompute\.apply: onefold does not offer sequence"):
+        SequenceTiledCompute.apply(1, 2)
     with pytest.raises(NotImplementedError, match=r"PipelineModule\.to: onefold does not offer pipeline"):
         type("Mine", (PipelineModule,), {}).mro()[1].to("cpu")
     assert UlyssesSPAttentionHF.register_with_transformers("model", "sdpa", sequence_parallel_size=1) is None
@@ -567,6 +567,81 @@ def test_near_misses_and_unknown_nested_keys_are_errors_by_deepspeeds_name_too()
     for given in ({"zero_optimisation": {}}, {"zero_optimization": {"log": 1}}, {"offload_optimizer": {}}):
         with pytest.raises(onefold.config.ConfigError, match="there is no key"):
             DeepSpeedConfig({"train_batch_size": 1, **given})
+
+
+class TiledByHand(torch.autograd.Function):
+    """Parts of the sequence one after another, in backward too, as axolotl and ArcticTraining write it."""
+
+    @staticmethod
+    def forward(ctx, fn, module, x, shards, params):
+        ctx.fn, ctx.module, ctx.shards, ctx.params = fn, module, shards, params
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([fn(module, part) for part in x.chunk(shards, dim=1)], dim=1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        found = []
+        for number, (part, grad_of_part) in enumerate(
+            zip(x.chunk(ctx.shards, dim=1), grad.chunk(ctx.shards, dim=1), strict=True)
+        ):
+            for parameter in ctx.params:
+                parameter.ds_grad_is_ready = number + 1 == ctx.shards
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.fn(ctx.module, part)
+            torch.autograd.backward(out, grad_of_part)
+            found.append(part.grad)
+        return None, None, torch.cat(found, dim=1), None, None
+
+
+class Tiled(torch.nn.Module):
+    def __init__(self, apply: Any) -> None:
+        super().__init__()
+        self.up, self.down, self._apply_tiled = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8), apply
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._apply_tiled is None:
+            return self.inner(x)
+        return self._apply_tiled(Tiled.inner, self, x, 4, list(self.parameters()))
+
+
+def trained_in_tiles(stage: int) -> list[list[float]]:
+    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    from onefold.compat import deepspeed
+
+    found = []
+    for apply in (None, TiledMLP.apply, TiledByHand.apply):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), Tiled(apply), Tiled(apply), torch.nn.Linear(8, 8))
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "log_level": "error",
+        }  # fmt: skip
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        losses = []
+        for step in range(3):
+            seed = step + 10 * torch.distributed.get_rank()
+            x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed))
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layer_in_tiles_trains_as_the_layer_itself(on_ranks, stage):
+    for whole, by_name, by_hand in on_ranks(2, trained_in_tiles, stage):
+        assert by_name == pytest.approx(whole, rel=1e-5)
+        assert by_hand == pytest.approx(whole, rel=1e-5)
 
 
 class Tables(torch.nn.Module):

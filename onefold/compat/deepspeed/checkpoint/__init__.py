@@ -13,6 +13,8 @@ __getattr__, __dir__ = names(
             "onefold.compat.deepspeed.checkpoint.utils",
             "clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank",
         ),
+        **same("onefold.compat.deepspeed.checkpoint.deepspeed_checkpoint", "DeepSpeedCheckpoint"),
+        **same("onefold.compat.deepspeed.checkpoint.zero_checkpoint", "ZeROCheckpoint"),
         **{
             name: f"{_CONSTANTS}.{name}"
             for name in vars(importlib.import_module(_CONSTANTS))

@@ -38,6 +38,10 @@ class InsertPostInitMethodToModuleSubClasses(NotOffered):
     what = "patches of module classes (torch's own registration hooks tell zero.Init of modules)"
 
 
+class _init_external_params(NotOffered):
+    what = "lists of external parameters on modules (register_external_parameter registers one)"
+
+
 class zero3_linear_wrap(NotOffered):
     what = "a linear function in the place of torch's (torch's own is used, and holds no gathered weight)"
 
