@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +70,6 @@ class Init:
 
     _active: Init | None = None
     _plan = _PLAN
-    _read_config: ClassVar[Callable[[Any], Config]] = staticmethod(load_config)
 
     def __init__(
         self,
@@ -126,6 +125,10 @@ class Init:
         if module is not None:
             self._shard(module)
             self._cast()
+
+    @staticmethod
+    def _read_config(source: Any) -> Config:
+        return load_config(source)
 
     def __enter__(self) -> Init:
         if self._enabled and Init._active is not None:

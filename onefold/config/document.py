@@ -23,7 +23,9 @@ start from lie in [examples/configs](../examples/configs).
   and says why. Notices and refusals speak only when a value asks for something: `"zero_quantized_weights": false` is
   fine anywhere.
 * **An unknown key is an error** that gives its full path and the nearest known key. So are wrong types and
-  contradictions.
+  contradictions. Through `deepspeed.initialize` an unknown key at the top level that resembles no known key is a
+  warning, since DeepSpeed ignores it.
+* **A key that begins with `_` or `//` is a comment**, at any level.
 * **`"auto"`, `null` and `"none"`** mean that the key is not there, and its default holds; a type that lists `auto`
   or `none` has it as a value.
 * **A dotted path is its key**: `"zero_optimization.stage": 2` is `"zero_optimization": {"stage": 2}`. Two spellings of

@@ -510,8 +510,10 @@ def openrlhf(stage: int, folder: str) -> dict[str, Any]:
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     their_logging.logger.addHandler(handler)
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
     config = {**AXOLOTL, "zero_optimization": {**AXOLOTL["zero_optimization"], "stage": stage}}
+    deepspeed.checkpointing.configure(deepspeed_config=config)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
     engine, optimizer, _, _ = deepspeed.initialize(
         args={"local_rank": 0}, model=model, model_parameters=[{"params": list(model.parameters())}], config=config,
         dist_init_required=True,

@@ -61,7 +61,7 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
             raise DeepSpeedConfigError("mpu and mesh_device describe model parallelism, which onefold does not do")
-        self.settings = settings = read_config(config)
+        self.settings = settings = load_config(read_config(config))  # a Config passes through, with its type
         self._param_dict: dict[str, Any] = settings.raw
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
