@@ -297,6 +297,9 @@ class GatheredParameters:
     `params`: one parameter, an iterable of them, plain tensors and None among them. Writes without `modifier_rank` are
     kept where every rank has written the same values, as an average of weights on each of them does. Other writes
     would be lost when the context closes, so they raise.
+
+    The engine keeps the unit that was read last until another one is gathered, a forward, backward or step begins, or
+    `engine.empty_partition_cache()` is called. So a loop with one context for each parameter gathers each unit once.
     """
 
     def __init__(
@@ -325,23 +328,24 @@ class GatheredParameters:
             self._give_back()
             raise
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, cache: bool = False) -> None:
         while self._borrowed:
-            self._borrowed.pop().give_back()
+            self._borrowed.pop().give_back(cache=cache)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         ParamHandle.num_contexts -= 1
+        only_read = False
         try:
             if kind is not None or not self._borrowed:
                 return
             if self._modifier_rank is None:
-                self._keep_equal_writes()
+                only_read = not self._keep_equal_writes()
             else:
                 self._check_shapes()
                 for handle in self._borrowed:
                     handle.take_values_of(self._modifier_rank)
         finally:
-            self._give_back()
+            self._give_back(cache=only_read and len(self._borrowed) == 1)
 
     def _check_shapes(self) -> None:
         """Data of another shape must come on every rank alike, and before an engine has laid the model out."""
@@ -354,8 +358,8 @@ class GatheredParameters:
                 f"{' (' + ', '.join(names) + ')' if names else ''}. Resize before initialize, and on every rank"
             )
 
-    def _keep_equal_writes(self) -> None:
-        """Keep what every rank has written alike. Raise on every rank where ranks differ."""
+    def _keep_equal_writes(self) -> bool:
+        """Keep what every rank has written alike, and return whether there is any. Raise where ranks differ."""
         written = [
             handle.moved() or [_fingerprint(param) for param in handle.params] != before
             for handle, before in zip(self._borrowed, self._before, strict=True)
@@ -369,7 +373,7 @@ class GatheredParameters:
                 if handle.owner is not None:
                     handle.owner.about_to_write()
                 handle.take_values_of(0)
-            return
+            return True
         for rank, (place, *_) in enumerate(ranks):
             if place:
                 names = [member.name for param in self._borrowed[place - 1].params for member in param.layout.members]
@@ -379,6 +383,7 @@ class GatheredParameters:
                     "every rank wrote the same values. The write would be lost: say whose values count, "
                     "modifier_rank=0"
                 )
+        return False
 
 
 def _digest(handles: Sequence[ParamHandle]) -> int:

@@ -190,8 +190,8 @@ MUTATIONS = [
     Mutation(
         "offload-states-include",
         "onefold/engine/offload_states.py",
-        "    return {OffloadStateTypeEnum(name) for name in names}",
-        "    return set(OffloadStateTypeEnum)",
+        "    return [kind for kind in OffloadStateTypeEnum if kind.value in names]",
+        "    return list(OffloadStateTypeEnum)",
         "test_parking.py",
     ),
     Mutation(

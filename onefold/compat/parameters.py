@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.compat.moved_by_hand import HandedOut, Mover
+from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.train_state import TrainState
 from onefold.runtime import ParamHandle, param_handle
+
+# In stage 3 the shard of a trained parameter is its master.
+_WEIGHTS = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.hp_params)
 
 
 class ZeroParamStatus(Enum):
@@ -86,6 +92,9 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
         kept = param.store.param.values[low - start : max(low, high) - start]
     else:  # a view of a flat parameter that is about to be sharded would keep all of it
         kept = param.full[low : max(low, high)] if unsharded else param.full.new_empty(0)
+    if isinstance(kept, torch.Tensor):
+        name = f"ds_tensor of {member.name}"
+        kept = HandedOut.of(kept.detach(), Mover(name, partial(_state_of, weakref.ref(handle)), _WEIGHTS))
     parameter.__dict__.update(
         ds_id=handle.number_of(parameter),
         ds_shape=torch.Size(member.shape),
@@ -103,6 +112,11 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
     )
     if param.plan.node_shard_size == 1:  # what hpZ would add
         parameter.__dict__.update(ds_secondary_tensor=None, ds_zero_param_process_group=None)
+
+
+def _state_of(reference: weakref.ref[ParamHandle]) -> TrainState | None:
+    handle = reference()
+    return getattr(handle.owner, "state", None) if handle is not None else None
 
 
 def _left(parameter: nn.Parameter) -> None:

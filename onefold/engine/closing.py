@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.saving.saver import LINGER
+from onefold.engine.offload_states import reload_states
 from onefold.engine.reporting import StepReports
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
@@ -56,6 +57,7 @@ def close_engine(
             if memory is not None:
                 memory.drain()  # what did not fail may still be under way
         hooks.remove()
+        reload_states(state, ("hp_params", "lp_params"), non_blocking=False)
         schedule.reshard_all()
         for handle in handles:
             try:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
@@ -22,6 +23,7 @@ from onefold.engine.loading import Loading
 from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.offload_states import offload_engine, reload_engine
 from onefold.engine.saving import Saving
+from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.optim.choose import Chosen
@@ -93,22 +95,26 @@ class Engine(nn.Module):
         self._collective_name = type(collective).__name__.lower()
         groups = chosen.group_of_each() if chosen is not None else {}
         states = chosen.states_of_groups() if chosen is not None else []
-        units, memory = lay_out(model, plan, groups, states, group, self.ledger, device)
+        self._shared = SharedParameters(model, plan, groups)
+        units, memory = lay_out(model, plan, groups, states, group, self.ledger, device, self._shared.ids)
         schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
         trained = {id(parameter) for param in schedule.trained_params() for parameter in param.parameters}
         decision = StepDecision(plan, schedule)
         step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
-        left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+        elsewhere = trained | self._shared.ids
+        left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
         self.state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone)
         self.optimizer: ShardedOptimizer | None = None
         if step is not None:
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
             self.optimizer = self.optimizer_class(step, decision.loss_scale, drop)
+            self.optimizer.engine = weakref.ref(self)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
         arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, schedule, self, watch=watch)
+        self._shared.watch(model, group)
         told = {"breakdown": plan.loop.times_phases, "records": plan.loop.reports_steps and group.rank == 0}
         self._timeline = Timeline(device, self.ledger, schedule, self._hooks, **told)
         self._trace = TraceWindow.of(plan.loop.trace, device, group.rank)
@@ -133,6 +139,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.state.check_present()
+        self._shared.check_present()
         precision = self.plan.precision
         if precision.casts_inputs:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
@@ -191,7 +198,7 @@ class Engine(nn.Module):
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or a config with an optimizer section"
             )
-        state.check_present()
+        state.check_complete()
         if state.window.in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         at_boundary = state.window.at_boundary
@@ -264,7 +271,7 @@ class Engine(nn.Module):
 
     def _begin_backward(self, *, divisor: int) -> None:
         state = self.state
-        state.check_present()
+        state.check_complete()
         if state.schedule.in_backward:
             # A backward outside the engine raised and never ended; its gradients are worthless.
             state.abort_backward()
@@ -302,6 +309,7 @@ class Engine(nn.Module):
 
     def about_to_write(self) -> None:
         """Parameters are about to be written from outside: what the last step still does is done first."""
+        self.state.schedule.check_awake()
         self.state.flush()
         self.state.schedule.wait_for_step()
         if self.state.step is not None:
@@ -379,6 +387,14 @@ class Engine(nn.Module):
             module_only=load_module_only,
             custom=custom_load_fn,
         )
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def serve(self, model: nn.Module) -> list[RemovableHandle]:
+        """Unshard this engine's parameters where the model of another engine uses them."""
+        return self._hooks.serve(model)
 
     @property
     def module(self) -> nn.Module:
@@ -538,6 +554,7 @@ class Engine(nn.Module):
             schedule.drop_gradients()
         finally:
             close(*parts, lingers=False)
+            self._shared.release()
         while self._compiled:
             module, own = self._compiled.pop()
             module.__dict__.pop("forward", None)

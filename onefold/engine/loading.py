@@ -84,7 +84,7 @@ class Loading:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """The checkpoint's path and client state; None and None where there is none. See `Engine.load_checkpoint`."""
         state = self._state
-        state.check_reloaded()
+        state.schedule.check_awake()
         state.flush()
         self._saving.saver.finish()
         state.schedule.meet_for_load()

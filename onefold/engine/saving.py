@@ -84,7 +84,8 @@ class Saving:
         background: bool | None,
     ) -> None:
         state = self._state
-        state.check_present()
+        state.check_complete()
+        state.schedule.forget_cached()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
         background = state.plan.loop.checkpoint.async_save if background is None else background
         options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background)
@@ -183,7 +184,7 @@ class Saving:
     def part_of(self, request: SaveRequest, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
         """What this rank writes of a save, and its own state. `joined`: its program has not called for it."""
         state = self._state
-        state.check_present()
+        state.check_complete()
         # The program may compute on another stream than this thread's, before the slots are made and after.
         self._synchronize()
         rank, units = state.group.rank, state.schedule.units

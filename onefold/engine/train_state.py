@@ -36,18 +36,18 @@ class TrainState:
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
-    offloaded: list[Any] = field(default_factory=list)
-    """What `offload_states` has moved off the device."""
+    offloaded: dict[Any, Any] = field(default_factory=dict)
+    """What `offload_states` has moved off the device, by kind."""
     interrupted: str | None = None
     """What ended a backward that other ranks counted on."""
     half_loaded: str = ""
     """Why weights and states are a mixture of what they were and of a checkpoint, or nothing."""
 
     def check_present(self) -> None:
-        """Raise after `offload_states`, after a load that failed half-way or a step that was interrupted, and once
-        ranks are known to be stuck.
+        """Raise while the weights are off the device, after a load that failed half-way or a step that was
+        interrupted, and once ranks are known to be stuck.
         """
-        self.check_reloaded()
+        self.schedule.check_present()
         self.schedule.order.agreement.guard.check()
         if self.step is not None and self.step.interrupted:
             raise RuntimeError(
@@ -60,9 +60,10 @@ class TrainState:
                 "nor saves until load_checkpoint succeeds; or make another with onefold.initialize"
             )
 
-    def check_reloaded(self) -> None:
-        if self.offloaded:
-            raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
+    def check_complete(self) -> None:
+        """Raise as `check_present` does, and while any other kind of state is off the device."""
+        self.schedule.check_awake()
+        self.check_present()
 
     def flush(self) -> None:
         """With a delayed host step: have the last one's weights in use. All ranks call this together."""

@@ -137,6 +137,11 @@ class DeviceShard(ParamShard):
         self._bus = bus
 
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor:
+        if self.values.numel() and not self.values.untyped_storage().size():
+            raise RuntimeError(
+                "the storage of a parameter shard was emptied by hand, and its values are lost. Free the device's "
+                "memory with engine.offload_states(include=['lp_params']), and load a checkpoint into a new engine"
+            )
         return self.values
 
     def write(self, values: torch.Tensor) -> None:

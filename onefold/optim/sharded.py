@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -24,6 +24,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     as this one does: its `step` raises, its `zero_grad` drops gradients. `state` is empty, as states lie along flat
     shards.
     """
+
+    engine: weakref.ref[Any]
+    """The engine that steps it."""
 
     def __init__(
         self, sharded: ShardedStep, loss_scale: LossScale, drop_gradients: weakref.WeakMethod[Callable[[], None]]
@@ -78,6 +81,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError("parameter groups are fixed when initialize lays out the shards: pass all of them there")
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> dict[str, int]:
+        """Call `engine.offload_states`."""
+        freed: dict[str, int] = self._live_engine.offload_states(include, device, pin_memory, non_blocking)
+        return freed
+
+    def reload_states(self, non_blocking: bool = False) -> dict[str, int]:
+        """Call `engine.reload_states`."""
+        restored: dict[str, int] = self._live_engine.reload_states(non_blocking)
+        return restored
+
+    @property
+    def _live_engine(self) -> Any:
+        engine = self.engine()
+        if engine is None:
+            raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+        return engine
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("optimizer states are sharded: engine.save_checkpoint saves them")

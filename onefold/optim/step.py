@@ -199,8 +199,7 @@ class ShardedStep:
     def call(self, method: str) -> None:
         """A method of the user's class that changes parameters (`train`, `eval`), over masters. All ranks call it."""
         schedule = self._schedule
-        if schedule.is_offloaded:
-            raise RuntimeError("the engine's states are off the device: call engine.reload_states() first")
+        schedule.check_awake()
         self.let_change()
         meet_for_call(schedule, method)
         self.flush()
@@ -268,6 +267,7 @@ class ShardedStep:
     def about_to_write(self) -> None:
         """Prepare for writes to master weights from outside a step: wait for all that reads them, and sync them."""
         self.let_change()
+        self._schedule.forget_cached()
         self.sync_masters()
         for store in (store for store in self.stores if store.steps_on_host):
             store.wait_for_master()

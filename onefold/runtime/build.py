@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -51,18 +51,27 @@ def lay_out(
     group: Group,
     ledger: Ledger,
     device: torch.device,
+    elsewhere: Collection[int] = (),
 ) -> tuple[list[Unit], OffloadMemory | None]:
-    """Cut a model into units, decide where each of its flat parameters rests, and build them there."""
+    """Cut a model into units, decide where each of its flat parameters rests, and build them there. `elsewhere`: the
+    ids of parameters that another engine holds.
+    """
     agreement = Agreement(group, ledger)
-    specs = plan_units(model, plan, groups, states)
+    specs = plan_units(model, plan, groups, states, elsewhere)
     placed = place([param for spec in specs for param in spec.params], plan, agreement, device)
     memory = make_memory(placed, plan, agreement, ledger, device)
     rest = iter(placed)
     specs = [replace(spec, params=[next(rest) for _ in spec.params]) for spec in specs]
-    return build_units(model, specs, plan, group, ledger, device, memory), memory
+    return build_units(model, specs, plan, group, ledger, device, memory, elsewhere), memory
 
 
-def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: Sequence[KeptStates]) -> list[UnitSpec]:
+def plan_units(
+    model: nn.Module,
+    plan: Plan,
+    groups: Mapping[int, int],
+    states: Sequence[KeptStates],
+    elsewhere: Collection[int] = (),
+) -> list[UnitSpec]:
     """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group, `states` names
     what the optimizer keeps for each group: groups that differ in it have flat parameters of their own.
     """
@@ -87,6 +96,8 @@ def plan_units(model: nn.Module, plan: Plan, groups: Mapping[int, int], states: 
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:
             parameter = parameters[name]
+            if id(parameter) in elsewhere:
+                continue
             trainable = parameter.requires_grad and id(parameter) in groups
             if trainable:
                 _check_trainable(name, parameter)
@@ -119,6 +130,7 @@ def build_units(
     ledger: Ledger,
     device: torch.device,
     memory: OffloadMemory | None,
+    elsewhere: Collection[int] = (),
 ) -> list[Unit]:
     """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken."""
     modules = dict(model.named_modules())
@@ -148,7 +160,7 @@ def build_units(
         inside = {id(module) for module in unit.module.modules()} - {id(unit.module)}
         unit.encloses = any(id(other.module) in inside for other in units)
     follow_weights(model)
-    _take_first_ranks_values(model, units, plan.precision, group, ledger, device)
+    _take_first_ranks_values(model, units, plan.precision, group, ledger, device, elsewhere)
     return units
 
 
@@ -283,11 +295,18 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
 
 
 def _take_first_ranks_values(
-    model: nn.Module, units: Sequence[Unit], precision: Precision, group: Group, ledger: Ledger, device: torch.device
+    model: nn.Module,
+    units: Sequence[Unit],
+    precision: Precision,
+    group: Group,
+    ledger: Ledger,
+    device: torch.device,
+    elsewhere: Collection[int],
 ) -> None:
     """Of what lies in no flat parameter: buffers, parameters that are left alone, and the scales of packed ones."""
     with torch.no_grad():
         flattened = {id(parameter) for unit in units for param in unit.params for parameter in param.parameters}
+        flattened |= set(elsewhere)
         loose = [parameter for parameter in model.parameters() if id(parameter) not in flattened]
         for home, module in model.named_modules():
             for name, buffer in module.named_buffers(prefix=home, recurse=False):

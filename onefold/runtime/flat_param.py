@@ -75,6 +75,8 @@ class FlatParam:
         self._fills_secondary = False
         # What `full` holds came in a form that rounds it.
         self._is_rounded = False
+        # The unsharded values after a read from outside, with the fingerprints of them and of this rank's shard.
+        self._cached: tuple[torch.Tensor, list[int]] | None = None
         self.take_parameters()
         self._grad = FlatGrad(self.store, self.parameters, plan, self.own_range) if spec.trainable else None
 
@@ -145,6 +147,31 @@ class FlatParam:
     def invalidate_secondary(self) -> None:
         """The parameters are about to have other values, on every rank."""
         self._secondary_serves = self._fills_secondary = False
+        self.forget_cached()
+
+    # -- values that the next reader is likely to ask for -------------------------------------------------------
+
+    def cache(self) -> None:
+        """Keep the unsharded values beyond the next `reshard(drop=True)`."""
+        self._cached = self.full, self._fingerprints(self.full)
+
+    def is_cached(self) -> bool:
+        """Whether the cached values are still those of the shards; a program may have kept a view and written to it."""
+        return self._cached is not None and self._fingerprints(self._cached[0]) == self._cached[1]
+
+    def use_cached(self) -> None:
+        """Unshard from the cached values."""
+        assert self._cached is not None
+        self.full, self._cached = self._cached[0], None
+        self._is_rounded = False
+        self.attach_views()
+
+    def forget_cached(self) -> None:
+        self._cached = None
+
+    def _fingerprints(self, full: torch.Tensor) -> list[int]:
+        shard = self.store.param.values if self.store.param is not None else None
+        return [int(fingerprint(tensor)) for tensor in (full, shard) if isinstance(tensor, torch.Tensor)]
 
     def view_of(self, index: int) -> torch.Tensor:
         """Where one parameter lies in a flat parameter that is unsharded."""
@@ -275,6 +302,7 @@ class FlatParam:
         """A flat parameter that stays unsharded leaves the device for a while: nobody may read its parameters."""
         for parameter in self.parameters:
             set_data(parameter, self.full.new_empty(0))
+            hold(parameter, resting=True)
 
     def cast(self, dtype: torch.dtype) -> None:
         """Compute in another dtype from now on. Only while nobody trains it."""
@@ -300,7 +328,8 @@ class FlatParam:
         """Bytes of parameters held now; a shard that is the master is counted there."""
         held = self.store.param_bytes(tier)
         if tier is Tier.DEVICE:
-            held += self.full.untyped_storage().size() + (self.secondary.nbytes if self.secondary is not None else 0)
+            others = (self.secondary, self._cached[0] if self._cached is not None else None)
+            held += self.full.untyped_storage().size() + sum(tensor.nbytes for tensor in others if tensor is not None)
         return held
 
 

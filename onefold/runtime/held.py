@@ -227,6 +227,10 @@ def _torch_function(
         return _set_resting_data(*args)
     resting = [value for value in tensors_in((args, kwargs)) if isinstance(value, nn.Parameter) and is_resting(value)]
     holder = _holder(resting[0])
+    if holder is not None and func not in _WITHOUT_VALUES:
+        holder.check_present()
+        if not is_resting(resting[0]):  # it was off the device, and is reloaded
+            return func(*args, **kwargs)
     if holder is not None and holder.in_pass:
         return holder.operate(func, args, kwargs, resting)
     written = args[0] if args else kwargs.get("tensor")  # functions of `torch.nn.init` come with keywords

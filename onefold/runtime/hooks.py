@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -100,6 +101,34 @@ class Hooks:
             add(module.register_forward_hook(after, always_call=True))
         else:
             add(module.register_forward_pre_hook(before))
+
+    def serve(self, model: nn.Module) -> list[RemovableHandle]:
+        """Unshard parameters of this engine where another model uses them, in modules that this engine does not watch.
+
+        A unit is unsharded around the smallest module of `model` that contains all of its parameters there.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        root = self._model_watch.model
+        own = set(root.modules()) if root is not None else set()
+        first = len(self._handles)
+        for unit in self._schedule.units:
+            parameters = {id(p) for param in unit.params for p in param.parameters}
+            paths = [
+                path.split(".") if path else []
+                for path, module in modules.items()
+                if any(id(p) in parameters for p in module._parameters.values())
+            ]
+            if not paths:
+                continue
+            common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+            while isinstance(modules[".".join(common)], nn.ModuleList | nn.ModuleDict):
+                common = common[:-1]  # containers are not called
+            module = modules[".".join(common)]
+            is_watched = unit.module in modules.values() or (unit.encloses and module in own)
+            if not is_watched:
+                self._watch_calls(unit, module)
+        added, self._handles[first:] = self._handles[first:], []
+        return added
 
     def _watch_table(self, module: nn.Module, units: list[int], *, watch: bool) -> None:
         me, add = weakref.ref(self), self._handles.append
@@ -193,7 +222,7 @@ class Hooks:
         # A recomputation inside a backward belongs to that backward.
         if torch.is_grad_enabled() and not inside_backward() and not inside_transform():
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if tensors:
+            if tensors and self._schedule.trained:
                 register_multi_grad_hook(tensors, _while_alive(Hooks.expect_end, weakref.ref(self)), mode="any")
 
     def before_forward(self, index: int, *arguments: Any) -> None:
@@ -242,6 +271,7 @@ class Hooks:
 
     def before_root_state_dict(self, *_: Any) -> None:
         """A whole model's, with nothing gathered: somebody is about to save it."""
+        self._schedule.check_present()
         units = self._schedule.units
         if not self.state_dicts_may_be_empty and not any(unit.uses.lent for unit in units):
             self.check_whole([unit.index for unit in units], "state_dict()", _USE_MODULE_STATE_DICT)

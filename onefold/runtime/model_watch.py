@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.unit import Unit
 
-_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelWatch]] = weakref.WeakKeyDictionary()
+# Engines may share modules.
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModelWatch]] = weakref.WeakKeyDictionary()
 
 
 class ModelWatch:
@@ -57,7 +58,11 @@ class ModelWatch:
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         ]
         for module in model.modules():
-            _watched[module] = weakref.ref(self)
+            _watched.setdefault(module, weakref.WeakSet()).add(self)
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model()
 
     def mark(self) -> None:
         self._changed = True
@@ -122,7 +127,5 @@ class ModelWatch:
 
 
 def _registered(module: nn.Module, name: str, taken: Any) -> None:
-    reference = _watched.get(module)
-    watch = reference() if reference is not None else None
-    if watch is not None:
+    for watch in _watched.get(module, ()):
         watch.mark()

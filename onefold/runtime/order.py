@@ -146,13 +146,19 @@ class Order:
             self._diverge(unit)
             self._negotiate(Request(moment), unit.index)
 
-    def lend(self, unit: Unit) -> None:
-        """All ranks ask for the unit together, outside any pass."""
-        rows = self._negotiate(Request.LEND, unit.index)
+    def lend(self, unit: Unit, *, is_cached: bool = False) -> None:
+        """Unshard a unit that all ranks request together, outside any pass. `is_cached`: this rank has its values
+        still; nothing is gathered if all ranks have them.
+        """
+        rows = self._negotiate(Request.LEND, unit.index, [int(is_cached)])
         if len({row[1] for row in rows}) > 1:
             raise Disagreement(self._differ(rows))
-        self._in_flight.start_unshard([unit], lossless=True)
-        self._in_flight.finish_unshards()
+        if all(row[_OWN] for row in rows):
+            unit.use_cached()
+        else:
+            unit.schedule.forget_cached()
+            self._in_flight.start_unshard([unit], lossless=True)
+            self._in_flight.finish_unshards()
 
     def note_use(self, unit: Unit) -> None:
         """For the order in which units are refreshed after a step: that of their first use."""

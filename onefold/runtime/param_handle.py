@@ -157,12 +157,13 @@ class ParamHandle:
                         param.attach_views()
         self.lent += 1
 
-    def give_back(self) -> None:
+    def give_back(self, *, cache: bool = False) -> None:
+        """End a `borrow`. `cache`: nothing was written, and the engine may keep the values for the next reader."""
         self.lent -= 1
         unit = self.unit
         with torch._C.DisableTorchFunction():
             if unit is not None:
-                unit.take_back()
+                unit.take_back(cache=cache)
             elif self.lent == 0:
                 for param in self.params:
                     if not param.stays_unsharded:
@@ -175,6 +176,12 @@ class ParamHandle:
             self.collective.start_gather(gatherings).finish()
 
     # -- what a held parameter asks -----------------------------------------------------------------------------
+
+    def check_present(self) -> None:
+        """Raise while the engine's weights are off the device."""
+        unit = self.unit
+        if unit is not None:
+            unit.schedule.check_present()
 
     def name_of(self, parameter: nn.Parameter) -> str:
         param, index = self.place_of(parameter)

@@ -10,7 +10,7 @@ say so, and all ranks reduce those units once more (`reduce_late`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import torch
@@ -52,8 +52,12 @@ class Schedule:
         self.memory = memory
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
-        # The engine has given the device's memory up for a while.
-        self.is_offloaded = False
+        # Kinds of state that `offload_states` has moved off the device, by name.
+        self.offloaded: frozenset[str] = frozenset()
+        # Reloads them, where a program has moved them by hand and does not call `reload_states`.
+        self.wake: Callable[[], object] | None = None
+        # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.
+        self.cached: Unit | None = None
         # Forwards under way, of the outermost module and of units.
         self.depth = 0
         # Numbers the calls of units that have a backward.
@@ -68,8 +72,21 @@ class Schedule:
         return self.depth > 0 or self.order.open
 
     def check_present(self) -> None:
-        if self.is_offloaded:
-            raise RuntimeError("parameters are off the device: call engine.reload_states() first")
+        """Raise if the weights that compute are off the device."""
+        self._check_reloaded(self.offloaded & {"lp_params"})
+
+    def check_awake(self) -> None:
+        """Raise if any kind of state is off the device."""
+        self._check_reloaded(self.offloaded)
+
+    def _check_reloaded(self, missing: frozenset[str]) -> None:
+        if missing and self.wake is not None:
+            self.wake()
+        elif missing:
+            raise RuntimeError(
+                f"the engine's states are off the device ({', '.join(sorted(missing))}): call engine.reload_states() "
+                "first"
+            )
 
     def begin_pass(self) -> None:
         """The outermost module is called, and its outputs will have gradients."""
@@ -90,8 +107,15 @@ class Schedule:
         if self.depth == 0 and not self.order.open:
             self.reshard_all()
 
+    def forget_cached(self) -> None:
+        """Free the unsharded values that `GatheredParameters` has left for its next reader."""
+        unit, self.cached = self.cached, None
+        for param in unit.sharded if unit is not None else ():
+            param.forget_cached()
+
     def reshard_all(self) -> None:
         """Everything that nobody has borrowed."""
+        self.forget_cached()
         for unit in self.sharded:
             unit.uses.forget_pass()
             unit.reshard_unused()
@@ -102,6 +126,7 @@ class Schedule:
         """`boundary`: a step follows. Plans that keep unsharded gradients reduce only then."""
         self.in_backward = True
         self.num_backwards += 1
+        self.forget_cached()
         if not self.sharded or not self.order.open:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_whole_gradient
@@ -282,6 +307,7 @@ class Schedule:
         return sorted(p.layout.members[index].name for p in self.trained_params() for index in p.grad.drops_of_sums)
 
     def forget_units(self) -> None:
+        self.forget_cached()
         for held in (self.units, self.trained, self.sharded, self._frozen):
             held.clear()
         self.order.forget_units()

@@ -219,16 +219,33 @@ class Unit:
         elif self.sharded:
             with unrecorded():
                 schedule.in_flight.wait_for_refresh(self)
-                schedule.order.lend(self)
+                is_cached = schedule.cached is self and all(param.is_cached() for param in self.sharded)
+                if not is_cached:
+                    schedule.forget_cached()
+                schedule.order.lend(self, is_cached=is_cached)
         else:
             schedule.in_flight.wait_for_refresh(self)
         self.uses.lent += 1
 
-    def take_back(self) -> None:
+    def take_back(self, *, cache: bool = False) -> None:
+        """End a `lend`. `cache`: nothing was written, and the same unit may be lent next."""
+        schedule = self.schedule
         self.uses.lent -= 1
-        if self.schedule.order.open and torch.is_grad_enabled():
+        if schedule.order.open and torch.is_grad_enabled():
             self.keep_for_pass()  # what was computed from it may have a backward that nobody sees begin
+        if cache and self.sharded and not self.uses.any and not schedule.in_pass and not schedule.in_backward:
+            schedule.forget_cached()
+            for param in self.sharded:
+                param.cache()
+            schedule.cached = self
         self.reshard_unused(lent=True)
+
+    def use_cached(self) -> None:
+        """Unshard from the values of the last `lend`."""
+        assert self.parameter is ParameterState.SHARDED, (self.name, self.parameter)
+        for param in self.sharded:
+            param.use_cached()
+        self.parameter = ParameterState.UNSHARDED
 
     def keep_for_pass(self) -> None:
         """Somebody outside uses it, and nothing tells for how long: it stays unsharded until the pass ends."""
@@ -258,6 +275,7 @@ class Unit:
         schedule.order.note_use(self)
         if not self.sharded:
             return
+        schedule.forget_cached()
         begins = not schedule.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         with unrecorded():
             if begins:

@@ -119,6 +119,7 @@ def _place(parameter: nn.Parameter) -> _Place | None:
     engine = handle.owner if handle is not None else None
     if handle is None or not isinstance(engine, Engine) or engine.state.step is None:
         return None
+    engine.state.schedule.check_awake()
     engine.state.step.wait_for_host()
     param, index = handle.place_of(parameter)
     return _Place(engine, engine.state.step, handle, param, param.layout.members[index]) if param.trainable else None

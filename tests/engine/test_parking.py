@@ -10,6 +10,10 @@ from covering import covering
 from models import batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
+from onefold.compat import deepspeed
+from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from onefold.offload.param_shard import tensors_of
+from onefold.utils import safe_get_full_fp32_param
 
 
 def held(engine: onefold.Engine) -> int:
@@ -24,9 +28,9 @@ def held(engine: onefold.Engine) -> int:
         if run.trainable:
             store = run.store
             tensors += [
-                store.master,
+                *tensors_of(store.master),
                 store.param_copy,
-                *(state.memory for state in engine.state.step.stepper.held_states(store)),
+                *(part for state in engine.state.step.stepper.held_states(store) for part in tensors_of(state.memory)),
             ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
@@ -113,11 +117,13 @@ def ask_for_what_is_not_there() -> None:
         engine.offload_states(include=["optim_state"])
     with pytest.raises(ValueError, match="states go to the host"):
         engine.offload_states(device="cuda")
+    with pytest.raises(ValueError, match="states go to the host"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    assert engine.offload_states(device=OffloadDeviceEnum.none) == {}
     engine.offload_states(include=[onefold.zero.OffloadStateTypeEnum.optim_states])
-    with pytest.raises(RuntimeError, match="reload_states"):
-        engine.offload_states()
-    engine.reload_states()
-    engine.reload_states()  # nothing to do
+    assert "optim_states" not in engine.offload_states()  # the other kinds
+    assert set(engine.reload_states()) == set(onefold.zero.OffloadStateTypeEnum)
+    assert engine.reload_states() == {}
 
 
 def test_wrong_calls_are_told_so(on_ranks):
@@ -143,3 +149,213 @@ def large_ones_leave(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_large_shards_come_back_too(on_ranks, stage):
     assert on_ranks(2, large_ones_leave, stage) == [True, True]
+
+
+# -- what a call reports, and what works in between ---------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A frozen net with a few trained weights, as an adapter leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = net()
+        self.base.requires_grad_(False)
+        self.base.blocks[0].up.weight.requires_grad_(True)
+        self.extra = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.base(x, y) * self.extra(self.extra.weight.new_ones(1)).squeeze().exp()
+
+
+MODELS = {"net": net, "adapted": Adapted}
+FORMATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8, split": {"onefold": {"state_dtype": "int8", "int8_min_numel": 256, "master_dtype": "bf16_int16"}},
+}
+
+
+def slept(stage: int, dtype: str, model: str, formats: str) -> list[str]:
+    """Sleep in two parts between steps, from the optimizer and from the engine: what went wrong."""
+    settings, told = config(stage, **precision(dtype), **FORMATS[formats]), []
+    straight = start(MODELS[model](), settings)
+    expected = [train(straight, 2), train(straight, 2, seed=1)]
+    straight.destroy()
+    engine = start(MODELS[model](), settings)
+    first = train(engine, 2)
+    before, weights = held(engine), weights_of(engine.module)
+    with torch.no_grad():
+        loss = engine(*batches(1)[0]).item()
+    freed = engine.optimizer.offload_states(include=["optim_states", "hp_params"])
+    between = held(engine)
+    if sum(freed.values()) != before - between or not freed["optim_states"]:
+        told.append(f"{freed} are reported, {before - between} are free")
+    if dtype != "fp32" and not freed["hp_params"]:
+        told.append("masters have not left")
+    with torch.no_grad():
+        if engine(*batches(1)[0]).item() != loss:
+            told.append("the model computes something else while its optimizer sleeps")
+    if first_difference(weights_of(engine.module), weights):
+        told.append("other weights are gathered while the optimizer sleeps")
+    streamed = {n: t.clone() for bucket in onefold.zero.stream_weights(engine.module) for n, t in bucket.items()}
+    if first_difference(streamed, {name: weights[name] for name in streamed}):
+        told.append("other weights are streamed while the optimizer sleeps")
+    parameter = next(p for p in engine.module.parameters() if p.requires_grad)
+    complete = {
+        "backward": lambda: engine.backward(engine(*batches(1)[0])),
+        "step": engine.step,
+        "save_checkpoint": lambda: engine.save_checkpoint("nowhere"),
+        "load_checkpoint": lambda: engine.load_checkpoint("nowhere"),
+        "safe_get": lambda: safe_get_full_fp32_param(parameter),
+        "modifier_rank": lambda: onefold.zero.GatheredParameters([parameter], modifier_rank=0).__enter__(),
+    }
+    told += [f"{name}: {answer}" for name, work in complete.items() if (answer := asleep(work)) != "raises"]
+    engine.state.schedule.reshard_all()
+    rest = engine.offload_states()
+    if rest.keys() & freed.keys() or held(engine):
+        told.append(f"{held(engine)} bytes stay after the second call, {rest}")
+    weights_too = {
+        "forward": lambda: engine(*batches(1)[0]),
+        "forward without grad": torch.no_grad()(lambda: engine(*batches(1)[0])),
+        "bare model": torch.no_grad()(lambda: engine._modules["module"](*batches(1)[0])),
+        "GatheredParameters": lambda: weights_of(engine.module),
+        "state dict": lambda: engine.module_state_dict(),
+        "a parameter": lambda: engine.module.state_dict() and parameter.sum(),
+        "stream_weights": lambda: list(onefold.zero.stream_weights(engine.module)),
+        "save_16bit_model": lambda: engine.save_16bit_model("nowhere"),
+    }
+    told += [f"{name}: {answer}" for name, work in weights_too.items() if (answer := asleep(work)) != "raises"]
+    restored = engine.reload_states()
+    if restored != {**freed, **rest, "contiguous_grad_buffer": 0}:
+        told.append(f"{restored} are restored of {freed} and {rest}")
+    found = [first, train(engine, 2, seed=1)]
+    return [*told, *filter(None, [first_difference(found, expected)])]
+
+
+def asleep(work: Any) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return "raises" if "call engine.reload_states() first" in str(error) else str(error)
+    return "is done"
+
+
+SLEEPERS = [
+    (0, "bf16", "net", "plain"), (1, "fp32", "adapted", "plain"), (2, "bf16", "adapted", "int8, split"),
+    (2, "fp16", "net", "plain"), (3, "bf16", "net", "plain"), (3, "bf16", "adapted", "int8, split"),
+    (3, "fp32", "adapted", "plain"), (1, "bf16", "net", "int8, split"),
+]  # fmt: skip
+
+
+def all_sleepers() -> dict[Any, list[str]]:
+    return {case: told for case in SLEEPERS if (told := slept(*case))}
+
+
+def test_freed_bytes_are_reported_and_what_sleeps_says_so(on_ranks):
+    for found in on_ranks(2, all_sleepers):
+        assert found == {}
+
+
+def evaluation_sleeps(stage: int) -> tuple[dict[str, int], int, bool, bool]:
+    settings = config(stage, **precision("bf16"))
+    del settings["optimizer"]
+    engine = start(net(), settings)
+    with torch.no_grad():
+        before = engine(*batches(1)[0])
+        size = held_for_evaluation(engine)
+        freed = engine.offload_states()
+        left = held_for_evaluation(engine)
+        raises = asleep(lambda: engine(*batches(1)[0])) == "raises"
+        engine.reload_states()
+        after = engine(*batches(1)[0])
+        engine.offload_states()
+        model = engine.module
+        engine.close()  # which wakes it
+        with onefold.zero.GatheredParameters(model.parameters()):
+            usable = all(bool(p.abs().sum() >= 0) and p.numel() > 0 for p in model.parameters())
+    return freed, size - left, bool(torch.equal(before, after)) and raises, usable
+
+
+def held_for_evaluation(engine: onefold.Engine) -> int:
+    params = [param for unit in engine.state.schedule.units for param in unit.params]
+    shards = [param.store.param.values if param.store.param is not None else param.full for param in params]
+    return sum(shard.untyped_storage().size() for shard in shards)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_evaluation_engine_sleeps_too(on_ranks, stage):
+    for freed, size, same, usable in on_ranks(2, evaluation_sleeps, stage):
+        assert freed["lp_params"] == size > 0
+        assert same
+        assert usable
+
+
+# -- states that a program moves by hand --------------------------------------------------------------------------
+
+
+def by_hand(stage: int) -> dict[str, str]:
+    """A CPU has nowhere to move to but the meta device. What each way of doing so says, and what may be done."""
+    straight = deepspeed.initialize(model=net(), config={"log_level": "warning", **config(stage)})[0]
+    expected = train(straight, 2), train(straight, 2, seed=1)
+    engine = deepspeed.initialize(model=net(), config={"log_level": "warning", **config(stage)})[0]
+    first = train(engine, 2)
+    optimizer, told = engine.optimizer, {}
+
+    def attempt(name: str, work: Any) -> None:
+        try:
+            work()
+            told[name] = "is done"
+        except (RuntimeError, TypeError) as error:
+            told[name] = "names it" if "offload_states" in str(error) else str(error)
+
+    held_here = [
+        p for p in engine.module.parameters() if getattr(p, "ds_tensor", None) is not None and len(p.ds_tensor)
+    ]
+    if held_here:
+        shard = held_here[0].ds_tensor
+        attempt("data", lambda: setattr(shard, "data", shard.data.to("meta")))
+        attempt("detached data", lambda: setattr(shard, "data", shard.detach().to("meta")))
+        attempt("resize_", lambda: shard.resize_(0))
+        attempt("data.resize_", lambda: shard.data.resize_(0))
+        attempt("set_", lambda: shard.set_())
+        attempt("storage", lambda: shard.untyped_storage().resize_(0))
+        attempt("storage of data", lambda: shard.data.untyped_storage().resize_(0))
+        attempt("other data", lambda: setattr(shard, "data", shard.data + 1))
+        attempt("same data", lambda: setattr(shard, "data", shard.data.to("cpu").clone()))
+        attempt("read", lambda: (shard.sum(), shard.clone(), shard.data.cpu().numpy(), shard.untyped_storage().size()))
+    master, states = next(item for item in optimizer.state.items() if item[1])
+    state = states["exp_avg"]
+    attempt("state data", lambda: setattr(state, "data", state.data.to("meta")))
+    attempt("state item", lambda: states.__setitem__("exp_avg", state.to("meta")))
+    attempt("state resize_", lambda: state.resize_(0))
+    attempt("state storage", lambda: state.untyped_storage().resize_(0))
+    attempt("state same item", lambda: states.__setitem__("exp_avg", state.cpu()))
+    attempt("state read", lambda: (state.sum(), state.clone(), torch.stack([state, state]).mean()))
+    attempt("master data", lambda: setattr(master, "data", master.data.to("meta")))
+    of_one = next(optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    attempt("item of a parameter", lambda: of_one.__setitem__("exp_avg", of_one["exp_avg"].to("meta")))
+    told["training goes on"] = first_difference([first, train(engine, 2, seed=1)], list(expected)) or "is done"
+    return told
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moves_by_hand_are_refused_and_reads_are_not(on_ranks, stage):
+    allowed = {"same data", "read", "state same item", "state read", "training goes on"}
+    for found in on_ranks(2, by_hand, stage):
+        assert len(found) > (17 if stage == 3 else 7)
+        assert found == {name: "is done" if name in allowed else "names it" for name in found}
+
+
+def emptied_behind_our_back() -> str:
+    engine = start(net(), config(3))
+    param = engine.state.schedule.units[0].sharded[0]
+    param.store.param.values.untyped_storage().resize_(0)
+    try:
+        engine(*batches(1)[0])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_shard_that_was_emptied_is_noticed(on_ranks):
+    assert "offload_states" in on_ranks(2, emptied_behind_our_back)[0]

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader, SafetensorsWriter
+from onefold.checkpoint.loading.adapters import MergedAdapters
 from onefold.comm import Agreement, Ledger, data_group
 from onefold.offload.param_shard import write
-from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, unsharded_shape
+from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, handles_of, unsharded_shape
 from onefold.runtime.quantized_layers import scales_of
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def _by_handle(contents: ModelTensors) -> list[tuple[ParamHandle | None, list[st
 
 
 def stream_weights(
-    model: nn.Module, *, bucket_bytes: int = 1 << 30, exclude_frozen: bool = False
+    model: nn.Module, *, bucket_bytes: int = 1 << 30, exclude_frozen: bool = False, merge_adapters: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Whole weights in buckets, one after the other: to send a model to an inference server without ever holding it.
 
@@ -85,17 +86,25 @@ def stream_weights(
     than that comes in several buckets: no more than `bucket_bytes` or one unit is unsharded at a time, whichever is
     more. A tensor larger than `bucket_bytes` comes alone. Tied weights come once, by their first name.
 
+    With `merge_adapters`, LoRA adapters of PEFT are merged into the weights they belong to, and the names are those of
+    `merge_and_unload`. A merged weight is a copy that is freed with its bucket; the model keeps its adapters.
+
         for bucket in onefold.zero.stream_weights(engine.module):
             if rank == 0:
                 client.update_weights(bucket)
     """
-    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes = {bucket_bytes}: give a number of bytes above 0")
+    if merge_adapters and exclude_frozen:
+        raise ValueError("merge_adapters=True changes frozen weights: leave exclude_frozen out")
+    contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
+    merged = MergedAdapters(model, contents.tensors) if merge_adapters else None
+    if merged is not None:
+        contents = ModelTensors(merged.tensors, {})
     with ExitStack() as borrowed:
         bucket: dict[str, torch.Tensor] = {}
         size = 0
-        for handle, names in _by_handle(contents):
+        for _, names in _by_handle(contents):
             sizes = [
                 unsharded_shape(contents.tensors[name]).numel() * contents.tensors[name].itemsize for name in names
             ]
@@ -104,15 +113,17 @@ def stream_weights(
                 bucket.clear()  # whoever keeps a tensor keeps its memory
                 borrowed.close()
                 size = 0
-            if handle is not None:
-                handle.borrow()
-                borrowed.callback(handle.give_back)
+            own = [contents.tensors[name] for name in names]
+            for used in handles_of(own) if merged is None else merged.handles(own):
+                used.borrow()
+                borrowed.callback(used.give_back)
             for name, bytes_ in zip(names, sizes, strict=True):
                 if bucket and size + bytes_ > bucket_bytes:
                     yield bucket
                     bucket.clear()
                     size = 0
-                bucket[name] = contents.tensors[name].detach()
+                tensor = contents.tensors[name]
+                bucket[name] = merged.merge(tensor) if merged is not None else tensor.detach()
                 size += bytes_
         if bucket:
             yield bucket

@@ -14,14 +14,18 @@ from torch import nn
 from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from onefold.compat.moved_by_hand import HandedOut, Mover
+from onefold.engine.offload_states import OffloadStateTypeEnum
 from onefold.engine.train_state import TrainState
+from onefold.offload.encoded import EncodedFlat
 from onefold.offload.param_shard import Flat, is_on_disk, read
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.optim.sharded import ShardedOptimizer as DeepSpeedOptimizer
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
-from onefold.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_local_grad, safe_get_local_optimizer_state
+from onefold.runtime import handle_of
+from onefold.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_local_grad
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
 
@@ -49,7 +53,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def learn(self, state: TrainState, stands_for: type[torch.optim.Optimizer]) -> None:
         """What the engine lays it over, for those who ask."""
         self.plan, self.stands_for = state.plan, stands_for
-        self._states = _States(self.sharded)
+        self._states = _States(self.sharded, weakref.ref(state))
         self.state: Mapping[torch.Tensor, Any] = self._states  # type: ignore[assignment]
         self._train_state = weakref.ref(state)
         if self.sharded.instance is None:
@@ -226,8 +230,11 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
     A parameter of the model is answered for too: with this rank's part of its states.
     """
 
-    def __init__(self, step: ShardedStep) -> None:
+    def __init__(self, step: ShardedStep, state: weakref.ref[TrainState]) -> None:
         self._step = step
+        self._state = state
+        # Masters as they are handed out, by store.
+        self._handed_out: dict[ShardStore, torch.Tensor] = {}
         # Masters that are held in another form, as they were after so many steps.
         self._decoded: dict[ShardStore, tuple[int, torch.Tensor]] = {}
 
@@ -235,17 +242,20 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         """The tensor itself, or a copy: of one in another form the same until the next step, so that it is a key."""
         master = self._step.master_of(store)
         if isinstance(master, torch.Tensor):
-            return master
+            if store not in self._handed_out:
+                mover = Mover("a master weight of the optimizer", self._state, [OffloadStateTypeEnum.hp_params])
+                self._handed_out[store] = HandedOut.of(master.detach(), mover)
+            return self._handed_out[store]
         if is_on_disk(master):
             return read(master)
         number, found = self._decoded.get(store, (-1, None))
         if found is None or number != self._step.num_steps:
-            found = read(master)
+            found = self._read(master)
             self._decoded[store] = self._step.num_steps, found
         return found
 
     def _is_master(self, store: ShardStore, key: torch.Tensor) -> bool:
-        return store.master is key or self._decoded.get(store, (-1, None))[1] is key
+        return self._handed_out.get(store) is key or self._decoded.get(store, (-1, None))[1] is key
 
     def __getitem__(self, key: torch.Tensor) -> dict[str, Any]:
         self._step.wait_for_host()
@@ -253,16 +263,32 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         parts: dict[str, list[torch.Tensor]] = {}
         if store is not None:
             for held in self._step.stepper.held_states(store):
-                parts.setdefault(held.name, []).append(read(held.memory))
+                parts.setdefault(held.name, []).append(self._read(held.memory))
         elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
-            names = {held.name for store in self._step.stores for held in self._step.stepper.held_states(store)}
-            for name in sorted(names):
-                if (part := safe_get_local_optimizer_state(key, name)) is not None:  # type: ignore[arg-type]
-                    parts[name] = [part]
+            handle = handle_of(key)
+            assert handle is not None
+            param, index = handle.place_of(key)
+            for held in self._step.stepper.held_states(param.store) if param.trainable else ():
+                member, first = param.layout.members[index], param.store.start + held.start
+                low, high = max(member.start - first, 0), min(member.stop - first, held.memory.numel())
+                parts.setdefault(held.name, []).append(self._read(held.memory).flatten()[low : max(low, high)])
         else:
             raise KeyError("neither the master of a shard (optimizer.fp32_partitioned_groups_flat) nor a parameter")
         found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
-        return _Shown({"step": self._step.num_steps, **found} if found else {})
+        movers = {name: self._mover(name) for name in found}
+        shown: dict[str, Any] = {name: HandedOut.of(tensor.detach(), movers[name]) for name, tensor in found.items()}
+        return _Shown({"step": self._step.num_steps, **shown} if shown else {}, movers)
+
+    def _mover(self, name: str) -> Mover:
+        return Mover(f"optimizer.state[...][{name!r}]", self._state, [OffloadStateTypeEnum.optim_states])
+
+    def _read(self, flat: Flat) -> torch.Tensor:
+        """Return the values, from the host where they were moved there by hand."""
+        mover = self._mover("...")
+        if isinstance(flat, EncodedFlat):
+            parts = [mover.present(part) if isinstance(part, torch.Tensor) else part for part in flat.parts]
+            return EncodedFlat(flat.form, parts, flat.numel()).load()
+        return mover.present(flat) if isinstance(flat, torch.Tensor) else read(flat)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self.master_of(store) for store in self._step.stores if not is_on_disk(store.master))
@@ -272,13 +298,17 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
 
 class _Shown(dict[str, Any]):
-    """States of one shard, to look at. Setting one raises, since it would be lost; unless its values are the same, as
-    where Lightning moves all states to the CPU at the end of a run.
+    """States of one shard, to look at. Setting one to other values raises, since it would be lost. Setting one to the
+    same values on another device moves the optimizer's states there, as ms-swift and Lightning do.
     """
+
+    def __init__(self, shown: Mapping[str, Any], movers: Mapping[str, Mover]) -> None:
+        super().__init__(shown)
+        self._movers = movers
 
     def __setitem__(self, name: str, value: Any) -> None:
         known = self.get(name)
-        if not (isinstance(value, torch.Tensor) and known is not None and torch.equal(value.to(known.device), known)):
+        if not (isinstance(value, torch.Tensor) and known is not None and self._movers[name].move(known, value)):
             raise TypeError(
                 f"optimizer.state[...][{name!r}] = ...: states are the engine's, and this would be lost. Set them on "
                 "all ranks with deepspeed.utils.safe_set_full_optimizer_state(parameter, value, name)"

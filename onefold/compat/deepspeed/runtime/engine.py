@@ -148,6 +148,7 @@ class DeepSpeedEngine(Engine):
     def empty_partition_cache(self) -> None:
         """Reshard what is unsharded between two uses."""
         self.state.schedule.wait_for_step()
+        self.state.schedule.forget_cached()
         for unit in self.state.schedule.units:
             unit.reshard_unused()
 
