@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
@@ -389,14 +388,6 @@ class Engine(nn.Module):
         )
 
     @property
-    def is_closed(self) -> bool:
-        return not self._finalizer.alive
-
-    def serve(self, model: nn.Module) -> list[RemovableHandle]:
-        """Unshard this engine's parameters where the model of another engine uses them."""
-        return self._hooks.serve(model)
-
-    @property
     def module(self) -> nn.Module:
         """The bare model: whatever `step` left in flight has arrived."""
         self.state.schedule.wait_for_step()
@@ -518,6 +509,7 @@ class Engine(nn.Module):
     get_data_types = deepspeed_names.get_data_types
 
     config = property(lambda self: self.state.config, doc="The config as the user gave it.")
+    is_closed = property(lambda self: not self._finalizer.alive)
     micro_steps = property(lambda self: self.state.window.micro_steps)
     global_steps = _of_state("global_steps")
     global_samples = _of_state("global_samples")

@@ -61,7 +61,7 @@ class SharedParameters:
     def watch(self, model: nn.Module, group: Group) -> None:
         """Have the engines that hold the parameters unshard them where `model` uses them."""
         for owner in self._owners:
-            self._handles += owner.serve(model)
+            self._handles += owner._hooks.serve(model)
         if self._named and group.rank == 0:
             logger.info(
                 "%d parameters are shared with another engine, which stores them: %s%s", len(self._named),
