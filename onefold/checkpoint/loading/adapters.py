@@ -49,9 +49,10 @@ class MergedAdapters:
         known = isinstance(layer, LoraLayer) and type(layer).__module__ == "peft.tuners.lora.layer"
         if not known or type(layer).__name__ not in _MERGEABLE:
             raise _unsupported(kind)
+        variants: Mapping[str, Any] = getattr(layer, "lora_variant", {})
         for adapter in _adapters(layer):
-            if adapter in getattr(layer, "lora_variant", {}):
-                raise _unsupported(f"{path} has a {type(layer.lora_variant[adapter]).__name__}")
+            if adapter in variants:
+                raise _unsupported(f"{path} has a {type(variants[adapter]).__name__}")
         base: Any = layer.get_base_layer()
         self._layers.setdefault(id(base.weight), []).append((layer, "weight"))
         if any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in _adapters(layer)):
