@@ -341,3 +341,89 @@ def test_states_leave_the_device_and_come_back(nccl):
     freed, held, straight, left = nccl.run(parked)[0]
     assert straight == left
     assert freed >= held
+
+
+def slept(stage: int, dtype: str) -> list[str]:
+    """Bytes that `offload_states` reports beside those that CUDA frees; the optimizer first, the weights then."""
+    told, traces = [], []
+    for leaves in (False, True):
+        engine = start(net(width=512, depth=4), config(stage, **precision(dtype)))
+        losses = []
+        for number, (x, y) in enumerate(batches(4)):
+            if leaves and number == 2:
+                for include in (["optim_states", "hp_params"], None):
+                    before = torch.cuda.memory_allocated()
+                    reported = sum(engine.offload_states(include=include).values())
+                    freed = before - torch.cuda.memory_allocated()
+                    # Torch's allocator rounds every tensor up to 512 bytes.
+                    if not 0 <= freed - reported < 1 << 18:
+                        told.append(f"{include}: {reported} reported, {freed} freed")
+                engine.reload_states()
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        traces.append(losses)
+        engine.destroy()
+    return told if traces[0] == traces[1] else [*told, f"{traces}"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_reported_is_what_cuda_frees(nccl, stage, dtype):
+    assert nccl.run(slept, stage, dtype)[0] == []
+
+
+def moved_by_hand(stage: int, how: str, formats: dict[str, Any]) -> list[str]:
+    """A tool moves shards and states to the CPU and back, as ms-swift does, and the engine trains on."""
+    from onefold.compat import deepspeed
+
+    told, traces = [], []
+    for moves in (False, True):
+        torch.manual_seed(1)
+        settings = {"log_level": "warning", **config(stage, bf16={"enabled": True}, onefold=formats)}
+        engine = deepspeed.initialize(model=net(width=512, depth=4), config=settings)[0]
+        losses = []
+        for number, (x, y) in enumerate(batches(4)):
+            if moves and number == 2:
+                held = engine.planned_bytes()
+                before = torch.cuda.memory_allocated()
+                _move(engine, "cpu", how, weights=stage == 3)
+                freed = before - torch.cuda.memory_allocated()
+                wanted = held.states + (held.parameters + held.masters if stage == 3 else 0)
+                if freed < 0.9 * wanted:
+                    told.append(f"{freed} bytes are free of {wanted}")
+                if how != "no return":
+                    _move(engine, "cuda", how, weights=stage == 3)
+                    if before - torch.cuda.memory_allocated() > 1 << 18:
+                        told.append("something has not come back")
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        traces.append(losses)
+        engine.destroy()
+    return told if traces[0] == traces[1] else [*told, f"{traces}"]
+
+
+def _move(engine: Any, device: str, how: str, *, weights: bool) -> None:
+    for parameter in engine.module.parameters() if weights else ():
+        parameter.ds_tensor.data = parameter.ds_tensor.data.to(device, non_blocking=True)
+    optimizer = engine.optimizer
+    if how == "by parameter":
+        states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    else:
+        states = list(optimizer.state.values())
+    for state in states:
+        for name, value in list(state.items()):
+            if isinstance(value, torch.Tensor) and how == "in place":
+                value.data = value.data.to(device)
+            elif isinstance(value, torch.Tensor):
+                state[name] = value.to(device, non_blocking=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", ["by parameter", "by master", "in place", "no return"])
+def test_moves_by_hand_free_the_device(nccl, stage, how):
+    formats = {"state_dtype": "int8", "master_dtype": "bf16_int16"} if how == "by master" else {}
+    assert nccl.run(moved_by_hand, stage, how, formats)[0] == []
