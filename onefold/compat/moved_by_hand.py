@@ -32,15 +32,15 @@ class Mover:
         """Follow a move by hand; return whether `value` is the tensor itself, on its device or another one."""
         with torch._C.DisableTorchFunctionSubclass():
             state = self._state()
-            if state is None:
-                self.refuse("moving", "before initialize or after the engine is closed")
-            if value.is_meta and not held.is_meta:
+            if state is None and value.device != held.device:
+                self.refuse("moving", "there is no engine that could follow")
+            if state is not None and value.is_meta and not held.is_meta:
                 move_by_hand(state, self._kinds, value.device, self.what)
             known = self.present(held)
             if value.shape != known.shape or not torch.equal(value.to(known.device, known.dtype), known):
                 return False
             # What the config offloads stays where it is.
-            if state.schedule.wake is not None or held.device.type == state.device.type:
+            if state is not None and (state.schedule.wake is not None or held.device.type == state.device.type):
                 move_by_hand(state, self._kinds, value.device, self.what)
             return True
 

@@ -65,7 +65,7 @@ def offload_states(
     kinds = [kind for kind in _kinds(include) if kind not in state.offloaded]
     schedule = state.schedule
     schedule.wait_for_step()
-    schedule.reshard_all()
+    schedule.reshard_for("offload_states")
     freed = {}
     for kind in kinds:
         freed[kind.value] = _offload(state, kind, kinds, pinned=pin_memory)

@@ -127,8 +127,7 @@ class Hooks:
             is_watched = unit.module in modules.values() or (unit.encloses and module in own)
             if not is_watched:
                 self._watch_calls(unit, module)
-        added, self._handles[first:] = self._handles[first:], []
-        return added
+        return self._handles[first:]
 
     def _watch_table(self, module: nn.Module, units: list[int], *, watch: bool) -> None:
         me, add = weakref.ref(self), self._handles.append

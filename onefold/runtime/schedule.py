@@ -195,14 +195,14 @@ class Schedule:
 
     def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, once every rank is at its step."""
-        self._reshard_for("a step")
+        self.reshard_for("a step")
         for param in self.trained_params():
             param.invalidate_secondary()
         return self.order.meet(Request.STEP, numbers)
 
     def meet_for_load(self, number: int = 0) -> list[int]:
         """Every rank's number, once nothing is in flight anywhere and nobody uses what is about to be written."""
-        self._reshard_for("load_checkpoint")
+        self.reshard_for("load_checkpoint")
         self.wait_for_step()
         for param in (param for unit in self.units for param in unit.params):
             param.invalidate_secondary()
@@ -210,8 +210,9 @@ class Schedule:
             param.grad.forget_error()
         return [row[0] for row in self.order.meet(Request.LOAD, [number])]
 
-    def _reshard_for(self, what: str) -> None:
-        lent = [unit.name for unit in self.sharded if unit.uses.lent]
+    def reshard_for(self, what: str) -> None:
+        """Reshard everything, or raise if the user has gathered some of it."""
+        lent = [unit.name for unit in self.units if unit.uses.lent]
         if lent:
             raise RuntimeError(f"{what} inside GatheredParameters of {', '.join(lent)}: leave the context first")
         if self.memory is not None:

@@ -256,6 +256,22 @@ def test_freed_bytes_are_reported_and_what_sleeps_says_so(on_ranks):
         assert found == {}
 
 
+def gathered(stage: int) -> str:
+    engine = start(net(), config(stage))
+    try:
+        with onefold.zero.GatheredParameters(engine.module.parameters()):
+            engine.offload_states()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_that_a_program_has_gathered_do_not_sleep(on_ranks, stage):
+    for told in on_ranks(2, gathered, stage):
+        assert "offload_states inside GatheredParameters" in told
+
+
 def evaluation_sleeps(stage: int) -> tuple[dict[str, int], int, bool, bool]:
     settings = config(stage, **precision("bf16"))
     del settings["optimizer"]

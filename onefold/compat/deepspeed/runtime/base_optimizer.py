@@ -90,6 +90,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
         """Of each flat parameter that is unsharded, the slices of all ranks."""
+        self._engine_state.schedule.check_present()
         self._engine_state.schedule.wait_for_step()
         params = [param for param in self._engine_state.schedule.unsharded_params() if param.trainable]
         ranges = [[param.layout.shard_range(rank) for rank in range(param.layout.num_shards)] for param in params]
@@ -109,6 +110,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
         `engine.save_checkpoint` saves the part of every rank.
         """
+        self._engine_state.schedule.check_awake()
         self.sharded.wait_for_host()
         stores, stepper = self.sharded.stores, self.sharded.stepper
         states = [{held.name: _decoded(held.memory) for held in stepper.held_states(store)} for store in stores]
