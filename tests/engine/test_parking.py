@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models import batches, config, first_difference, more, net, precision, star
 import onefold
 from onefold.compat import deepspeed
 from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from onefold.engine.offload_states import reload_states
 from onefold.offload.param_shard import tensors_of
 from onefold.utils import safe_get_full_fp32_param
 
@@ -360,6 +362,45 @@ def test_moves_by_hand_are_refused_and_reads_are_not(on_ranks, stage):
     for found in on_ranks(2, by_hand, stage):
         assert len(found) > (17 if stage == 3 else 7)
         assert found == {name: "is done" if name in allowed else "names it" for name in found}
+
+
+def read_from_the_host(stage: int, formats: str) -> list[str]:
+    """What a move by hand leaves behind on a GPU (`test_gpu_offload.py` makes one): states are off the device, and
+    the engine reloads them when it is used. A CPU can stand for both sides of that.
+    """
+    settings = {"log_level": "warning", **config(stage, **precision("bf16"), **FORMATS[formats])}
+    straight = deepspeed.initialize(model=net(), config=settings)[0]
+    expected = [train(straight, 2), train(straight, 2, seed=1)]
+    engine, told = deepspeed.initialize(model=net(), config=settings)[0], []
+    first = train(engine, 2)
+
+    def looked_at() -> dict[str, Any]:
+        parameters = list(engine.module.named_parameters())
+        states = [value for state in engine.optimizer.state.values() for value in state.values()]
+        states += [value for _, p in parameters for value in engine.optimizer.state[p].values()]
+        shards = [p.ds_tensor.data.clone() for _, p in parameters if hasattr(p, "ds_tensor")]
+        tensors = [value.clone() for value in states if isinstance(value, torch.Tensor)]
+        return {"states": tensors, "shards": shards}
+
+    before = looked_at()
+    engine.state.schedule.wake = partial(reload_states, engine.state, non_blocking=False)
+    engine.offload_states(include=["optim_states", "hp_params", "lp_params"])
+    if held(engine):
+        told.append(f"{held(engine)} bytes stay")
+    told += filter(None, [first_difference(looked_at(), before)])
+    for parameter in engine.module.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            parameter.ds_tensor.data = parameter.ds_tensor.data.to("cpu").clone()
+    second = train(engine, 2, seed=1)
+    if engine.state.offloaded or engine.state.schedule.wake is not None:
+        told.append("a use has not reloaded everything")
+    told += filter(None, [first_difference([first, second], expected)])
+    return told
+
+
+@pytest.mark.parametrize(("stage", "formats"), [(2, "int8, split"), (3, "plain"), more(3, "int8, split")])
+def test_states_that_were_moved_by_hand_are_read_and_come_back_when_used(on_ranks, stage, formats):
+    assert on_ranks(2, read_from_the_host, stage, formats) == [[], []]
 
 
 def emptied_behind_our_back() -> str:
