@@ -237,8 +237,30 @@ def is_readable(hint: Any) -> bool:
 
 
 def free_object(value: Mapping[str, Any]) -> dict[str, Any]:
-    """An object whose keys somebody else knows: what is absent is dropped, numeric strings become numbers."""
-    return {str(name): _free(inner) for name, inner in value.items() if not _is_absent_inside(inner)}
+    """An object whose keys somebody else knows: what is absent is dropped, numeric strings become numbers. An absent
+    element of a list becomes None, for `fill_absent`.
+    """
+    return {str(name): _free(inner) for name, inner in value.items() if not _is_all_absent(inner)}
+
+
+def fill_absent(path: str, value: Any, default: Any) -> Any:
+    """Replace the absent elements of a list by those of the key's default; one number is the default of each element.
+    Raise where the default has no such element.
+    """
+    if not isinstance(value, list | tuple):
+        return value
+    filled = []
+    for place, inner in enumerate(value):
+        where, own = f"{path}[{place}]", default if isinstance(default, int | float) else None
+        if isinstance(default, list | tuple) and len(default) == len(value):
+            own = default[place]
+        if inner is None and own is None:
+            raise ConfigError(
+                f'{where} is "auto" or null, and the default of {path} has no such element. Write a value there, or '
+                "leave the whole key out"
+            )
+        filled.append(own if inner is None else fill_absent(where, inner, own))
+    return filled
 
 
 def wrong(path: str, value: Any, expected: str) -> ConfigError:
@@ -262,11 +284,14 @@ def _is_word(value: Any, word: str) -> bool:
     return isinstance(value, str) and value.strip().lower() == word
 
 
-def _is_absent_inside(value: Any) -> bool:
-    return is_absent(value) or (isinstance(value, list | tuple) and any(is_absent(inner) for inner in value))
+def _is_all_absent(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return all(_is_all_absent(inner) for inner in value) if is_list else is_absent(value)
 
 
 def _free(value: Any) -> Any:
+    if is_absent(value):
+        return None
     if isinstance(value, Mapping):
         return free_object(value)
     if isinstance(value, list | tuple):

@@ -223,7 +223,7 @@ class WarmupLRParams(_Schedule):
 
     warmup_min_lr: PerGroup = key(0.0, "The rate to start from.", minimum=0)
     warmup_max_lr: PerGroup | None = key(None, "The rate to rise to; left out: each group's own.", minimum=0)
-    warmup_num_steps: int = key(1000, "Steps of the rise; 2 at least.", minimum=1)
+    warmup_num_steps: int = key(1000, "Steps of the rise; 0 and 1 count as 2.", minimum=0)
     warmup_type: Literal["log", "linear"] = key("log", "The shape of the rise.")
 
 
@@ -241,7 +241,7 @@ class WarmupCosineLRParams(_Schedule):
 
     total_num_steps: int | None = key(None, "The step at which the cosine ends. Required.", minimum=1)
     warmup_min_ratio: float = key(0.0, "Share of the rate to start from.", minimum=0)
-    warmup_num_steps: int = key(1000, "Steps of the rise; 2 at least.", minimum=1)
+    warmup_num_steps: int = key(1000, "Steps of the rise; 0 and 1 count as 2.", minimum=0)
     cos_min_ratio: float = key(1e-4, "Share of the rate to end at.", minimum=0)
     warmup_type: Literal["log", "linear"] = key("log", "The shape of the rise.")
 

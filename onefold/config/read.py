@@ -15,6 +15,7 @@ from onefold.config.keys import (
     SectionKey,
     as_number,
     entries,
+    fill_absent,
     free_object,
     is_absent,
     join,
@@ -184,7 +185,7 @@ def _check_free(entry: SectionKey, value: dict[str, Any], path: str) -> None:
 
 
 def _read_scalar(entry: SectionKey, items: Sequence[_Item]) -> Any:
-    values = [read_value(item.path, item.value, entry) for item in items]
+    values = [read_value(item.path, fill_absent(item.path, item.value, entry.default), entry) for item in items]
     paths = [item.path for item in items]
     names = {path.rpartition(".")[2] for path in paths}
     if any(value != values[0] for value in values) or (entry.key.one_spelling and len(names) > 1):

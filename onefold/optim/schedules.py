@@ -337,8 +337,9 @@ def _initial_rates(optimizer: torch.optim.Optimizer, last_batch_iteration: int) 
 
 def _total_steps(total_num_steps: Any, warmup_num_steps: Any) -> int:
     total: int = _read("total_num_steps", total_num_steps)
-    if total < _read("warmup_num_steps", warmup_num_steps):
-        logger.warning("total_num_steps %d is less than warmup_num_steps %s", total, warmup_num_steps)
+    warmup = max(2, _read("warmup_num_steps", warmup_num_steps))
+    if total < warmup:
+        logger.warning("total_num_steps %d is less than warmup_num_steps %d", total, warmup)
     return total
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from onefold.config import ConfigError
-from onefold.config.keys import Key, is_readable, read_as, shown
+from onefold.config.keys import Key, fill_absent, is_readable, read_as, shown
 from onefold.config.read import unknown_param
 
 # What torch itself does not check, by the names that its classes share: what would divide by zero, or climb.
@@ -32,6 +32,7 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
     for name, value in params.items():
         if name not in known:
             raise unknown_param(path, name, kind.__name__, known)
+        value = fill_absent(f"{path}.{name}", value, known[name].default)
         if name in hints and not is_readable(hints[name]):
             raise ConfigError(f"{path}.{name} = {shown(value)}: {kind.__name__} wants what a config cannot hold there")
         read[name] = (

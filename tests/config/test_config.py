@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,32 @@ def test_absent_values_leave_the_default(absent: Any) -> None:
 def test_a_section_of_autos_is_absent() -> None:
     params = {"type": "auto", "params": {"lr": "auto", "betas": ["auto", "auto"]}}
     assert load_config({"optimizer": params}).optimizer is None
+
+
+@pytest.mark.parametrize("absent", ["auto", None, "none"])
+@pytest.mark.parametrize(("kind", "given", "read"), [
+    ("AdamW", [..., 0.95], (0.9, 0.95)),
+    ("adam8bit", [0.8, ...], (0.8, 0.999)),
+    ("Lion", [..., 0.5], (0.9, 0.5)),
+    ("Muon", [..., 0.5], (0.9, 0.5)),
+])  # fmt: skip
+def test_an_absent_element_of_a_list_is_that_of_the_default(absent: Any, kind: str, given: Any, read: Any) -> None:
+    betas = [absent if beta is ... else beta for beta in given]
+    for path in ({"optimizer": {"type": kind, "params": {"betas": betas}}},
+                 {"optimizer.type": kind, "optimizer.params.betas": betas}):  # fmt: skip
+        optimizer = load_config(path).optimizer
+        assert optimizer is not None
+        assert optimizer.params["betas"] == read
+
+
+@pytest.mark.parametrize(("key", "value", "path"), [
+    ("betas", [None, 0.9, 0.9], "optimizer.params.betas[0]"),
+    ("adamw_names", ["*.up", "auto"], "optimizer.params.adamw_names[1]"),
+    ("ns_coefficients", [1, None, 2], "optimizer.params.ns_coefficients[1]"),
+])  # fmt: skip
+def test_an_absent_element_without_a_default_is_named(key: str, value: Any, path: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f'{path} is "auto" or null')):
+        load_config({"optimizer": {"type": "Muon", "params": {key: value}}})
 
 
 def test_a_dotted_path_is_its_key() -> None:

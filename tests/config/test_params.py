@@ -113,6 +113,7 @@ def test_a_key_of_another_section_is_told_where_it_belongs() -> None:
     ("name", "params", "told"),
     [
         ("NAdam", {"betas": [0.9]}, r"betas = \[0\.9\]: expected a list of 2 numbers"),
+        ("NAdam", {"betas": [None, 0.9, 0.9]}, r'betas\[0\] is "auto" or null'),
         ("NAdam", {"betas": [1.5, 0.9]}, r"betas = \(1\.5, 0\.9\): Invalid beta"),
         ("NAdam", {"lr": "fast"}, r"lr = 'fast': expected a number"),
         ("NAdam", {"lr": math.inf}, r"lr = inf: expected a finite"),

@@ -125,9 +125,9 @@ def test_one_cycle_stairs_by_hand():
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 10, 57])
-def test_warmups_follow_their_formulas(kind: str, num_steps: int):
-    total = 80
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 10, 57])
+@pytest.mark.parametrize("total", [1, 2, 5, 80])
+def test_warmups_follow_their_formulas(kind: str, num_steps: int, total: int):
     steps = max(2, num_steps)
 
     def height(iteration: int) -> float:
@@ -136,7 +136,9 @@ def test_warmups_follow_their_formulas(kind: str, num_steps: int):
 
     lines = {
         "WarmupLR": lambda i: 0.3 + 0.7 * (height(i) if i < steps else 1.0),
-        "WarmupDecayLR": lambda i: 0.3 + 0.7 * (height(i) if i < steps else max(0, (total - i) / (total - steps))),
+        "WarmupDecayLR": lambda i: (
+            0.3 + 0.7 * (height(i) if i < steps else max(0, (total - i) / max(1, total - steps)))
+        ),
     }
     for name, line in lines.items():
         params = {"warmup_min_lr": 0.3, "warmup_max_lr": 1.0, "warmup_num_steps": num_steps, "warmup_type": kind}
@@ -149,7 +151,7 @@ def test_warmups_follow_their_formulas(kind: str, num_steps: int):
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize(("warmup", "total"), [(1, 20), (5, 20), (20, 20), (30, 20)])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 20), (0, 1), (1, 20), (5, 20), (20, 20), (30, 20)])
 def test_warmup_cosine_follows_its_formula(kind: str, warmup: int, total: int):
     steps, low, floor = max(2, warmup), 0.2, 0.05
     schedule = WarmupCosineLR(optimizer := make_optimizer(0.1, 0.2), total, low, warmup, floor, kind)
@@ -357,7 +359,9 @@ def test_a_name_that_is_no_schedule_is_refused(name: str):
         ("OneCycle", {"cycle_min_lr": 0.1}, r"scheduler\.params\.cycle_max_lr is missing"),
         ("CosineAnnealingLR", {}, r"scheduler\.params\.T_max is missing"),
         ("OneCycleLR", {"max_lr": 0.1}, r"scheduler\.params of OneCycleLR: .*total_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, r"scheduler\.params\.warmup_num_steps = 0: expected at least 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, r"scheduler\.params\.warmup_num_steps = -1: expected at least 0"),
+        ("WarmupLR", {"warmup_max_lr": ["auto", 0.1]}, r'scheduler\.params\.warmup_max_lr\[0\] is "auto" or null'),
+        ("MultiStepLR", {"milestones": [2, None]}, r'scheduler\.params\.milestones\[1\] is "auto" or null'),
         ("WarmupLR", {"warmup_num_steps": 2.5}, r"scheduler\.params\.warmup_num_steps = 2\.5: expected a whole number"),
         (
             "WarmupLR",
@@ -433,6 +437,17 @@ def test_auto_and_null_mean_absent_and_whole_floats_are_counts():
     )
     schedule.step(1)
     assert rates_of(optimizer) == pytest.approx([0.05])
+
+
+def test_an_absent_element_of_a_list_is_the_default_of_its_key():
+    optimizer = make_optimizer(0.1, 0.2)
+    params = {"warmup_min_lr": ["auto", 0.05], "warmup_num_steps": 4}
+    assert build_scheduler("WarmupLR", params, optimizer).min_lrs == [0.0, 0.05]
+    params = {"warmup_max_lr": [None, 0.05], "total_num_steps": 4}
+    assert build_scheduler("WarmupDecayLR", params, optimizer).max_lrs == [0.001, 0.05]
+    section = load_config({"scheduler": {"type": "WarmupDecayLR", "params": params}}).scheduler
+    assert section is not None
+    assert section.params["warmup_max_lr"] == (0.001, 0.05)
 
 
 # In an engine
