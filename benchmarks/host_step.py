@@ -108,7 +108,7 @@ def measure_forms(numel: int, rounds: int) -> str:
         rates = []
         for size in sizes:
             steppers.host_tile = state_codec.host_tile = lambda size=size: size
-            tiler, found = Tiler(AdamRule(), 1 << 22), []
+            tiler, found = Tiler([AdamRule()], 1 << 22), []
             for _ in range(rounds + 1):
                 start = time.perf_counter()
                 tiler.step(OneGroup(), window, 0, numel, gradient, None, Step(1, 0.5, [hyper]))

@@ -31,7 +31,6 @@ from onefold.optim.choose import (
     choose,
     for_disk,
 )
-from onefold.optim.matrix_rules import MatrixRule
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
@@ -180,7 +179,7 @@ def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen 
         yield "optimizer: initialize was handed an optimizer, so nothing reads the section"
     if settings.scheduler is not None and lr_scheduler is not None:
         yield "scheduler: initialize was handed an lr_scheduler, so nothing reads the section"
-    own_class = chosen is not None and (chosen.rule is None or isinstance(chosen.rule, MatrixRule))
+    own_class = chosen is not None and (not chosen.rules or chosen.has_matrices)
     if own_class and settings.onefold.offloaded_step in ("device", "both"):
         yield "onefold.offloaded_step: the GPU steps what onefold's own elementwise rules step; the host all else"
     if chosen is not None and chosen.is_paged:

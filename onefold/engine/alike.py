@@ -42,7 +42,8 @@ def items_of(
     items: list[Item] = [("the config", dict(_facts(config)))]
     items.append(("the batch", {"micro-batch": str(batch.micro), "accumulation": str(batch.accumulation)}))
     given = type(scheduler).__name__ if scheduler is not None else "none"
-    items.append(("the optimizer", {"type": chosen.name if chosen is not None else "none", "lr_scheduler": given}))
+    kind, splits = (chosen.name, str(chosen.splits)) if chosen is not None else ("none", "{}")
+    items.append(("the optimizer", {"type": kind, "split_rows": splits, "lr_scheduler": given}))
     for number, group in enumerate(chosen.groups if chosen is not None else ()):
         facts = {key: _text(_evened(group[key])) for key in group if key != "params"}
         items.append((f"parameter group {number}", facts))

@@ -270,6 +270,17 @@ class Loading:
         for rank in range(checkpoint.manifest.world_size):
             for name, values in checkpoint.loose(rank).items():
                 loose.setdefault(name, {}).update(values)
+        misfits = step.misfits(loose)
+        if misfits and asked.strict:
+            raise MisfitError(
+                f"{checkpoint.folder} was saved with parameters divided into other matrices:\n  "
+                + "\n  ".join(misfits.values())
+                + "\nSet split_rows as it was. load_module_strict=False starts what is kept of these anew, and "
+                "load_optimizer_states=False all optimizer states"
+            )
+        for name, words in misfits.items():
+            self._warn(f"{checkpoint.folder}: {words}. It starts anew")
+            del loose[name]
         try:
             if saved["num_steps"]:  # before the first step there are none
                 check_loose_like(loose, loose_states(self._state.schedule.units, step))

@@ -5,7 +5,7 @@ host memory, files, the bus, and the threads that work there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -105,6 +105,7 @@ class OffloadMemory:
     def __init__(self, needs: Needs, options: Offload, bus: Bus, rank: int) -> None:
         self.options = options
         self.bus = bus
+        self._rank = rank
         self.pinned = options.is_pinned and bus.crosses
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
         self.worker = ThreadPoolExecutor(1, "onefold-host")
@@ -148,6 +149,14 @@ class OffloadMemory:
     def more_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that nobody could plan for."""
         return self.worker.submit(page_aligned, numel * dtype.itemsize, pinned=self.pinned).result().view(dtype)
+
+    def more_states(self, tier: Tier, needs: Sequence[Need]) -> Iterator[torch.Tensor | DiskTensor]:
+        """Room for optimizer states that the plan has not counted, all zero, in the order of `needs`."""
+        if tier is not Tier.NVME:
+            return (self.more_host(*need).zero_() for need in needs)
+        reserved = self._reserve(needs, self.options.optimizer.nvme_path, self._rank)
+        self._swaps[-1].open()
+        return (reserved[need].pop(0) for need in needs)
 
     def buffers(self, num: int, num_bytes: int) -> Buffers:
         return self.worker.submit(Buffers, num, num_bytes, pinned=self.pinned).result()

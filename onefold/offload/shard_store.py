@@ -152,6 +152,15 @@ class ShardStore:
         kept = self.spec.kept
         self.states = {name: self._state(kept.form_of(name)) for name in kept.names}
 
+    def add_state(self, name: str, room: Flat | None) -> None:
+        """Take a state that the plan did not count, all zero, in the dtype of the master. `room` is where it rests,
+        None where that is the device.
+        """
+        kept, numel = self.spec.kept, self.stop - self.start
+        forms = (*kept.forms, None) if kept.forms else ()
+        self.spec = replace(self.spec, kept=replace(kept, names=(*kept.names, name), forms=forms))
+        self.states[name] = zeros_apart(numel, master_dtype(self.spec.dtype), self.device) if room is None else room
+
     def _state(self, form: Form | None) -> Flat:
         if form is None:
             return self._room(FormPart(master_dtype(self.spec.dtype)))

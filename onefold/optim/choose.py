@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from onefold.config import ConfigError
-from onefold.config.keys import entries, read_value, spellings
+from onefold.config.keys import entries, spellings
 from onefold.config.params import OPTIMIZERS, check_together, is_paged, plain_name
 from onefold.config.read import meant_key
-from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs, plain_number
+from onefold.optim.group_values import Check, check_names, check_of_class, check_of_kind, check_of_rate, read_group
+from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs
 from onefold.optim.low_bit_classes import LowBitClass, low_bit_class
-from onefold.optim.matrix_groups import divide, read_splits
-from onefold.optim.matrix_rules import MatrixRule, MuonRule, ShampooRule
-from onefold.optim.rules import AdagradRule, AdamRule, LionRule, Rule, SGDRule
+from onefold.optim.matrix_groups import GroupsOfMatrices
+from onefold.optim.matrix_rules import AnyRule, MatrixRule, MuonRule, ShampooRule, names_of_states
+from onefold.optim.rules import AdagradRule, AdamRule, LionRule, SGDRule
 from onefold.optim.signature import build, read_arguments
 from onefold.plan import KeptStates, StateFormats
 from onefold.plan.matrices import Splits
@@ -27,7 +28,7 @@ Groups = list[dict[str, Any]]
 Optimizers = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Sequence[torch.optim.Optimizer] | None
 """What a user may hand in."""
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, AnyRule] = {
     "adam": AdamRule(),
     "adamw": AdamRule(),
     "sgd": SGDRule(),
@@ -57,16 +58,17 @@ NOWHERE = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """The optimizer to build: live groups, and either a rule (stepped by unit) or an instance (stepped once)."""
+    """The optimizer to build: live groups, and a rule for each (stepped by unit) or an instance (stepped once)."""
 
     name: str
     groups: Groups
-    rule: Rule | None
+    rules: tuple[AnyRule, ...]
+    """One for each group; none where the instance is stepped in whole."""
     instance: torch.optim.Optimizer | None
     splits: Splits = field(default_factory=dict)
     """Parameters that are several matrices each, by patterns of their names."""
     beside: tuple[torch.optim.Optimizer, ...] = ()
-    """Instances that a rule steps together, where the user has handed in several."""
+    """Instances that rules step together, where the user has handed in several."""
     low_bits: LowBitClass | None = None
     """Where the user has handed in one whose class says in how many bits states are held."""
     is_paged: bool = False
@@ -82,21 +84,34 @@ class Chosen:
         # ScheduleFree's classes keep counters in their groups and look at each element by itself.
         known = is_torchs(self.instance) or type(self.instance).__module__.startswith("schedulefree.")
         listed = known and self.name.lower() not in NOT_ELEMENTWISE
-        return self.rule is not None or listed or getattr(self.instance, "elementwise", False) is True
+        return bool(self.rules) or listed or getattr(self.instance, "elementwise", False) is True
 
     @property
     def is_stepped(self) -> bool:
         """Whether the instance itself is stepped, in whole or a tile at a time; else a rule takes its place."""
-        return self.instance is not None and (self.rule is None or isinstance(self.rule, InstanceRule))
+        return self.instance is not None and all(isinstance(rule, InstanceRule) for rule in self.rules)
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether a group is stepped as whole matrices."""
+        return any(isinstance(rule, MatrixRule) for rule in self.rules)
 
     def states_of_groups(self) -> list[KeptStates]:
-        """What is kept for each group beside its masters: for matrices what their rule keeps, for all others alike."""
-        if isinstance(self.rule, MatrixRule):
-            rule = self.rule
-            return [KeptStates(tuple(rule.state_names([group])), rule.takes(group)) for group in self.groups]
-        names = tuple(self.rule.state_names(self.groups)) if self.rule is not None else ()
-        own = self.rule is None or isinstance(self.rule, InstanceRule)
-        return [KeptStates(names, by_own_class=own)] * len(self.groups)
+        """What is kept for each group beside its masters."""
+        if not self.rules:
+            return [KeptStates(by_own_class=True)] * len(self.groups)
+        names = names_of_states(self.rules, self.groups)
+        return [
+            KeptStates(each, isinstance(rule, MatrixRule), isinstance(rule, InstanceRule))
+            for each, rule in zip(names, self.rules, strict=True)
+        ]
+
+    def checks_of_groups(self) -> list[Check | None]:
+        """How values that are written to each group are checked; None where only the user's class knows."""
+        if self.is_stepped:
+            return [check_of_class(self.instance)] * len(self.groups)
+        kinds = {id(rule): OPTIMIZERS[name] for name, rule in RULES.items()}
+        return [check_of_kind(kinds[id(rule)]) if id(rule) in kinds else check_of_rate for rule in self.rules]
 
     def group_of_each(self) -> dict[int, int]:
         """The id of each parameter, and the group it stands in."""
@@ -130,7 +145,7 @@ def choose(
 
 def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     """Refuse, by name and by reason, what cannot run on slices of a parameter."""
-    reason = NOT_ELEMENTWISE.get(chosen.name.lower()) if not isinstance(chosen.rule, MatrixRule) else None
+    reason = NOT_ELEMENTWISE.get(chosen.name.lower()) if not chosen.rules else None
     # Prodigy and D-Adaptation can add what they see of a shard up over all ranks.
     if reason is _ONE_NUMBER and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
@@ -151,7 +166,7 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
 
 def check_delayed(chosen: Chosen) -> None:
     """Refuse what the device and the host step together, where the host's step may last."""
-    if isinstance(chosen.rule, MatrixRule):
+    if chosen.has_matrices:
         raise ConfigError(
             f"onefold.delayed_host_step: optimizer {chosen.name} works on whole matrices on the device between two "
             "passes of the host, and cannot be delayed. Set it to false"
@@ -170,7 +185,7 @@ def check_formats(chosen: Chosen, formats: StateFormats) -> None:
 
 def for_disk(chosen: Chosen) -> Chosen:
     """The same optimizer, in a form that never needs all of its states in memory."""
-    if chosen.rule is not None:
+    if chosen.rules:
         return chosen
     assert chosen.instance is not None
     if not chosen.elementwise:
@@ -179,7 +194,7 @@ def for_disk(chosen: Chosen) -> Chosen:
             "all of its states at once, and they are on disk because they do not fit in memory. If it treats every "
             "element by itself, let its class say so (elementwise = True); or offload to cpu"
         )
-    return replace(chosen, rule=InstanceRule(chosen.instance))
+    return replace(chosen, rules=(InstanceRule(chosen.instance),) * len(chosen.groups))
 
 
 def _check_anywhere(name: str) -> None:
@@ -206,26 +221,56 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     # A class may name the rule that does what its step does; classes that inherit from it may do something else.
     own: str | MatrixRule | None = name.lower() if is_known else vars(kind).get("onefold_rule")
     own = low_bits.rule if low_bits is not None else own
+    own = own.name if type(own) in (MuonRule, ShampooRule) else own  # type: ignore[union-attr]
     _check_own_class(optimizer, has_rule=own is not None)
     if own is None:
-        return Chosen(name, optimizer.param_groups, None, optimizer)
-    if isinstance(own, MatrixRule):
-        for group in optimizer.param_groups:
-            if not group.setdefault(f"use_{own.name}", True):
-                for key, value in _ADAMW.items():
-                    group.setdefault(key, value)
-        return Chosen(name, optimizer.param_groups, own, optimizer)
-    rule = RULES[own]
-    for index, group in enumerate(optimizer.param_groups):
-        if isinstance(rule, AdamRule):
-            group.setdefault("decoupled_weight_decay", kind is torch.optim.AdamW or _decays_apart(optimizer, low_bits))
-        if isinstance(rule, MatrixRule):
-            group.setdefault(f"use_{rule.name}", True)
+        return Chosen(name, optimizer.param_groups, (), optimizer)
+    rule = own if isinstance(own, MatrixRule) else RULES[own]
+    rules = tuple(_rule_of(rule, group) for group in optimizer.param_groups)
+    for index, (group, its) in enumerate(zip(optimizer.param_groups, rules, strict=True)):
+        path = f"optimizer.param_groups[{index}]"
+        for key, value in _missing(rule, its, is_known=is_known).items():
+            group.setdefault(key, value)
+        if isinstance(its, AdamRule):
+            decays_apart = its is not rule or kind is torch.optim.AdamW or _decays_apart(optimizer, low_bits)
+            group.setdefault("decoupled_weight_decay", decays_apart)
+        if is_known and its is rule:
+            _check_read(name, group, set(optimizer.defaults), path)
         # torch checks what its constructor gets, not what stands in a group.
-        _read_group(OPTIMIZERS[own], group, f"optimizer.param_groups[{index}]")
-        check_together(group, f"optimizer.param_groups[{index}]")
+        if its in RULES.values():
+            read_group(OPTIMIZERS[_name_of(its)], group, path)
+            check_together(group, path)
     paged = low_bits is not None and low_bits.is_paged
-    return Chosen(name, optimizer.param_groups, rule, optimizer, low_bits=low_bits, is_paged=paged)
+    return Chosen(name, optimizer.param_groups, rules, optimizer, low_bits=low_bits, is_paged=paged)
+
+
+def _rule_of(rule: AnyRule, group: dict[str, Any]) -> AnyRule:
+    """Return what steps a group of an optimizer that has this rule: AdamW where a group is not to be matrices."""
+    if isinstance(rule, MatrixRule) and not group.setdefault(rule.flag, True):
+        return RULES["adamw"]
+    return rule
+
+
+def _missing(rule: AnyRule, its: AnyRule, *, is_known: bool) -> dict[str, Any]:
+    """Return what the rule of a group reads, and the class of its optimizer may not have put there."""
+    if its is not rule:
+        return _ADAMW
+    if is_known or not isinstance(rule, MuonRule | ShampooRule):
+        return {}
+    found = _defaults(OPTIMIZERS[rule.name], {}) | {"eps": _EPS_OF_NORM}
+    return {key: value for key, value in found.items() if key not in _OF_DIVISION}
+
+
+def _name_of(rule: AnyRule) -> str:
+    return next(name for name, its in RULES.items() if its is rule)
+
+
+def _check_read(optimizer: str, group: Mapping[str, Any], known: set[str], path: str) -> None:
+    """Raise for a key of the config that stands in a group of torch's class, and that neither of the two reads."""
+    flags = {f"use_{name}" for name in OPTIMIZERS}
+    for key in group.keys() - known - flags - {"params", "decoupled_weight_decay"}:
+        if key in spellings(OPTIMIZERS[optimizer.lower()]):
+            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not read it. Leave it out of the group")
 
 
 def _decays_apart(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:
@@ -238,26 +283,27 @@ _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_we
 
 
 def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
-    """torch's Muon for some parameters and its AdamW for the others: one optimizer with the groups of both."""
+    """Several optimizers for one model, as one with the groups of all, each stepped by its own rule."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer: a list must hold torch optimizers, not {type(optimizer).__name__}")
     chosen = [_of_instance(optimizer) for optimizer in optimizers]
     if any(each.low_bits is not None for each in chosen):
         raise ConfigError(
             "optimizer: one of bitsandbytes or torchao was given in a list; give torch.optim.AdamW in its place, and "
             "onefold.state_dtype int8 in the config"
         )
-    rules = [each.rule for each in chosen]
-    matrix = next((rule for rule in rules if isinstance(rule, MatrixRule)), None)
-    if matrix is None or not all(isinstance(rule, MatrixRule | AdamRule) for rule in rules):
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    others = [each.name for each in chosen if not each.rules]
+    if others or not chosen:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(
-            f"optimizer: {names} were given together. One may have several for one model only as torch.optim.Muon with "
-            "torch.optim.AdamW; anything else is groups of one optimizer"
+            f"optimizer: {names} were given together, and {', '.join(others) or 'an empty list'} cannot be. Only those "
+            "that onefold steps by a rule can share a model: torch's Adam, AdamW, SGD, Adagrad and Muon, and classes "
+            "with an onefold_rule"
         )
-    for each in chosen:
-        for group in each.groups:
-            group.setdefault(f"use_{matrix.name}", isinstance(each.rule, MatrixRule))
     groups = [group for each in chosen for group in each.groups]
-    return Chosen("+".join(each.name for each in chosen), groups, matrix, None, beside=tuple(optimizers))
+    rules = tuple(rule for each in chosen for rule in each.rules)
+    return Chosen("+".join(each.name for each in chosen), groups, rules, None, beside=tuple(optimizers))
 
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Muon)
@@ -287,87 +333,94 @@ def _of_name(name: str, params: dict[str, Any], groups: Groups, model: nn.Module
     _check_anywhere(name)
     plain = plain_name(name)
     if isinstance(rule := RULES.get(plain), MatrixRule):
-        divided = divide(groups, f"use_{rule.name}", model, params.get("adamw_names", ()))
-        splits = read_splits(params.get("split_rows", ()), model)
-        return Chosen(name, _matrix_groups(rule, params, divided), rule, None, splits)
+        return _of_matrices(name, rule, params, groups, model)
     if plain in OPTIMIZERS:
-        return Chosen(name, _own_groups(plain, params, groups), RULES[plain], None, is_paged=is_paged(name))
+        found = _own_groups(plain, params, groups)
+        return Chosen(name, found, (RULES[plain],) * len(found), None, is_paged=is_paged(name))
     kind = _torch_class(name)
     read = read_arguments(kind, params, "optimizer.params", "params")
     for index, group in enumerate(groups):
         given = {key: value for key, value in group.items() if key != "params"}
-        _check_names(given, list(inspect.signature(kind).parameters), f"model_parameters[{index}]")
+        check_names(given, list(inspect.signature(kind).parameters), f"model_parameters[{index}]", kind.__name__)
     instance = build(kind, lambda values: kind([dict(group) for group in groups], **values), read, "optimizer.params")
-    return Chosen(kind.__name__, instance.param_groups, None, instance)
+    return Chosen(kind.__name__, instance.param_groups, (), instance)
+
+
+def _defaults(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Every hyperparameter that a rule reads: the config's, or its default. What only has a notice or a refusal is
+    nothing that a rule reads.
+    """
+    read = [key for key, entry in entries(kind).items() if not (entry.key.notice or entry.key.refused)]
+    return {key: params.get(key, entries(kind)[key].default) for key in read}
 
 
 def _own_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
     """Groups with every hyperparameter of the rule: the config's, and before them the group's own."""
     kind = OPTIMIZERS[name]
-    # What only has a notice or a refusal is nothing that a rule reads.
-    rule_reads = [key for key, entry in entries(kind).items() if not (entry.key.notice or entry.key.refused)]
-    defaults = {key: params.get(key, entries(kind)[key].default) for key in rule_reads}
+    defaults = _defaults(kind, params)
     if name == "adamw":
         defaults["decoupled_weight_decay"] = True
     found = []
     for index, group in enumerate(groups):
         path = f"model_parameters[{index}]"
-        _check_names(group, list(spellings(kind)), path)
-        found.append({**defaults, **group, **_read_group(kind, group, path)})
+        check_names(group, list(spellings(kind)), path, name)
+        found.append({**defaults, **group, **read_group(kind, group, path)})
         check_together(found[-1], path)
     return found
 
 
-def _matrix_groups(rule: MatrixRule, params: Mapping[str, Any], groups: Groups) -> Groups:
+# The keys of a group, or of the config, that say how its parameters are divided, and at which rates they are stepped.
+_OF_DIVISION = ("muon_lr", "adam_lr", "adamw_names", "split_rows")
+
+
+def _of_matrices(
+    name: str, rule: MatrixRule, params: Mapping[str, Any], groups: Groups, model: nn.Module | None
+) -> Chosen:
     """Groups of matrices with what the rule reads, and groups of others with what AdamW reads."""
     params = {key: value for key, value in params.items() if value is not None}
-    found = _own_groups(rule.name, params, groups)
-    for given, group in zip(groups, found, strict=True):
-        is_matrices = rule.takes(group)
-        default = {True: group.pop("muon_lr", None), False: group.pop("adam_lr")}[is_matrices] or group["lr"]
-        if given.get("lr") is None:
-            group["lr"] = params.get("muon_lr" if is_matrices else "adam_lr", params.get("lr", default))
-        for name in ("adamw_names", "split_rows"):
-            group.pop(name)
-        if is_matrices:
-            group["eps"] = given.get("eps", _EPS_OF_NORM)
-        else:
-            group["decoupled_weight_decay"] = True
-    return found
+    kind, adamw = OPTIMIZERS[rule.name], OPTIMIZERS["adamw"]
+    defaults, rate = _defaults(kind, params), {True: "muon_lr", False: "adam_lr"}
+    division = GroupsOfMatrices(rule.flag, model, params.get("adamw_names", ()))
+    found: Groups = []
+    for index, group in enumerate(groups):
+        path, is_matrices = f"model_parameters[{index}]", group.get(rule.flag)
+        read = {**group, **read_group(kind, group, path)}
+        known = [*spellings(kind), rule.flag]
+        if is_matrices is not None and not is_matrices:  # AdamW steps all of it, and all of its keys may stand there
+            rest = {key: value for key, value in group.items() if key not in known}
+            read |= read_group(adamw, rest, path)
+            known += spellings(adamw)
+        check_names(group, known, path, name)
+        if is_matrices is not None:
+            _check_division(read, rule.flag, path)
+        for part in division.divide(read, path):
+            takes = part[rule.flag]
+            own = [part.get(rate[takes]), part.get("lr")]
+            rates = [*own, *(values.get(key) for values in (params, defaults) for key in (rate[takes], "lr"))]
+            values = {**defaults, **part, "lr": next(rate for rate in rates if rate is not None)}
+            if takes:
+                values["eps"] = part.get("eps", _EPS_OF_NORM)
+            else:
+                values["decoupled_weight_decay"] = True
+            found.append({key: value for key, value in values.items() if key not in _OF_DIVISION})
+    splits = division.splits(params.get("split_rows", ()))
+    return Chosen(name, found, tuple(_rule_of(rule, group) for group in found), None, splits)
+
+
+def _check_division(group: Mapping[str, Any], flag: str, path: str) -> None:
+    """Raise for keys of the other kind of parameters, in a group that is of one kind alone."""
+    wrong = ["adam_lr"] if group[flag] and not group.get("adamw_names") else []
+    wrong = wrong if group[flag] else ["muon_lr", "split_rows"]
+    for key in wrong:
+        if group.get(key) not in (None, ()):
+            raise ConfigError(
+                f"{path}.{key}: nothing reads it in a group with {flag} = {bool(group[flag])}. Leave it out, or leave "
+                f"{flag} out"
+            )
 
 
 # Below this a matrix is not scaled by its norm; torch's default.
 _EPS_OF_NORM = 1e-7
-
-
-def _read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The hyperparameters of a group, each in its type and under its own name; a tensor stays the one it is."""
-    read = {}
-    for name, value in group.items():
-        entry = spellings(kind).get(name)
-        if entry is None or (value is None and entry.optional):
-            continue
-        plain = read_value(f"{path}.{name}", _plain(value), entry)
-        if entry.key.refused is not None and entry.asks(plain):
-            raise ConfigError(f"{path}.{name} = {plain!r}: {entry.key.refused}")
-        read[entry.name] = value if _has_tensor(value) else plain
-    return read
-
-
-def _check_names(group: Mapping[str, Any], known: Sequence[str], path: str) -> None:
-    """A group may have keys of the user's own, so only what is as good as a known one is taken for a mistake."""
-    for name in group:
-        meant = meant_key(name, known, certain=True) if name not in (*known, "params") else None
-        if meant is not None:
-            raise ConfigError(f"{path}.{name}: no optimizer reads it; did you mean {path}.{meant}?")
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else plain_number(value)
-
-
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(inner, torch.Tensor) for inner in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _torch_class(name: str) -> type[torch.optim.Optimizer]:

@@ -25,7 +25,7 @@ from onefold.offload.encoded import EncodedFlat
 from onefold.offload.param_shard import LastUse, StepOutput, tensors_of
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
-from onefold.optim.rules import Rule
+from onefold.optim.matrix_rules import AnyRule
 from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, weights_of
 from onefold.plan.forms import BLOCK
 from onefold.plan.layout import Segment, round_up
@@ -99,8 +99,8 @@ class _Chunk:
 class DevicePass:
     """Steps windows of states in host memory on the device. One thread uses it, and nobody else."""
 
-    def __init__(self, rule: Rule, bus: Bus) -> None:
-        self._tiler, self._bus = Tiler(rule), bus
+    def __init__(self, rules: Sequence[AnyRule], bus: Bus) -> None:
+        self._tiler, self._bus = Tiler(rules), bus
         self._stream = torch.cuda.Stream(bus.device)
         self._slots = [_Slot(0, bus.device) for _ in range(UNDER_WAY)]
         self._under_way: deque[_Chunk] = deque()

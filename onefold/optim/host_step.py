@@ -31,9 +31,9 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import Flat, LastUse, StepOutput, held_bytes, tensors_of
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.device_pass import DevicePass, PassingShard
-from onefold.optim.matrix_rules import WIRE, MatrixRule
+from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
 from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
-from onefold.optim.rules import MASTER, Rule
+from onefold.optim.rules import MASTER
 from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, Windows, weights_of, whole_window
 from onefold.plan import Plan, Tier
 from onefold.plan.forms import BLOCK
@@ -56,23 +56,29 @@ _Made = TypeVar("_Made")
 class HostStep:
     """Steps the shards whose master and states do not rest on the device."""
 
-    def __init__(self, rule: Rule, memory: OffloadMemory, stores: Sequence[ShardStore], plan: Plan) -> None:
+    def __init__(
+        self, rules: Sequence[AnyRule], memory: OffloadMemory, stores: Sequence[ShardStore], plan: Plan
+    ) -> None:
         size = TILE if torch.get_num_threads() > 2 else None
-        self._tiler = Tiler(rule, size)
-        self._matrices = MatrixTiler(rule, size) if isinstance(rule, MatrixRule) else None
+        self._tiler = Tiler(rules, size)
+        self._matrices = MatrixTiler(rules, size) if any(isinstance(rule, MatrixRule) for rule in rules) else None
         # What the host has made of gradients, for whole matrices, in the memory of these.
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory, self._plan = memory, plan
         # Where the device steps what rests below it: beside the host's thread, and on it what comes from a disk.
-        passes = [DevicePass(rule, memory.bus) if memory.bus.crosses else None for _ in range(2)]
+        passes = [DevicePass(rules, memory.bus) if memory.bus.crosses else None for _ in range(2)]
         self._pass, self._pass_of_disk = passes
-        on_disk = [store for store in stores if store.state_tier is Tier.NVME]
-        self._stream = StateStream(memory, on_disk) if on_disk else None
+        self._on_disk = [store for store in stores if store.state_tier is Tier.NVME]
+        self.make_stream()
         self._failed: BaseException | None = None
         self._delays = plan.delays_host
         self._late: list[tuple[ShardStore, Future[Arrival]]] = []
         # What the last step asked for, also once it has been waited for: other threads may ask at any time.
         self._asked: list[Future[Arrival]] = []
+
+    def make_stream(self) -> None:
+        """Make the buffers that states on disk pass through, as large as the states of the stores need now."""
+        self._stream = StateStream(self._memory, self._on_disk) if self._on_disk else None
 
     @property
     def is_late(self) -> bool:

@@ -212,6 +212,7 @@ class InstanceRule:
 
     def __init__(self, instance: torch.optim.Optimizer) -> None:
         self.can_skip = False
+        self.late_states: tuple[str, ...] = ()
         self._instance = instance
         self._name = type(instance).__name__
         # Whether it may write to its groups or to itself.

@@ -15,13 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from onefold.gpu_kernels import kernels_of
 from onefold.offload.encoded import EncodedFlat
-from onefold.optim.rules import AdamRule, EncodedTile, Hyper, Tile
+from onefold.optim.rules import Hyper, Rule
 
 # The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one that has other coefficients in
 # each step, which are the best for what the steps before have left (Polar Express, arXiv 2505.16932).
@@ -39,7 +39,8 @@ _CUSHION = 1.02
 
 
 States = Mapping[str, torch.Tensor]
-Kept = dict[str, torch.Tensor]
+Kept = dict[str, Any]
+"""Tensors and plain numbers, by name."""
 
 
 # In what pieces of matrices travel (`plan.memory.MATRIX_ITEMSIZE` bytes).
@@ -73,33 +74,20 @@ class MovedPiece:
 
 
 class MatrixRule(ABC):
-    """A rule of whole matrices, for the groups that ask for it; others are stepped by AdamW."""
+    """A rule of whole matrices, for the groups that ask for it; the other groups of its optimizer are stepped by AdamW
+    (`rule_of`).
+    """
 
     can_skip = False
     """Whether a step may be queued before anybody knows that it is one: `work` then leaves no trace of bad values."""
+    late_states: tuple[str, ...] = ()
     name: ClassVar[str]
     """The key of a group that says whether it is stepped as matrices: `use_` and this."""
 
-    def __init__(self) -> None:
-        self.others = AdamRule()
-
-    def takes(self, hyper: Hyper) -> bool:
-        """Whether a group is stepped as matrices."""
-        return bool(hyper[f"use_{self.name}"])
-
-    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
-        found: dict[str, None] = {}
-        for group in groups:
-            names = self.names_of_matrices(group) if self.takes(group) else self.others.state_names(groups)
-            found |= dict.fromkeys(names)
-        return list(found)
-
-    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
-        """What is not stepped as matrices."""
-        self.others.apply(tile, hyper, step)
-
-    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
-        return self.others.apply_encoded(tile, hyper, step)
+    @property
+    def flag(self) -> str:
+        """The name of that key."""
+        return f"use_{self.name}"
 
     @abstractmethod
     def names_of_matrices(self, hyper: Hyper) -> list[str]:
@@ -113,8 +101,9 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
-        """The part that sees all of it. It may write to what it is given. `kept` is empty the first time, and stays
-        with the matrix: what is put there is saved in checkpoints, and goes to another owner on other ranks.
+        """The part that sees all of it, and returns a matrix of the same shape. It may write to what it is given.
+        `kept` is empty the first time, and stays with the matrix: tensors and plain numbers that are put there are
+        saved in checkpoints, and go to another owner on other ranks.
         """
 
     @abstractmethod
@@ -144,6 +133,56 @@ class MatrixRule(ABC):
     def flops(self, rows: int, columns: int, hyper: Hyper) -> float:
         """Of the products in `work`: a plan tells what a step takes."""
         return 0.0
+
+
+AnyRule = Rule | MatrixRule
+"""What steps a group of parameters: element by element, or as whole matrices."""
+
+
+def names_of_states(rules: Sequence[AnyRule], groups: Sequence[Hyper]) -> list[tuple[str, ...]]:
+    """Return the states that lie along the parameters of each group. Groups that share an elementwise rule have the
+    same, so that their parameters can share a flat parameter.
+    """
+    return [
+        tuple(rule.names_of_matrices(group))
+        if isinstance(rule, MatrixRule)
+        else tuple(rule.state_names([other for its, other in zip(rules, groups, strict=True) if its is rule]))
+        for rule, group in zip(rules, groups, strict=True)
+    ]
+
+
+def work_on(rule: MatrixRule, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int, of: str) -> torch.Tensor:
+    """Call `work`, and check what it returns and keeps. `of` names the parameter that the matrix belongs to."""
+    shape, dtype, device = tuple(matrix.shape), matrix.dtype, matrix.device
+    who = f"MatrixRule {rule.name!r} ({type(rule).__name__}), parameter {of}"
+    try:
+        worked = rule.work(matrix, kept, hyper, step)
+    except Exception as error:
+        held = {key: tuple(value.shape) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+        error.add_note(f"{who}: raised by work() for a matrix of shape {shape}, with kept {held}")
+        raise
+    if not isinstance(worked, torch.Tensor):
+        raise TypeError(
+            f"{who}: work() returned {type(worked).__name__} for a matrix of shape {shape}. Return a tensor of that "
+            "shape"
+        )
+    if tuple(worked.shape) != shape:
+        raise ValueError(
+            f"{who}: work() returned shape {tuple(worked.shape)} for a matrix of shape {shape}. Return a tensor of the "
+            "shape that it was given"
+        )
+    if worked.layout != torch.strided or worked.is_meta or not torch.can_cast(worked.dtype, dtype):
+        raise TypeError(
+            f"{who}: work() returned a tensor of {worked.dtype}, {worked.layout} on {worked.device} for a matrix of "
+            f"shape {shape}, {dtype} on {device}. Return one that can be cast to that"
+        )
+    for key, value in kept.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor | int | float):
+            raise TypeError(
+                f"{who}: work() put {type(value).__name__} under {key!r} into kept, and a checkpoint cannot hold that. "
+                "Put tensors, ints, floats or bools there, under names"
+            )
+    return worked.to(device, dtype).contiguous()
 
 
 class MomentumRule(MatrixRule):

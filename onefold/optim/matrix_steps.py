@@ -9,21 +9,25 @@ message. What travels is 16 bits wide, which is what the work computes in anyway
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from onefold.comm import PeerExchange
+from onefold.config.keys import shown
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.matrix_rules import WIRE, Kept, MatrixRule, MovedPiece, RawPiece
+from onefold.optim.matrix_rules import WIRE, AnyRule, Kept, MatrixRule, MovedPiece, RawPiece, work_on
 from onefold.optim.rules import MASTER, Hyper
 from onefold.optim.steppers import StateWindow, Step, Tiler, weights_of, whole_window
+from onefold.plan.layout import Member
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
 from onefold.runtime import InFlightCollectives, Unit
 
@@ -132,7 +136,7 @@ class MatrixTrip:
         self.arrive()
         for part in self.parts:
             for index, values in part.whole.items():
-                part.whole[index] = work(part.store, part.route.matrices[index], values).contiguous()
+                part.whole[index] = work(part.store, part.route.matrices[index], values)
         self.arrive = self._start(
             lambda route: route.from_holders,
             TravellingMatrices.inside,
@@ -182,6 +186,21 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
+# The name under which a checkpoint has the rows of each matrix of a parameter, next to what is kept of them.
+_ROWS = "rows_of_matrices"
+
+
+def _saved_rows(values: Mapping[str, Any], member: Member) -> Any:
+    """Return the rows of each matrix of a parameter as a checkpoint has them, None where it has nothing kept of it. One
+    that was saved without the rows has the places at which matrices begin.
+    """
+    starts = sorted({int(start) for start, slash, _ in (key.partition("/") for key in values) if slash})
+    if not starts or _ROWS in values:
+        return values[_ROWS] if starts else None
+    columns = member.shape[2] if len(member.shape) == 3 else math.prod(member.shape[1:])
+    return [(stop - start) // columns for start, stop in pairwise([*starts, member.stop - member.start])]
+
+
 def _try_work(rule: MatrixRule, hyper: Hyper) -> None:
     """Where a CPU has no products of 16 bits, torch finds that out at the first large one, and then computes all others
     of the process another way, those of fp32 too. That must not be between two steps: a resumed run would differ.
@@ -193,10 +212,15 @@ def _try_work(rule: MatrixRule, hyper: Hyper) -> None:
 
 
 class MatrixTiler:
-    """The elementwise parts of a rule of whole matrices, tile by tile. One thread at a time."""
+    """The elementwise parts of rules of whole matrices, tile by tile. One thread at a time."""
 
-    def __init__(self, rule: MatrixRule, size: int | None = None) -> None:
-        self._rule, self._tiler = rule, Tiler(rule, size)
+    def __init__(self, rules: Sequence[AnyRule], size: int | None = None) -> None:
+        self._rules, self._tiler = rules, Tiler(rules, size)
+
+    def _rule(self, group: int) -> MatrixRule:
+        rule = self._rules[group]
+        assert isinstance(rule, MatrixRule)
+        return rule
 
     def prepare(
         self, store: ShardStore, window: StateWindow, gradient: torch.Tensor, update: torch.Tensor, step: Step
@@ -206,19 +230,19 @@ class MatrixTiler:
         """
         size = self._tiler.size(window)
         for segment in store.stepped_segments(window.start, window.stop):
-            hyper = step.groups[segment.group]
+            rule, hyper = self._rule(segment.group), step.groups[segment.group]
             for first, last, dither in store.rounded_ranges(segment.start, segment.stop, step.number):
                 for low in range(first, last, size):
                     high = min(low + size, last)
                     inside = slice(low - window.start, high - window.start)
                     held = {name: state[inside] for name, state in window.states.items()}
                     raw = RawPiece(gradient[low:high], step.coefficient, step.skip, held, update[low:high])
-                    if self._rule.prepare_at_once(raw, hyper):
+                    if rule.prepare_at_once(raw, hyper):
                         continue
                     scaled = self._tiler.scaled(raw.gradient, step.coefficient, store.master.dtype, size)
                     at = dither.after(low - first) if dither is not None else None
                     with self._tiler.opened(held, at) as states, unless(step.skip, states.values()):
-                        self._rule.prepare(scaled, states, raw.update, hyper, step.number)
+                        rule.prepare(scaled, states, raw.update, hyper, step.number)
 
     def finish(
         self, part: TravellingMatrices, window: StateWindow, start: int, stop: int, out: torch.Tensor | None, step: Step
@@ -231,18 +255,19 @@ class MatrixTiler:
             if low >= high:
                 continue
             matrix = part.route.matrices[piece.matrix]
-            hyper = step.groups[members[matrix.member].group]
+            group = members[matrix.member].group
+            rule, hyper = self._rule(group), step.groups[group]
             master = window.master[low - window.start : high - window.start]
             weights = out[low - start : high - start] if out is not None else None
             moved = MovedPiece(master, part.update[low:high], weights, step.skip, used is not None)
-            if self._rule.finish_at_once(moved, matrix.shape, hyper):
+            if rule.finish_at_once(moved, matrix.shape, hyper):
                 continue
             for _, _, dither in store.rounded_ranges(low, high, step.number):
                 with self._tiler.opened({MASTER: master}, dither) as values:
                     if used is not None:
                         self._tiler.writes.take_over(values[MASTER], used[low:high])
                     with unless(step.skip, values.values()):
-                        self._rule.finish(values[MASTER], moved.update, matrix.shape, hyper)
+                        rule.finish(values[MASTER], moved.update, matrix.shape, hyper)
             if weights is not None:
                 weights.copy_(weights_of(master))
 
@@ -272,33 +297,43 @@ class MatrixSteps:
 
     def __init__(
         self,
-        rule: MatrixRule,
+        rules: Sequence[AnyRule],
         groups: Sequence[Hyper],
         stores: Sequence[ShardStore],
         splits: Splits,
         in_flight: InFlightCollectives,
         host: HostMatrices | None,
     ) -> None:
-        self._rule, self._in_flight, self._host = rule, in_flight, host
+        self._rules, self._in_flight, self._host = rules, in_flight, host
         # Nothing is computed where ranks are imagined: matrices only travel.
         self._computes = not in_flight.collective.group.is_imagined
-        self._tiler = MatrixTiler(rule)
+        self._tiler = MatrixTiler(rules)
         group = in_flight.collective.group
         self._shard, self._first = group.shard, group.rank - group.shard
-        taken = [store for store in stores if store.spec.kept.as_matrices]
-        found = [(store.spec.layout, matrices_of(store.spec.layout, splits)) for store in taken]
-        owners = choose_owners(found, rule.cost)
-        self.matrices = {
-            store: list(zip(matrices, own, strict=True))
-            for store, (_, matrices), own in zip(taken, found, owners, strict=True)
-        }
-        if taken and taken[0].device.type == "cpu":
-            _try_work(rule, groups[taken[0].spec.layout.members[0].group])
+        found = {s: matrices_of(s.spec.layout, splits) for s in stores if s.spec.kept.as_matrices}
+        owners: dict[tuple[ShardStore, Matrix], int] = {}
+        for rule in self._matrix_rules():  # costs of different rules are in different units
+            own = {store: [m for m in some if self._rule_of(store, m) is rule] for store, some in found.items()}
+            chosen = choose_owners([(store.spec.layout, some) for store, some in own.items()], rule.cost)
+            for (store, some), places in zip(own.items(), chosen, strict=True):
+                owners |= {(store, matrix): place for matrix, place in zip(some, places, strict=True)}
+        self.matrices = {store: [(m, owners[store, m]) for m in some] for store, some in found.items()}
+        if any(store.device.type == "cpu" for store in found):
+            for rule in self._matrix_rules():
+                _try_work(rule, groups[[id(other) for other in rules].index(id(rule))])
         self._routes: dict[tuple[ShardStore, frozenset[int]], MatrixRoute] = {}
         # What a rule keeps of the matrices that this rank works on.
         self._kept: dict[tuple[ShardStore, Matrix], Kept] = {}
         self._parts: list[TravellingMatrices] = []
         self._under_way: deque[tuple[list[Unit], MatrixTrip | None, Step]] = deque()
+
+    def _matrix_rules(self) -> list[MatrixRule]:
+        return list({id(rule): rule for rule in self._rules if isinstance(rule, MatrixRule)}.values())
+
+    def _rule_of(self, store: ShardStore, matrix: Matrix) -> MatrixRule:
+        rule = self._rules[store.spec.layout.members[matrix.member].group]
+        assert isinstance(rule, MatrixRule)
+        return rule
 
     def begin(self) -> None:
         """A step begins. Whatever one that failed has left under way is forgotten."""
@@ -340,8 +375,9 @@ class MatrixSteps:
         def work(store: ShardStore, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
             if not self._computes:
                 return values
-            hyper = step.groups[store.spec.layout.members[matrix.member].group]
-            return self._rule.work(values, self._kept.setdefault((store, matrix), {}), hyper, step.number)
+            member, kept = store.spec.layout.members[matrix.member], self._kept.setdefault((store, matrix), {})
+            rule = self._rule_of(store, matrix)
+            return work_on(rule, values, kept, step.groups[member.group], step.number, member.name)
 
         if trip is not None:
             trip.work(work)
@@ -364,14 +400,16 @@ class MatrixSteps:
 
     # -- what is kept of whole matrices ---------------------------------------------------------------------------
 
-    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+    def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
         """By range of the shard. A parameter may be several matrices, so each name says which one."""
         found = []
         for (of, matrix), kept in self._kept.items():
             if of is store:
                 member = store.spec.layout.members[matrix.member]
                 low, high = matrix.piece(store.start, store.stop)
-                named = {f"{matrix.start - member.start}/{name}": value for name, value in kept.items()}
+                named: dict[str, Any] = {f"{matrix.start - member.start}/{name}": v for name, v in kept.items()}
+                if named:
+                    named[_ROWS] = self._rows(store, matrix.member)
                 found.append((low - store.start, high - store.start, named))
         return found
 
@@ -385,7 +423,31 @@ class MatrixSteps:
                 values = loose.get(member.name, {})
                 kept = {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
                 if kept:
-                    self._kept[store, matrix] = {name: value.to(store.device) for name, value in kept.items()}
+                    self._kept[store, matrix] = {
+                        name: value.to(store.device) if isinstance(value, torch.Tensor) else value
+                        for name, value in kept.items()
+                    }
+
+    def misfits(self, loose: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Return, by name and in words, the parameters of which a checkpoint has something kept, and which were divided
+        into other matrices when it was saved. The same on all ranks.
+        """
+        found = {}
+        for store in self.matrices:
+            for place, member in enumerate(store.spec.layout.members):
+                values, here = loose.get(member.name, {}), self._rows(store, place)
+                saved = _saved_rows(values, member)
+                if saved is not None and saved != here:
+                    names = ", ".join(sorted({key.partition("/")[2] for key in values if "/" in key}))
+                    found[member.name] = (
+                        f"{names} of {member.name}: saved for matrices of {shown(saved)} rows, and it is divided into "
+                        f"matrices of {shown(here)} rows here"
+                    )
+        return found
+
+    def _rows(self, store: ShardStore, member: int) -> list[int]:
+        """Return the rows of each matrix of a parameter."""
+        return [matrix.rows for matrix, _ in self.matrices[store] if matrix.member == member]
 
     def remember_kept(self) -> Callable[[], None]:
         """What undoes `take_loose_states`."""
@@ -403,7 +465,7 @@ class MatrixSteps:
     def flops(self, groups: Sequence[Hyper]) -> float:
         """Of the products that this rank makes in a step."""
         return sum(
-            self._rule.flops(*matrix.shape, groups[store.spec.layout.members[matrix.member].group])
+            self._rule_of(store, matrix).flops(*matrix.shape, groups[store.spec.layout.members[matrix.member].group])
             for store, found in self.matrices.items()
             for matrix, owner in found
             if self._is_mine(store, owner)
@@ -411,12 +473,17 @@ class MatrixSteps:
 
     def planned_kept(self) -> int:
         """Bytes that are kept of the matrices that this rank works on, once each of them has been worked on."""
-        mine = [m for store, found in self.matrices.items() for m, owner in found if self._is_mine(store, owner)]
-        return sum(self._rule.kept_bytes(*matrix.shape) for matrix in mine)
+        return sum(
+            self._rule_of(store, matrix).kept_bytes(*matrix.shape)
+            for store, found in self.matrices.items()
+            for matrix, owner in found
+            if self._is_mine(store, owner)
+        )
 
     def held_kept(self) -> int:
         """The same, counted from tensors."""
-        return sum(value.nbytes for kept in self._kept.values() for value in kept.values())
+        tensors = [value for kept in self._kept.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def planned_bytes(self, batches: Sequence[Sequence[ShardStore]]) -> int:
         """Bytes on the device in a step, at most: three batches are under way, one matrix is worked on, and what is
@@ -425,10 +492,10 @@ class MatrixSteps:
         updates, wholes, workspace = [], [], 0
         for stores in batches:
             taken = [store for store in stores if store in self.matrices]
-            own = [m for store in taken for m, owner in self.matrices[store] if self._is_mine(store, owner)]
+            own = [(store, m) for store in taken for m, owner in self.matrices[store] if self._is_mine(store, owner)]
             updates.append(sum(store.stop - store.start for store in taken) * WIRE.itemsize)
-            wholes.append(sum(m.rows * m.columns for m in own) * WIRE.itemsize)
-            workspace = max([workspace, *(self._rule.workspace(*m.shape) for m in own)])
+            wholes.append(sum(m.rows * m.columns for _, m in own) * WIRE.itemsize)
+            workspace = max([workspace, *(self._rule_of(store, m).workspace(*m.shape) for store, m in own)])
         under_way = (
             sum(updates[max(0, at - 2) : at + 1]) + 2 * sum(wholes[max(0, at - 1) : at + 1])
             for at in range(len(batches))

@@ -30,6 +30,8 @@ class Tile:
     group: int = 0
     skip: torch.Tensor | None = None
     """On the device: 1 leaves everything as it is. Only for rules that say so (`can_skip`)."""
+    begins: bool = False
+    """Whether the group's late states begin with this step."""
 
 
 # The name of the master among the states of an encoded tile.
@@ -55,6 +57,8 @@ class EncodedTile:
 
 class Rule(Protocol):
     can_skip: bool
+    late_states: tuple[str, ...]
+    """States that may begin during the run, when a value that is written to a group asks for them."""
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]: ...
 
@@ -67,6 +71,8 @@ class Rule(Protocol):
 
 class PlainRule:
     """A rule without kernels for encoded tiles: they are decoded for it."""
+
+    late_states: tuple[str, ...] = ()
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         return False
@@ -140,6 +146,7 @@ class AdamRule:
     """Adam and AdamW, by torch's fused kernels."""
 
     can_skip = True
+    late_states: tuple[str, ...] = ()
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         extra = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in groups) else []
@@ -181,6 +188,7 @@ class SGDRule(PlainRule):
     """SGD with momentum, dampening, Nesterov, by torch's fused kernel."""
 
     can_skip = True
+    late_states: tuple[str, ...] = ("momentum_buffer",)
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
         return ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
@@ -195,9 +203,9 @@ class SGDRule(PlainRule):
             momentum=momentum,
             lr=float(hyper["lr"]),
             dampening=float(hyper["dampening"]),
-            nesterov=bool(hyper["nesterov"]),
+            nesterov=bool(hyper["nesterov"]) and momentum != 0,
             maximize=bool(hyper.get("maximize", False)),
-            is_first_step=step == 1,
+            is_first_step=tile.begins,
             found_inf=tile.skip,
         )
 

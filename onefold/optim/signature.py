@@ -44,6 +44,14 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
     return read
 
 
+def check_arguments(kind: type, values: Mapping[str, Any], path: str) -> None:
+    """Raise where a value, of those that the class has an argument for, is not of the type that it annotates."""
+    hints = _hints(kind)
+    for name in values.keys() & hints.keys():
+        if is_readable(hints[name]) and values[name] is not None:
+            read_as(f"{path}.{name}", values[name], hints[name], _RANGES.get(name, Key("")))
+
+
 def build(kind: Callable[..., Any], make: Callable[[dict[str, Any]], Any], read: dict[str, Any], path: str) -> Any:
     """What `make` gives; what the class refuses becomes an error that names the key, where one can be told."""
     try:

@@ -7,8 +7,9 @@ stays unsharded to all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import Flat, is_on_disk
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
+from onefold.optim.group_values import WrittenValues
 from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.matrix_rules import MatrixRule
+from onefold.optim.matrix_rules import MatrixRule, names_of_states
 from onefold.optim.matrix_steps import MatrixSteps
 from onefold.optim.norm import (
     Spelled,
@@ -31,8 +33,10 @@ from onefold.optim.norm import (
     exchange_scalars,
     meet_for_call,
 )
+from onefold.optim.rules import Hyper
 from onefold.optim.steppers import Step, TiledStepper, WholeStepper, whole_window
 from onefold.plan import Plan, Tier
+from onefold.plan.memory import master_dtype
 from onefold.recorder import Track, recorded
 from onefold.runtime import FlatParam, Schedule, Unit
 
@@ -64,15 +68,17 @@ class ShardedStep:
         self.let_change: Callable[[], None] = lambda: None
         # The user's class runs, and its methods are its own.
         self.in_user_code = False
-        self._schedule = schedule
-        self._rule = chosen.rule
+        self._schedule, self._memory = schedule, memory
+        self._rules = chosen.rules
+        # The user's class, stepped a tile at a time.
+        self._rule = next((rule for rule in chosen.rules if isinstance(rule, InstanceRule)), None)
         self.stores = [param.store for param in schedule.trained_params()]
         for param in schedule.trained_params():
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
         self.stepper: TiledStepper | WholeStepper
-        if chosen.rule is not None:
-            self.stepper = TiledStepper(chosen.rule, self.stores)
+        if chosen.rules:
+            self.stepper = TiledStepper(chosen.rules, self.stores)
         else:
             assert chosen.instance is not None
             self.stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
@@ -82,22 +88,28 @@ class ShardedStep:
         own_class = chosen.is_stepped and not is_torchs(chosen.instance)
         self._compares = own_class and sharded
         self._spelled = None if own_class else Spelled(self.groups)
+        flags = [rule.flag for rule in chosen.rules if isinstance(rule, MatrixRule)]
+        self._written = WrittenValues(self.name, self.groups, chosen.checks_of_groups(), flags)
+        self._formats = plan.formats
+        # Groups whose states that may begin late (SGD's momentum) have begun, and as it was before the last step.
+        self._begun: frozenset[int] = frozenset()
+        self._begun_before: frozenset[int] = frozenset()
         on_host = [store for store in self.stores if store.steps_on_host]
         self._host: HostStep | None = None
-        if on_host and chosen.rule is not None:
+        if on_host and chosen.rules:
             assert memory is not None
-            self._host = HostStep(chosen.rule, memory, on_host, plan)
+            self._host = HostStep(chosen.rules, memory, on_host, plan)
         self.matrices: MatrixSteps | None = None
-        if isinstance(chosen.rule, MatrixRule):
+        if chosen.has_matrices:
             self.matrices = MatrixSteps(
-                chosen.rule, self.groups, self.stores, chosen.splits, schedule.in_flight, self._host
+                chosen.rules, self.groups, self.stores, chosen.splits, schedule.in_flight, self._host
             )
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def can_be_decided_later(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step may be queued before the host knows that it is one: the device leaves it out by itself."""
-        if self._host is not None or self._rule is None or not self._rule.can_skip:
+        if self._host is not None or not self._rules or not all(rule.can_skip for rule in self._rules):
             return False
         return not any(step_hooks(when, optimizer, self.instances) for when in ("pre", "post"))
 
@@ -116,10 +128,13 @@ class ShardedStep:
                     "a step pre hook of the optimizer returned other arguments for step(), and engine.step() passes "
                     "none on: let it return None"
                 )
+        groups = self._groups_now()
+        if any(changed := self._written.check(groups)) and self._rules:
+            self._make_wanted_states(groups, changed)
         self.changing = True
         try:
             with torch.no_grad(), self._user_code():
-                self._apply(coefficient, skip)
+                self._apply(groups, coefficient, skip)
         except Exception:
             raise
         except BaseException as error:
@@ -136,21 +151,21 @@ class ShardedStep:
     def take_back(self) -> None:
         """The device has left the last step out: every master is what it was."""
         self.num_steps -= 1
+        self._set_begun(self._begun_before)
         self.changing = False
 
-    def _apply(self, coefficient: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+    def _apply(self, groups: Sequence[Hyper], coefficient: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         schedule = self._schedule
         schedule.wait_for_step()  # what the last step left on its way is about to be written
         if self._host is not None:
             self._host.collect()
             for store in ShardStore.written(self.stores):
                 store.sync_master_from_model_weight()
-        step = Step(self.num_steps + 1, coefficient, self._groups_now(), skip)
+        step = Step(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))
         for store in self.stores:
             store.begin_step()
-        rule = self._rule if isinstance(self._rule, InstanceRule) else None
-        if rule is not None:
-            rule.begin(step.groups)
+        if self._rule is not None:
+            self._rule.begin(step.groups)
         if self._host is not None:
             self._host.start(schedule.stepped_on_host(), step)
         if self.matrices is not None:
@@ -170,12 +185,76 @@ class ShardedStep:
         batches = schedule.order.refresh_batches
         for done in self.matrices.end_step() if self.matrices else self.stepper.end_step(batches):
             schedule.in_flight.start_refresh(done)
-        if rule is not None and rule.writes:
+        if self._rule is not None and self._rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
-            rule.finish(self.groups)
+            self._rule.finish(self.groups)
         self.num_steps += 1
         if self._compares:
             compare_written_groups(schedule, self.name, self.groups)
+
+    # -- states that begin during the run ------------------------------------------------------------------------------
+
+    def _make_wanted_states(self, groups: Sequence[Hyper], changed: Sequence[Sequence[str]]) -> None:
+        """Make room for states that values written to groups ask for, or raise before anything has changed."""
+        wanted, held = names_of_states(self._rules, groups), self._names_held()
+        for index, (names, rule) in enumerate(zip(wanted, self._rules, strict=True)):
+            missing = [name for name in names if index in held and name not in held[index]]
+            if any(name not in rule.late_states for name in missing):
+                raise RuntimeError(
+                    f"optimizer.param_groups[{index}]: {', '.join(changed[index])} as written now needs the state "
+                    f"{missing[0]}, which {self.name} makes at initialize alone. Set it before initialize"
+                )
+        self._make_late_states(wanted)
+
+    def _names_held(self) -> dict[int, set[str]]:
+        """Return, by group, the states that there is room for. A group without trained parameters has none."""
+        return {member.group: {*store.spec.states} for store in self.stores for member in store.spec.layout.members}
+
+    def _make_late_states(self, wanted: Sequence[Collection[str]]) -> None:
+        """Make room for the states of each group that were not planned for, as if they had been."""
+        added = []
+        for param in self._schedule.trained_params():
+            store = param.store
+            group = store.spec.layout.members[0].group
+            names = [name for name in self._rules[group].late_states if name in wanted[group]]
+            added += [(param, name) for name in names if name not in store.states]
+        if not added:
+            return
+        if self._formats.states != "fp32":
+            raise RuntimeError(
+                f"onefold.state_dtype = {self._formats.states}: the state {added[0][1]} is needed from now on, and its "
+                "format is decided at initialize. Have it from the start (SGD: a momentum above 0), or use fp32 states"
+            )
+        self.wait_for_host()
+        self.let_change()
+        for tier in Tier:
+            some = [(param, name) for param, name in added if param.store.state_tier is tier]
+            rooms: Iterator[Flat | None] = repeat(None)
+            if tier is not Tier.DEVICE and some:
+                assert self._memory is not None
+                stores = [param.store for param, _ in some]
+                rooms = self._memory.more_states(tier, [(s.stop - s.start, master_dtype(s.spec.dtype)) for s in stores])
+            for (param, name), room in zip(some, rooms, strict=False):
+                param.store.add_state(name, room)
+                param.spec = param.store.spec
+        if self._host is not None:
+            self._host.make_stream()
+
+    def _begin_states(self, groups: Sequence[Hyper]) -> frozenset[int]:
+        """Return the groups whose late states begin with this step."""
+        found = []
+        for index, (rule, group) in enumerate(zip(self._rules, groups, strict=False)):
+            if index not in self._begun and not isinstance(rule, MatrixRule) and rule.late_states:
+                found += [index] if set(rule.late_states) & set(rule.state_names([group])) else []
+        self._begun_before = self._begun
+        self._set_begun(self._begun | frozenset(found))
+        return frozenset(found)
+
+    def _set_begun(self, groups: frozenset[int]) -> None:
+        self._begun = groups
+        if isinstance(self.stepper, TiledStepper):
+            late = enumerate(self._rules)
+            self.stepper.not_begun = {(i, name) for i, rule in late for name in rule.late_states if i not in groups}
 
     def groups_to_compare(self) -> Spelled | None:
         """What all ranks must hold alike before a step; the user's own class is looked at after its steps instead."""
@@ -206,14 +285,14 @@ class ShardedStep:
         schedule.wait_for_step()
         self.about_to_write()
         with torch.no_grad(), self._user_code():
-            if isinstance(self._rule, InstanceRule):
+            if self._rule is not None:
                 self._rule.begin(self._groups_now(), method)
             self.changing = True
             self.sync_masters()
             on_host = [store for store in self.stores if store.steps_on_host]
             with self._host.rewriting(on_host) if self._host is not None else nullcontext(whole_window) as windows:
                 self.stepper.call(method, windows, has_states=self.num_steps > 0)
-            if isinstance(self._rule, InstanceRule):
+            if self._rule is not None:
                 self._rule.finish(self.groups)
             for arrival in [store.push() for store in self.stores]:
                 arrival.wait()
@@ -304,26 +383,46 @@ class ShardedStep:
         self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Have a checkpoint's states: room for those along a parameter, values for others."""
+        groups = {m.name: m.group for store in self.stores for m in store.spec.layout.members}
+        saved = [{state for name, its in groups.items() if its == i for state in names.get(name, ())}
+                 for i in range(len(self._rules))]  # fmt: skip
+        # Groups that share a rule have the same states, as `names_of_states` plans them.
+        self._make_late_states([{n for r, its in zip(self._rules, saved, strict=True) if r is rule for n in its}
+                                for rule in self._rules])  # fmt: skip
+        late = [set(rule.late_states) for rule in self._rules]
+        self._set_begun(frozenset(i for i, its in enumerate(saved) if its & late[i]))
         self.stepper.make_states(names, loose)
         if self.matrices is not None:
             self.matrices.take_loose_states(loose)
+
+    def misfits(self, loose: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Return the parameters whose kept states of a checkpoint do not fit, in words (`MatrixSteps.misfits`)."""
+        return self.matrices.misfits(loose) if self.matrices is not None else {}
 
     def remember_states(self) -> Callable[[], None]:
         """What undoes `make_states`."""
         of_stepper = self.stepper.remember_states()
         of_matrices = self.matrices.remember_kept() if self.matrices is not None else lambda: None
+        begun, params = self._begun, self._schedule.trained_params()
+        held = [(param, param.store.spec, dict(param.store.states)) for param in params]
 
         def undo() -> None:
             of_stepper()
             of_matrices()
+            self._set_begun(begun)
+            for param, spec, states in held:
+                param.spec = param.store.spec = spec
+                param.store.states = states
 
         return undo
 
     def take_groups(self, values: Sequence[Mapping[str, Any]]) -> bool:
         """Take a checkpoint's hyperparameters over, unless they would ask for other states than are kept."""
         groups = [{**group, **new} for group, new in zip(self.groups, values, strict=True)]
-        if self._rule is not None and self._rule.state_names(groups) != self._rule.state_names(self.groups):
-            return False
+        wanted, now = (names_of_states(self._rules, each) if self._rules else [] for each in (groups, self.groups))
+        for rule, here, there in zip(self._rules, now, wanted, strict=True):
+            if {*there} - {*rule.late_states} != {*here} - {*rule.late_states}:
+                return False
         for group, new in zip(self.groups, values, strict=True):
             group.update(new)
         return True

@@ -18,7 +18,8 @@ from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither, host_tile
 from onefold.offload.write_check import WriteCheck
 from onefold.optim.instance import InstanceRule, plain_step
-from onefold.optim.rules import MASTER, EncodedTile, Hyper, Rule, Tile
+from onefold.optim.matrix_rules import AnyRule, MatrixRule
+from onefold.optim.rules import MASTER, EncodedTile, Hyper, Tile
 from onefold.plan import KeptStates, Tier
 from onefold.plan.layout import Segment
 from onefold.recorder import Track, recorded
@@ -67,6 +68,8 @@ class Step:
     groups: Sequence[Hyper]
     skip: torch.Tensor | None = None
     """On the device: 1 where this is no step after all."""
+    begins: frozenset[int] = frozenset()
+    """Groups whose late states begin with this step."""
 
 
 def num_tiles(kept: KeptStates) -> int:
@@ -90,12 +93,12 @@ class Steppable(Protocol):
 
 
 class Tiler:
-    """A rule, tile by tile: cast and scale the gradient, update, cast out, all while in cache. What is held in another
-    form is decoded before and encoded after. One thread at a time.
+    """The rule of each group, tile by tile: cast and scale the gradient, update, cast out, all while in cache. What is
+    held in another form is decoded before and encoded after. One thread at a time.
     """
 
-    def __init__(self, rule: Rule, size: int | None = None) -> None:
-        self._rule = rule
+    def __init__(self, rules: Sequence[AnyRule], size: int | None = None) -> None:
+        self._rules = rules
         self._size = size
         # On a host: for the gradient, and for each of what is decoded.
         self._scratch: dict[str, torch.Tensor] = {}
@@ -122,7 +125,8 @@ class Tiler:
         """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
         size, used = self.size(window), shard.comparable
         for segment in shard.stepped_segments(start, stop):
-            hyper = step.groups[segment.group]
+            rule, hyper = self._rules[segment.group], step.groups[segment.group]
+            assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
             for first, last, dither in shard.rounded_ranges(segment.start, segment.stop, step.number):
                 for low in range(first, last, size):
                     high = min(low + size, last)
@@ -134,15 +138,15 @@ class Tiler:
                     encoded = EncodedTile(
                         held, gradient[low:high], step.coefficient, step.skip, at, weights, used is not None
                     )
-                    if self._rule.apply_encoded(encoded, hyper, step.number):
+                    if rule.apply_encoded(encoded, hyper, step.number):
                         continue
                     with self.opened(held, at) as states:
                         master = states.pop(MASTER)
                         if used is not None:
                             self.writes.take_over(master, used[low:high])
                         scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
-                        tile = Tile(master, scaled, states, segment.group, step.skip)
-                        self._rule.apply(tile, hyper, step.number)
+                        tile = Tile(master, scaled, states, segment.group, step.skip, segment.group in step.begins)
+                        rule.apply(tile, hyper, step.number)
                     if weights is not None:
                         weights.copy_(weights_of(held[MASTER]))
 
@@ -193,12 +197,15 @@ class HeldState:
 
 
 class TiledStepper:
-    """A known rule: each shard is final once it has been stepped."""
+    """A known rule for each group: each shard is final once it has been stepped."""
 
-    def __init__(self, rule: Rule, stores: Sequence[ShardStore]) -> None:
-        self._tiler = Tiler(rule)
-        self._rule = rule
+    def __init__(self, rules: Sequence[AnyRule], stores: Sequence[ShardStore]) -> None:
+        self._tiler = Tiler(rules)
+        # The user's class, stepped a tile at a time.
+        self._rule = next((rule for rule in rules if isinstance(rule, InstanceRule)), None)
         self._stores = stores
+        # Groups, and names of their states, that have room and no values yet: torch would not have them.
+        self.not_begun: set[tuple[int, str]] = set()
         for store in stores:
             store.make_states()
 
@@ -216,7 +223,7 @@ class TiledStepper:
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
         """A method of the user's class that changes masters. `has_states`: a step has been taken."""
-        assert isinstance(self._rule, InstanceRule), "a rule has no methods of a user's"
+        assert self._rule is not None, "a rule has no methods of a user's"
         for store in self._stores:
             for window in windows(store):
                 for segment in store.segments(window.start, window.stop):
@@ -231,11 +238,19 @@ class TiledStepper:
         return [(0, store.states[name])] if name in store.states else []
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
-        return [HeldState(name, 0, state) for name, state in store.states.items()]
+        found = []
+        for name, state in store.states.items():
+            segments = store.segments()
+            if any((segment.group, name) in self.not_begun for segment in segments):
+                begun = [s for s in segments if (s.group, name) not in self.not_begun]
+                found += [HeldState(name, s.start, state[s.start : s.stop]) for s in begun]
+            else:
+                found.append(HeldState(name, 0, state))
+        return found
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
         """States that do not lie along the shard, by range of it."""
-        if not isinstance(self._rule, InstanceRule):
+        if self._rule is None:
             return []
         return [(s.start, s.stop, self._rule.latest(s.group)) for s in store.segments()]
 
@@ -243,14 +258,14 @@ class TiledStepper:
         self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Have a checkpoint's states: room for those along a parameter, which a rule has already, values for others."""
-        if isinstance(self._rule, InstanceRule):
+        if self._rule is not None:
             for member in (member for store in self._stores for member in store.spec.layout.members):
                 if member.name in loose:
                     self._rule.take(member.group, dict(loose[member.name]))
 
     def remember_states(self) -> Callable[[], None]:
         """What undoes `make_states`."""
-        return self._rule.remember() if isinstance(self._rule, InstanceRule) else lambda: None
+        return self._rule.remember() if self._rule is not None else lambda: None
 
     def state_bytes(self, tier: Tier) -> int:
         return sum(store.state_bytes() for store in self._stores if store.state_tier is tier)

@@ -176,7 +176,7 @@ def measure_adam(num_bytes: int) -> float:
     master, *moments = _memory(numel * 4 * (1 + len(names))).view(torch.float32).split(numel)
     gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
     window = StateWindow(0, numel, master, dict(zip(names, moments, strict=True)))
-    tiler = Tiler(rule, TILE if torch.get_num_threads() > 2 else None)
+    tiler = Tiler([rule], TILE if torch.get_num_threads() > 2 else None)
     # Scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():

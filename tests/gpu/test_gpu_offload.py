@@ -258,7 +258,7 @@ def longer_shard() -> bool:
     """A shard that needs more memory than the last, whose step the device has not begun."""
     bus, sizes = Bus(torch.device("cuda"), lambda way, num_bytes: None), (1 << 20, (1 << 23) + 2048, 0, 1 << 12)
     hyper = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    step, passing, windows, told = Step(1, 0.5, [hyper]), DevicePass(AdamRule(), bus), [], []
+    step, passing, windows, told = Step(1, 0.5, [hyper]), DevicePass([AdamRule()], bus), [], []
     for size in sizes:
         master, gradient = torch.randn(size).pin_memory(), torch.randn(size).pin_memory()
         states = {name: torch.zeros(size).pin_memory() for name in ("exp_avg", "exp_avg_sq")}
@@ -273,7 +273,7 @@ def longer_shard() -> bool:
     for window, gradient, before in windows:
         states = {name: torch.zeros(window.stop, device="cuda") for name in window.states}
         there = StateWindow(0, window.stop, before.cuda(), states)
-        Tiler(AdamRule()).step(OneGroup(), there, 0, window.stop, gradient.cuda(), None, step)
+        Tiler([AdamRule()]).step(OneGroup(), there, 0, window.stop, gradient.cuda(), None, step)
         assert torch.equal(window.master, there.master.cpu())
         assert all(torch.equal(state, states[name].cpu()) for name, state in window.states.items())
     return told == [window for window, *_ in windows]

@@ -568,35 +568,16 @@ def test_both_of_two_optimizers_answer_as_the_engines(on_ranks):
 
 def test_two_optimizers_that_do_not_go_together_are_told():
     model = Net(depth=1)
-    pair = [torch.optim.SGD([model.head.weight], lr=0.1), torch.optim.AdamW([model.embed.weight])]
-    with pytest.raises(ConfigError, match=r"SGD, AdamW were given together"):
+    pair = [torch.optim.RMSprop([model.head.weight]), torch.optim.AdamW([model.embed.weight])]
+    with pytest.raises(ConfigError, match=r"RMSprop, AdamW were given together, and RMSprop cannot be"):
         choose(pair, None, [])
+    with pytest.raises(ConfigError, match="an empty list cannot be"):
+        choose([], None, [])
+    with pytest.raises(TypeError, match="a list must hold torch optimizers, not type"):
+        choose([torch.optim.AdamW], None, [])
 
 
-def split_trains() -> list[Trace]:
-    return [train(start(wide(), config(stage, optimizer=muon(split_rows=["*.up.weight=4"]))), 2) for stage in (0, 2, 3)]
-
-
-def test_split_rows_change_the_update_alike_in_all_stages(on_ranks):
-    whole = on_ranks(2, run_stages, "fp32", 1, {})[0][0]
-    for split, *others in on_ranks(2, split_trains):
-        assert all(first_difference(other, split) is None for other in others)
-        assert not torch.equal(split.weights["blocks.0.up.weight"], whole.weights["blocks.0.up.weight"])
-
-
-def test_the_matrix_of_a_piece_is_found():
-    matrix = Matrix(0, 100, 10, 20)
-    assert matrix.stop == 300
-    assert matrix.piece(0, 150) == (100, 150)
-    assert matrix.piece(250, 400) == (250, 300)
-    assert math.prod(matrix.shape) == 200
-    low, high = matrix.piece(400, 500)
-    assert low == high
-
-
-# -- others on the same mechanism --------------------------------------------------------------------------------------
-
-SHAMPOO = {"type": "Shampoo", "params": {"lr": 0.02, "adam_lr": 1e-3, "root_every": 2}}
+# -- several optimizers for one model ----------------------------------------------------------------------------------
 
 
 class SignedRows(onefold.MatrixRule):
@@ -629,6 +610,366 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def step(self, closure=None):
         raise AssertionError("a rule steps in its place")
+
+
+class Negated(onefold.MatrixRule):
+    """Along the sign of each element; kept: how often."""
+
+    name = "signs"
+
+    def names_of_matrices(self, hyper):
+        return ["momentum_buffer"]
+
+    def prepare(self, gradient, states, update, hyper, step):
+        update.copy_(states["momentum_buffer"].lerp_(gradient, 0.5))
+
+    def work(self, matrix, kept, hyper, step):
+        kept["calls"] = kept.get("calls", 0) + 1
+        kept["scale"], kept["odd"] = 1 / kept["calls"], kept["calls"] % 2 == 1
+        return matrix.sign().float()
+
+    def finish(self, parameter, update, shape, hyper):
+        parameter.add_(update, alpha=-hyper["lr"])
+
+    def cost(self, rows, columns):
+        return 1e9 * rows
+
+
+class SignOptimizer(torch.optim.Optimizer):
+    onefold_rule = Negated()
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+
+class OwnShampoo(torch.optim.Optimizer):
+    onefold_rule = "shampoo"
+
+    def __init__(self, params, **given):
+        super().__init__(params, {"lr": 0.02, **given})
+
+
+MIXES = {
+    "two Muons": lambda up, down, rest: [
+        torch.optim.Muon(up, lr=0.02, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=1e-3, fused=True),
+        torch.optim.Muon(down, lr=0.05, momentum=0.8, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
+    ],
+    "elementwise ones first": lambda up, down, rest: [
+        torch.optim.SGD(rest[:1], lr=0.1, momentum=0.9, dampening=0.2, fused=True),
+        torch.optim.Adagrad(rest[1:2], lr=0.01),
+        torch.optim.Muon([*up, *down], lr=0.02),
+        torch.optim.AdamW(rest[2:], lr=1e-3, fused=True),
+    ],
+    "elementwise ones alone": lambda up, down, rest: [
+        torch.optim.SGD([*up, *down], lr=0.1, fused=True),
+        torch.optim.Adam(rest, lr=1e-3, weight_decay=0.1, fused=True),
+    ],
+    "Shampoo and Muon": lambda up, down, rest: [
+        OwnShampoo(up, root_every=2),
+        torch.optim.Muon(down, lr=0.02),
+        torch.optim.AdamW(rest, lr=1e-3),
+    ],
+    "Muon first and rules of one's own": lambda up, down, rest: [
+        torch.optim.Muon(up[:1], lr=0.02),
+        SignOptimizer([{"params": up[1:]}, {"params": rest[:1], "use_signs": False}]),
+        RowOptimizer(down),
+        torch.optim.AdamW(rest[1:], lr=1e-3),
+    ],
+}  # fmt: skip
+
+
+def mix(kind: str, of: nn.Module) -> list[torch.optim.Optimizer]:
+    named = dict(of.named_parameters())
+    up, down = ([p for name, p in named.items() if name.endswith(end)] for end in ("up.weight", "down.weight"))
+    taken = {id(p) for p in (*up, *down)}
+    return MIXES[kind](up, down, [p for p in named.values() if id(p) not in taken])
+
+
+def mix_beside_torch(kind: str, stage: int) -> str | None:
+    torch.manual_seed(3)
+    model, plain = Net(width=WIDTH), Net(width=WIDTH)
+    plain.load_state_dict(model.state_dict())
+    engine, optimizers = start(model, config(stage, optimizer=None), optimizer=mix(kind, model)), mix(kind, plain)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randint(0, 31, (4, 7), generator=generator)
+        engine.backward(engine(x, x))
+        engine.step()
+        plain(x, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return first_difference(weights_of(engine.module), weights_of(plain))
+
+
+@pytest.mark.parametrize("stage", [more(0), 2, more(3)])
+@pytest.mark.parametrize("kind", ["two Muons", "elementwise ones first", "elementwise ones alone"])
+def test_several_optimizers_step_as_they_do_in_plain_torch(on_ranks, kind, stage):
+    assert on_ranks(1, mix_beside_torch, kind, stage) == [None]
+
+
+def run_mix(kind: str, folder: str) -> tuple[list[Trace], list[tuple[Any, Any]], str | None]:
+    """All stages and tiers; what is held beside what is planned; and a run that goes on from a checkpoint."""
+    places = [{"stage": stage} for stage in range(4)] + [tiers_of(folder)["host"], tiers_of(folder)["disk"]]
+    traces, held = [], []
+    for place, zero in enumerate(places):
+        model = wide()
+        given = {"zero_optimization": zero, "gradient_clipping": 0.3}
+        engine = start(model, config(2, optimizer=None, **given), optimizer=mix(kind, model))
+        train(engine, 2)
+        if place == 2:
+            engine.save_checkpoint(f"{folder}/saved")
+        traces.append(train(engine, 2, seed=1))
+        found, planned = engine.held_bytes(), engine.planned_bytes()
+        held.append(((found.masters, found.states), (planned.masters, planned.states)))
+        assert engine.describe()
+        engine.destroy()
+    model = wide(seed=9)
+    engine = start(model, config(3, optimizer=None, gradient_clipping=0.3), optimizer=mix(kind, model))
+    engine.load_checkpoint(f"{folder}/saved")
+    told = first_difference(train(engine, 2, seed=1), traces[0])
+    return traces, held, told
+
+
+@pytest.mark.parametrize("world", [2, more(3), more(1)])
+@pytest.mark.parametrize("kind", [
+    more("two Muons"), more("elementwise ones first"), more("elementwise ones alone"), "Shampoo and Muon",
+    "Muon first and rules of one's own",
+])  # fmt: skip
+def test_several_optimizers_are_bit_equal_in_all_stages_and_tiers(on_ranks, tmp_path, kind, world):
+    for traces, held, told in on_ranks(world, run_mix, kind, str(tmp_path)):
+        assert [first_difference(trace, traces[0]) for trace in traces] == [None] * 6
+        assert told is None, "after a checkpoint"
+        for found, planned in held:
+            assert found == planned
+
+
+def steps_of_each() -> dict[str, float]:
+    model, sizes = wide(), {}
+    before = None
+    engine = start(model, config(2, optimizer=None), optimizer=mix("Muon first and rules of one's own", model))
+    before = weights_of(model)
+    train(engine, 1)
+    for name, weight in weights_of(model).items():
+        sizes[name] = (weight - before[name]).abs().max().item()
+    return sizes
+
+
+def test_every_optimizer_of_a_list_steps_its_own_matrices(on_ranks):
+    for sizes in on_ranks(2, steps_of_each):
+        assert sizes["blocks.1.up.weight"] == pytest.approx(1e-3, rel=1e-2), "by their signs"
+        assert sizes["blocks.1.down.weight"] == pytest.approx(1e-3, rel=1e-2), "by the signs of rows"
+        assert sizes["blocks.0.up.weight"] != pytest.approx(1e-3, rel=1e-2), "orthogonalised"
+
+
+# -- what a rule returns and keeps -------------------------------------------------------------------------------------
+
+
+class Wrong(Negated):
+    name = "wrong"
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def work(self, matrix, kept, hyper, step):
+        return self._work(matrix, kept)
+
+
+WRONG_WORK = {
+    "transposed": (
+        lambda matrix, kept: matrix.T,
+        r"parameter weight: work\(\) returned shape \(24, 72\) for .* \(72, 24\)",
+    ),
+    "flat": (lambda matrix, kept: matrix.flatten(), r"returned shape \(1728,\) for a matrix of shape \(72, 24\)"),
+    "nothing": (lambda matrix, kept: None, r"parameter weight: work\(\) returned NoneType"),
+    "complex": (lambda matrix, kept: matrix.to(torch.complex64), r"returned a tensor of torch.complex64"),
+    "meta": (lambda matrix, kept: matrix.to("meta"), "on meta"),
+    "text": (lambda matrix, kept: kept.update(a="b") or matrix, r"put str under 'a' into kept"),
+    "list": (lambda matrix, kept: kept.update(a=[1]) or matrix, r"put list under 'a' into kept"),
+    "number as name": (lambda matrix, kept: kept.update({1: 2}) or matrix, r"put int under 1 into kept"),
+}
+
+
+def run_wrong(kind: str) -> str:
+    class Mine(torch.optim.Optimizer):
+        onefold_rule = Wrong(lambda matrix, kept: matrix)
+
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+    model = nn.Linear(24, 72, bias=False)
+    engine = start(model, config(2, optimizer=None), optimizer=Mine(model.parameters()))
+    Mine.onefold_rule._work = WRONG_WORK[kind][0]  # only once it is built: it is tried there on another matrix
+    engine.backward(engine(torch.ones(2, 24)).square().mean())
+    try:
+        engine.step()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", WRONG_WORK)
+def test_what_a_rule_may_not_return_or_keep_is_named(on_ranks, kind):
+    (told,) = on_ranks(1, run_wrong, kind)
+    assert "MatrixRule 'wrong' (Wrong)" in told
+    assert re.search(WRONG_WORK[kind][1], told), told
+
+
+def kept_numbers(folder: str, ranks: int) -> list[Any]:
+    found = []
+    for saves in (True, False) if ranks == 2 else (False,):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        engine = start(model, config(2, optimizer=None), optimizer=SignOptimizer(model.parameters()))
+        if not saves:
+            engine.load_checkpoint(folder)
+        for _ in range(2 + (not saves)):
+            engine.backward(engine(torch.ones(2, 64)).square().mean())
+            engine.step()
+        if saves:
+            engine.save_checkpoint(folder)
+        found += list(engine.state.step.matrices._kept.values())
+        engine.destroy()
+    return found
+
+
+def test_numbers_that_are_kept_of_matrices_go_to_other_owners(on_ranks, tmp_path):
+    """The first runs of two ranks save, the others go on from there."""
+    once = {"calls": 2, "scale": 1 / 2, "odd": False}
+    twice = {"calls": 5, "scale": 1 / 5, "odd": True}
+    first, second = on_ranks(2, kept_numbers, str(tmp_path), 2)
+    assert [(first + second).count(each) for each in (once, twice)] == [3, 3]
+    assert first
+    assert second
+    for found in on_ranks(1, kept_numbers, str(tmp_path), 1):
+        assert found == [twice] * 3
+
+
+def load_split(folder: str, saved: list[str], split: list[str], strict: bool) -> tuple[str, str]:
+    """What a load, and the step after it, raise."""
+    told = []
+    for step, parts in enumerate((saved, split)):
+        optimizer = {"type": "Shampoo", "params": {"lr": 0.02, "split_rows": parts}}
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 72, bias=False), nn.Linear(72, 24, bias=False))
+        engine = start(model, config(2, optimizer=optimizer))
+        if step == 1:
+            try:
+                engine.load_checkpoint(folder, load_module_strict=strict)
+            except ValueError as error:
+                told.append(str(error))
+        engine.backward(engine(torch.ones(2, 24)).square().mean())
+        engine.step()
+        if step == 0:
+            engine.save_checkpoint(folder)
+        engine.destroy()
+    return "".join(told), ""
+
+
+@pytest.mark.parametrize(("saved", "split", "rows"), [
+    ([], ["0.weight=3"], r"\[72\] rows, and it is divided into matrices of \[24, 24, 24\] rows here"),
+    more(["0.weight=3"], [], r"\[24, 24, 24\] rows, and it is divided into matrices of \[72\] rows here"),
+    more(["0.weight=3"], ["0.weight=24,48"], r"\[24, 24, 24\] rows, .* of \[24, 48\] rows here"),
+])  # fmt: skip
+def test_what_is_kept_of_other_matrices_is_refused(on_ranks, tmp_path, saved, split, rows):
+    for told, _ in on_ranks(2, load_split, str(tmp_path), saved, split, True):
+        assert re.search(rf"columns, columns_root, rows, rows_root of 0\.weight: saved for matrices of {rows}", told), (
+            told
+        )
+    assert [told for told, _ in on_ranks(2, load_split, str(tmp_path), saved, split, False)] == ["", ""], "started anew"
+
+
+# -- keys of groups ----------------------------------------------------------------------------------------------------
+
+
+def divided(more_given: dict[str, Any], params: dict[str, Any], kind: str = "Muon") -> list[dict[str, Any]]:
+    model, section = Net(depth=1), Section(**params)
+    section.type = kind
+    matrices = [model.blocks[0].up.weight, model.blocks[0].down.weight]
+    chosen = choose(None, section, [{"params": matrices, **more_given}], model)
+    names = {id(p): name.removeprefix("blocks.0.") for name, p in model.named_parameters()}
+    return [{**g, "params": [names[id(p)] for p in g["params"]], "splits": chosen.splits} for g in chosen.groups]
+
+
+@pytest.mark.parametrize(("given", "params", "rates"), [
+    ({"muon_lr": 0.005}, {}, [0.005]),
+    ({"muon_lr": 0.005, "lr": 0.1}, {"muon_lr": 0.3}, [0.005]),
+    ({"muon_lr": 0.0}, {"lr": 0.1}, [0.0]),
+    ({"lr": 0.0}, {"muon_lr": 0.3}, [0.0]),
+    ({}, {"muon_lr": 0.0, "lr": 0.1}, [0.0]),
+    ({"lr": 0.1}, {"muon_lr": 0.3}, [0.1]),
+    ({"use_muon": False, "adam_lr": 7e-4}, {"adam_lr": 1.0}, [7e-4]),
+    ({"use_muon": False, "adam_lr": 0.0}, {"lr": 0.1}, [0.0]),
+    ({"use_muon": False}, {"adam_lr": 0.0}, [0.0]),
+    ({"adamw_names": ["*.up.*"], "adam_lr": 1e-5, "muon_lr": "2e-2"}, {}, [0.02, 1e-5]),
+    ({"use_muon": True, "adamw_names": ["*.up.*"], "lr": 0.5}, {}, [0.5, 0.5]),
+])  # fmt: skip
+def test_rates_of_a_group_come_first(given, params, rates):
+    assert [group["lr"] for group in divided(given, params)] == rates
+
+
+def test_names_and_splits_of_a_group_are_its_own():
+    matrices, others = divided({"use_muon": True, "adamw_names": ["*.up.weight"], "momentum": 0.5}, {})
+    assert (matrices["params"], matrices["use_muon"], matrices["momentum"]) == (["down.weight"], True, 0.5)
+    assert (others["params"], others["use_muon"]) == (["up.weight"], False)
+    (group,) = divided({"split_rows": ["*.up.weight=2"], "ns_steps": 3}, {"split_rows": ["*=4"]})
+    assert group["splits"] == {"blocks.0.up.weight": 2, "*": 4}
+    assert group["ns_steps"] == 3
+    (group,) = divided({"use_muon": False, "amsgrad": True, "betas": [0.5, 0.6]}, {})
+    assert (group["amsgrad"], group["betas"]) == (True, (0.5, 0.6))
+
+
+@pytest.mark.parametrize(("given", "kind", "told"), [
+    ({"muon_lr": -1}, "Muon", r"model_parameters\[0\].muon_lr = -1: expected at least 0"),
+    ({"use_muon": True, "adam_lr": 0.1}, "Muon", r"adam_lr: nothing reads it in a group with use_muon = True"),
+    ({"use_muon": False, "muon_lr": 0.1}, "Muon", r"muon_lr: nothing reads it in a group with use_muon = False"),
+    ({"use_muon": False, "split_rows": ["*=2"]}, "Muon", "split_rows: nothing reads it"),
+    ({"adamw_names": ["*"], "split_rows": ["*=2"]}, "Muon", "split_rows: no parameter of the group is stepped as a"),
+    ({"adamw_names": ["head*"]}, "Muon", r"model_parameters\[0\].adamw_names: no parameter has a name like 'head\*'"),
+    ({"split_rows": ["head*=2"]}, "Muon", r"model_parameters\[0\].split_rows: no parameter has a name like 'head\*'"),
+    ({"split_rows": "*=2"}, "Muon", "split_rows = .*expected a list of strings"),
+    ({"amsgrad": True}, "Muon", "amsgrad: optimizer Muon does not read it"),
+    ({"covariance_eps": 0.1}, "Muon", "covariance_eps: optimizer Muon does not read it"),
+    ({"muon_lr": 0.1}, "Shampoo", "muon_lr: optimizer Shampoo does not read it"),
+    ({"muon_lr": 0.1}, "AdamW", "muon_lr: optimizer adamw does not read it"),
+    ({"momentum": 0.1}, "NAdam", "momentum: optimizer NAdam does not read it"),
+])  # fmt: skip
+def test_keys_that_a_group_cannot_have_are_named(given, kind, told):
+    with pytest.raises(ConfigError, match=told):
+        divided(given, {}, kind)
+
+
+def test_keys_of_the_config_are_not_read_in_groups_of_torchs_muon():
+    weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigError, match=r"param_groups\[0\].muon_lr: torch.optim.Muon does not read it"):
+        choose(torch.optim.Muon([{"params": [weight], "muon_lr": 0.1}]), None, [])
+
+
+def split_trains() -> list[Trace]:
+    return [train(start(wide(), config(stage, optimizer=muon(split_rows=["*.up.weight=4"]))), 2) for stage in (0, 2, 3)]
+
+
+@pytest.mark.slow
+def test_split_rows_change_the_update_alike_in_all_stages(on_ranks):
+    whole = on_ranks(2, run_stages, "fp32", 1, {})[0][0]
+    for split, *others in on_ranks(2, split_trains):
+        assert all(first_difference(other, split) is None for other in others)
+        assert not torch.equal(split.weights["blocks.0.up.weight"], whole.weights["blocks.0.up.weight"])
+
+
+def test_the_matrix_of_a_piece_is_found():
+    matrix = Matrix(0, 100, 10, 20)
+    assert matrix.stop == 300
+    assert matrix.piece(0, 150) == (100, 150)
+    assert matrix.piece(250, 400) == (250, 300)
+    assert math.prod(matrix.shape) == 200
+    low, high = matrix.piece(400, 500)
+    assert low == high
+
+
+# -- others on the same mechanism --------------------------------------------------------------------------------------
+
+SHAMPOO = {"type": "Shampoo", "params": {"lr": 0.02, "adam_lr": 1e-3, "root_every": 2}}
 
 
 def run_others(kind: str) -> list[Trace]:
