@@ -240,6 +240,18 @@ class ShardedStep:
         if self._host is not None:
             self._host.make_stream()
 
+    def _have_late_states(self, names: Mapping[str, Collection[str]]) -> None:
+        """Make room for the late states that a checkpoint has, by parameter. A group has begun where it has some."""
+        saved: list[set[str]] = [set() for _ in self._rules]
+        for member in (member for store in self.stores for member in store.spec.layout.members):
+            saved[member.group] |= {*names.get(member.name, ())} & {*self._rules[member.group].late_states}
+        # Groups that share a rule have the same states, as `names_of_states` plans them.
+        shared = [
+            set().union(*(its for r, its in zip(self._rules, saved, strict=True) if r is rule)) for rule in self._rules
+        ]
+        self._make_late_states(shared)
+        self._set_begun(frozenset(index for index, its in enumerate(saved) if its))
+
     def _begin_states(self, groups: Sequence[Hyper]) -> frozenset[int]:
         """Return the groups whose late states begin with this step."""
         found = []
@@ -383,14 +395,8 @@ class ShardedStep:
         self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Have a checkpoint's states: room for those along a parameter, values for others."""
-        groups = {m.name: m.group for store in self.stores for m in store.spec.layout.members}
-        saved = [{state for name, its in groups.items() if its == i for state in names.get(name, ())}
-                 for i in range(len(self._rules))]  # fmt: skip
-        # Groups that share a rule have the same states, as `names_of_states` plans them.
-        self._make_late_states([{n for r, its in zip(self._rules, saved, strict=True) if r is rule for n in its}
-                                for rule in self._rules])  # fmt: skip
-        late = [set(rule.late_states) for rule in self._rules]
-        self._set_begun(frozenset(i for i, its in enumerate(saved) if its & late[i]))
+        if self._rules:
+            self._have_late_states(names)
         self.stepper.make_states(names, loose)
         if self.matrices is not None:
             self.matrices.take_loose_states(loose)

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import covering
-from models import Net, batches, config, more, net, rank, start, weights_of
+from models import Net, batches, config, first_difference, more, net, rank, start, tiers_of, train, weights_of
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import onefold
 from onefold.optim.choose import choose, for_disk
+from onefold.plan import Tier
 from onefold.utils import safe_set_full_fp32_param
 
 pytest.importorskip("prodigyopt")
@@ -708,3 +709,139 @@ def test_a_users_own_class_is_known_by_its_states_on_any_tier():
     assert [kept.by_own_class for chosen in (own, for_disk(own)) for kept in chosen.states_of_groups()] == [True, True]
     ours = choose(torch.optim.AdamW(parameters), None, parameters, model)
     assert not any(kept.by_own_class for kept in ours.states_of_groups())
+
+
+# -- values that are written during the run ----------------------------------------------------------------------------
+
+
+MOMENTA = [0.0, 0.0, 0.9, 0.9, 0.0, 0.5, 0.5, 0.5]
+
+
+def raise_momentum(folder: str, settings: dict[str, Any], hyper: dict[str, Any], momenta: list[float]) -> list[Any]:
+    """SGD whose momentum is written to one of its groups step by step, as plain torch does it. In the middle an engine
+    that begins without momentum goes on from a checkpoint.
+    """
+    torch.manual_seed(3)
+    model, plain = Net(width=32), Net(width=32)  # whole vectors: torch's kernels round what is left over otherwise
+    plain.load_state_dict(model.state_dict())
+    halves = {id(of): [list(of.parameters())[:3], list(of.parameters())[3:]] for of in (model, plain)}
+    given = [{"params": half, "lr": 0.05} for half in halves[id(model)]]
+    optimizer = torch.optim.SGD([{"params": half} for half in halves[id(plain)]], lr=0.05, fused=True, **hyper)
+    begin = {"type": "SGD", "params": {"lr": 0.05, **hyper}}
+    engine = start(model, config(2, optimizer=begin, **settings), model_parameters=given)
+    generator, told = torch.Generator().manual_seed(0), []
+    for step, momentum in enumerate(momenta):
+        if step == 5:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            model = Net(width=32)
+            half = [list(model.parameters())[:3], list(model.parameters())[3:]]
+            engine = start(
+                model, config(2, optimizer=begin, **settings), model_parameters=[{"params": h} for h in half]
+            )
+            engine.load_checkpoint(folder)
+        for group in (engine.optimizer.param_groups[1], optimizer.param_groups[1]):
+            group["momentum"] = momentum
+        x = torch.randint(0, 31, (4, 7), generator=generator)
+        engine.backward(engine(x, x))
+        engine.step()
+        plain(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if first_difference(weights_of(engine.module), weights_of(plain)) is not None:
+            told.append(step)
+    held, planned = ({tier: of(tier).states for tier in Tier} for of in (engine.held_bytes, engine.planned_bytes))
+    return [told, held == planned, sum(held.values()) > 0, bool(engine.describe())]
+
+
+@pytest.mark.parametrize("hyper", [{}, more({"dampening": 0.3, "weight_decay": 0.01})])
+@pytest.mark.parametrize("tier", ["device", "disk", more("host"), more("half"), more("all on disk")])
+@pytest.mark.parametrize("world", [1, more(2)])
+def test_momentum_may_be_raised_during_the_run_as_in_torch(on_ranks, tmp_path, world, tier, hyper):
+    zero = {"zero_optimization": tiers_of(str(tmp_path))[tier]}
+    for found in on_ranks(world, raise_momentum, str(tmp_path / "saved"), zero, hyper, MOMENTA):
+        assert found == [[], True, True, True]
+
+
+@pytest.mark.parametrize("stage", [0, more(1), 3])
+def test_momentum_may_be_raised_in_every_stage(on_ranks, tmp_path, stage):
+    zero = {"zero_optimization": {"stage": stage}}
+    for hyper in ({"dampening": 0.3}, {"nesterov": True, "momentum": 0.9}):
+        for found in on_ranks(2, raise_momentum, str(tmp_path / str(len(hyper))), zero, hyper, MOMENTA):
+            assert found == [[], True, True, True]
+
+
+def write_value(optimizer: Any, key: str, value: Any, stage: int, is_only_here: bool) -> list[Any]:
+    """What the next step raises; whether anything has changed; and whether the run goes on with the old value."""
+    model = net()
+    given = {"optimizer": optimizer} if isinstance(optimizer, dict) else {"optimizer": None}
+    instance = {} if isinstance(optimizer, dict) else {"optimizer": optimizer(model)}
+    engine = start(model, config(stage, **given), **instance)
+    train(engine, 1)
+    group, before = engine.optimizer.param_groups[0], weights_of(model)
+    old = dict(group)
+    if not is_only_here or rank() == 1:
+        group[key] = value
+    x, y = batches(1)[0]
+    engine.backward(engine(x, y))
+    try:
+        engine.step()
+        told = ""
+    except (ValueError, RuntimeError) as error:
+        told = str(error)
+    same = first_difference(weights_of(model), before) is None
+    group.pop(key, None)
+    group.update(old)
+    engine.step()
+    return [told, same, first_difference(weights_of(model), before) is not None]
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+MUON = {"type": "Muon", "params": {}}
+
+
+def nadam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters())
+
+
+@pytest.mark.parametrize(("optimizer", "key", "value", "told"), [
+    (ADAMW, "lr", -1, "optimizer.param_groups[0].lr = -1: expected at least 0"),
+    (ADAMW, "lr", "x", "optimizer.param_groups[0].lr = 'x': expected a number"),
+    (ADAMW, "lr", float("nan"), "optimizer.param_groups[0].lr = nan: expected a number"),
+    (ADAMW, "lr", torch.tensor(-1.0), "optimizer.param_groups[0].lr = -1.0: expected at least 0"),
+    (ADAMW, "lr", None, "optimizer.param_groups[0].lr = None: expected a number"),
+    (ADAMW, "betas", (0.9, 0.9, 0.9), "optimizer.param_groups[0].betas = [0.9, 0.9, 0.9]: expected a list of 2"),
+    (ADAMW, "betas", (0.9, 1.0), "optimizer.param_groups[0].betas[1] = 1.0: expected"),
+    (ADAMW, "amsgrad", True, "optimizer.param_groups[0]: amsgrad as written now needs the state max_exp_avg_sq"),
+    (ADAMW, "learning_rate", 0.1, "optimizer.param_groups[0].learning_rate: no optimizer reads it; did you mean"),
+    (ADAMW, "momentum", 0.1, "optimizer.param_groups[0].momentum: optimizer AdamW does not read it"),
+    (MUON, "adjust_lr_fn", "nonsense", "optimizer.param_groups[0].adjust_lr_fn = 'nonsense': expected one of"),
+    (MUON, "use_muon", False, "optimizer.param_groups[0].use_muon was True at initialize and is False now"),
+    (MUON, "muon_lr", 0.1, "optimizer.param_groups[0].muon_lr: optimizer Muon does not read it"),
+    (MUON, "ns_steps", 0, "optimizer.param_groups[0].ns_steps = 0: expected"),
+    (nadam, "lr", "x", "optimizer.param_groups[0].lr = 'x': expected a number"),
+    (nadam, "lr", -1, "optimizer.param_groups[0].lr = -1: expected at least 0"),
+    (nadam, "betas", (0.9,), "optimizer.param_groups[0].betas = (0.9,): expected a list of 2 numbers"),
+])  # fmt: skip
+def test_a_value_that_is_written_during_the_run_is_checked(on_ranks, optimizer, key, value, told):
+    for found in on_ranks(2, write_value, optimizer, key, value, 2, False):
+        assert found[0].startswith(told), found[0]
+        assert found[1:] == [True, True]
+
+
+def test_a_value_that_one_rank_alone_writes_is_told_on_all(on_ranks):
+    for found in on_ranks(2, write_value, ADAMW, "lr", -1, 2, True):
+        assert "param_groups[0]['lr'] of the optimizer is 0.001 on rank 0 and -1 on rank 1" in found[0]
+        assert found[1:] == [True, True]
+
+
+def write_in_hook() -> str:
+    engine = start(net(), config(2, optimizer=ADAMW))
+    engine.optimizer.register_step_pre_hook(lambda of, *_: of.param_groups[0].update(lr=-1.0))
+    with pytest.raises(ValueError, match=r"param_groups\[0\].lr = -1.0: expected at least 0"):
+        train(engine, 1)
+    return "raised"
+
+
+def test_a_value_that_a_hook_writes_is_checked(on_ranks):
+    assert on_ranks(2, write_in_hook) == ["raised"] * 2
