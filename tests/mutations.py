@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "step-number",
         "onefold/optim/step.py",
-        "step = Step(self.num_steps + 1, coefficient, self._groups_now(), skip)",
-        "step = Step(self.num_steps + 2, coefficient, self._groups_now(), skip)",
+        "step = Step(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))",
+        "step = Step(self.num_steps + 2, coefficient, groups, skip, self._begin_states(groups))",
         "test_reference.py",
     ),
     Mutation(
@@ -458,7 +458,7 @@ MUTATIONS = [
     Mutation(
         "sgd-first-step",
         "onefold/optim/rules.py",
-        "is_first_step=step == 1,",
+        "is_first_step=tile.begins,",
         "is_first_step=False,",
         "test_reference.py -k named",
     ),
