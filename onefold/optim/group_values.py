@@ -95,15 +95,18 @@ class WrittenValues:
         self._last: Sequence[Mapping[str, Any]] = [dict(group) for group in self._first]
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """Raise for what does not fit. Return the keys of each group that have other values than at the last call."""
+        """Raise for what does not fit. Return the keys of each group that have other values than were accepted last."""
         changed = []
         for index, (group, last, check) in enumerate(zip(groups, self._last, self._checks, strict=True)):
             keys = [] if check is None or _equal(group, last) else _changed(group, last)
             if keys and check is not None:
                 self._check_group(index, {key: group[key] for key in keys if key in group}, group, check)
             changed.append(keys)
-        self._last = groups
         return changed
+
+    def accept(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take these values, which have been checked, for those that the next check compares with."""
+        self._last = groups
 
     def _check_group(self, index: int, written: dict[str, Any], group: Mapping[str, Any], check: Check) -> None:
         path, first = f"optimizer.param_groups[{index}]", self._first[index]
@@ -114,6 +117,8 @@ class WrittenValues:
                     "it. Give the group that value before initialize"
                 )
         check(written, path)
+        if check is check_of_rate:  # only the rule knows what it reads
+            return
         for key in first:
             if key not in group and key in _hyperparameters():
                 raise ConfigError(f"{path}.{key} was removed from the group, and optimizer {self._name} reads it")

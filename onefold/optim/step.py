@@ -99,6 +99,7 @@ class ShardedStep:
         if on_host and chosen.rules:
             assert memory is not None
             self._host = HostStep(chosen.rules, memory, on_host, plan)
+        self._set_begun(frozenset())
         self.matrices: MatrixSteps | None = None
         if chosen.has_matrices:
             self.matrices = MatrixSteps(
@@ -131,6 +132,7 @@ class ShardedStep:
         groups = self._groups_now()
         if any(changed := self._written.check(groups)) and self._rules:
             self._make_wanted_states(groups, changed)
+        self._written.accept(groups)
         self.changing = True
         try:
             with torch.no_grad(), self._user_code():
@@ -198,7 +200,7 @@ class ShardedStep:
         """Make room for states that values written to groups ask for, or raise before anything has changed."""
         wanted, held = names_of_states(self._rules, groups), self._names_held()
         for index, (names, rule) in enumerate(zip(wanted, self._rules, strict=True)):
-            missing = [name for name in names if index in held and name not in held[index]]
+            missing = [name for name in names if changed[index] and name not in held.get(index, names)]
             if any(name not in rule.late_states for name in missing):
                 raise RuntimeError(
                     f"optimizer.param_groups[{index}]: {', '.join(changed[index])} as written now needs the state "

@@ -238,15 +238,18 @@ class TiledStepper:
         return [(0, store.states[name])] if name in store.states else []
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
-        found = []
-        for name, state in store.states.items():
-            segments = store.segments()
-            if any((segment.group, name) in self.not_begun for segment in segments):
-                begun = [s for s in segments if (s.group, name) not in self.not_begun]
-                found += [HeldState(name, s.start, state[s.start : s.stop]) for s in begun]
-            else:
-                found.append(HeldState(name, 0, state))
-        return found
+        return [HeldState(name, 0, state) for name, state in store.states.items()]
+
+    def saved_states(self, store: ShardStore) -> list[HeldState]:
+        """Return the states that a checkpoint has: those that are held, without groups in which they have not begun."""
+        if not self.not_begun:
+            return self.held_states(store)
+        return [
+            HeldState(name, segment.start, state[segment.start : segment.stop])
+            for name, state in store.states.items()
+            for segment in store.segments()
+            if (segment.group, name) not in self.not_begun
+        ]
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
         """States that do not lie along the shard, by range of it."""
@@ -372,6 +375,9 @@ class WholeStepper:
             for name, value in self._state[target].items()
             if _lies_along(value, target)
         ]
+
+    def saved_states(self, store: ShardStore) -> list[HeldState]:
+        return self.held_states(store)
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
         return [

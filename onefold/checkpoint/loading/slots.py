@@ -52,7 +52,7 @@ def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: i
 def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
     if not param.trainable or step is None:
         return
-    for state in step.stepper.held_states(param.store):
+    for state in step.stepper.saved_states(param.store):
         first = param.store.start + state.start
         last = first + state.memory.numel()
         for member, low, high in member_ranges(param.layout, max(start, first), min(stop, last)):
