@@ -15,18 +15,28 @@ Parameter.
 * Resting. The values are sharded and the Parameter has no elements. Metadata answers as DeepSpeed's does. An operation
   on values is seen by `__torch_function__`: inside a pass it unshards (`ParamHandle.operate`); before `initialize` a
   function in place that every rank calls is served (`ParamHandle.initialise`); elsewhere it raises.
+
+[Note: tensors derived from sharded parameters]
+`detach`, `data` and casts of a sharded parameter return a `DerivedTensor` without elements, and reading it raises.
+Before `initialize` libraries also initialise such tensors (`init.normal_(weight.float())` in transformers 5.8.0) and
+compare their addresses (5.2.0). DeepSpeed has an empty tensor there, so that neither has an effect. onefold does the
+same until an engine has the parameter: views and copies are derived tensors too, addresses are 0, and a function that
+overwrites all values turns a derived tensor into the plain empty tensor that it would be in DeepSpeed. A function that
+reads the values before they are overwritten still raises.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from onefold.log import logger
 from onefold.runtime.torch_internals import outside_compiler, tensors_in
 
 if TYPE_CHECKING:
@@ -163,7 +173,10 @@ def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A copy is nobody's: a plain Parameter."""
     if id(self) not in memo:
         with torch.no_grad():
-            copied = self.detach().clone(memory_format=torch.preserve_format)
+            values = self.detach()
+            if isinstance(values, DerivedTensor):
+                raise at_rest([name_of(self)], "copying it")
+            copied = values.clone(memory_format=torch.preserve_format)
         memo[id(self)] = nn.Parameter(copied, requires_grad=self.requires_grad)
         memo[id(self)].__class__ = plain_class(self)
     found: nn.Parameter = memo[id(self)]
@@ -236,35 +249,102 @@ def _torch_function(
     written = args[0] if args else kwargs.get("tensor")  # functions of `torch.nn.init` come with keywords
     if holder is not None and holder.may_be_initialised and written is resting[0] and _is_in_place(func):
         return holder.initialise(resting[0], func, args, kwargs)
-    names = [name_of(parameter) for parameter in resting]
-    if func in _WITHOUT_VALUES:
-        return _without_values(func, args, kwargs, names)
-    raise at_rest(names, _words(func))
+    if func in _WITHOUT_VALUES or (func in _VIEWS and _are_new(resting)):
+        return DerivedTensor.of(func, args, kwargs, resting)
+    raise at_rest([name_of(parameter) for parameter in resting], _words(func))
 
 
 _RESTING_MEMBERS: dict[str, Any] = {"__torch_function__": classmethod(_torch_function)}
 
 
-class RestingValues(torch.Tensor):
-    """What `detach`, `data` and casts give of a sharded parameter: its dtype and device. Operating on it raises."""
+class DerivedTensor(torch.Tensor):
+    """Tensor without elements that `detach`, `data` and casts of a sharded parameter return. Reading it raises.
+
+    [Note: tensors derived from sharded parameters] says what it allows before `initialize`.
+    """
 
     _onefold_names: list[str]
+    _onefold_parameters: list[weakref.ref[nn.Parameter]]
+    _onefold_is_view: bool
+
+    @staticmethod
+    def of(func: Callable[..., Any], args: Any, kwargs: Any, sources: Sequence[torch.Tensor]) -> Any:
+        """Run a function that reads no values on the empty tensors, and derive its result from `sources`."""
+        names: list[str] = []
+        parameters: list[weakref.ref[nn.Parameter]] = []
+        for source in sources:
+            if isinstance(source, DerivedTensor):
+                names += source._onefold_names
+                parameters += source._onefold_parameters
+            elif isinstance(source, nn.Parameter):
+                names.append(name_of(source))
+                parameters.append(weakref.ref(source))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except (IndexError, RuntimeError) as error:
+            if func not in _VIEWS:
+                raise
+            raise at_rest(names, _words(func)) from error  # an index or a shape that needs elements
+        if isinstance(result, torch.Tensor) and not result.numel():
+            result = result.detach().as_subclass(DerivedTensor)
+            result._onefold_names, result._onefold_parameters = names, parameters
+            copies = func in _MOVES or func in (torch.Tensor.clone, torch.clone, torch.empty_like)
+            result._onefold_is_view = not copies and getattr(sources[0], "_onefold_is_view", True)
+        return result
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        names = [name for value in tensors_in((args, kwargs)) for name in getattr(value, "_onefold_names", ())]
+        tensors = list(tensors_in((args, kwargs)))
+        derived = [value for value in tensors if isinstance(value, DerivedTensor)]
         if func not in _MEMORY and (reads_no_values(func) or func in _WITHOUT_VALUES):
-            return _without_values(func, args, kwargs, names)
-        raise at_rest(names, _words(func))
+            return DerivedTensor.of(func, args, kwargs, derived)
+        parameters = [reference() for value in derived for reference in value._onefold_parameters]
+        if _are_new(parameters):
+            if func in _ADDRESSES or func in _VIEWS or func is torch.empty_like:
+                return DerivedTensor.of(func, args, kwargs, derived)
+            written = args[0] if args else kwargs.get("tensor")
+            # Values of another tensor would be lost, and DeepSpeed's empty tensor raises there too.
+            others = [value for value in tensors if value is not written]
+            if (
+                func in OVERWRITES
+                and written is derived[0]
+                and not any(value.dim() for value in others if value.numel())
+            ):
+                written._become_plain(func)
+                return func(*args, **kwargs)
+        raise at_rest([name for value in derived for name in value._onefold_names], _words(func))
+
+    def _become_plain(self, func: Callable[..., Any]) -> None:
+        """Give up the parameter's values, because all of them are overwritten."""
+        if self._onefold_is_view:
+            _warn_of_lost_write(_words(func).replace("a parameter", f"a view of {', '.join(self._onefold_names)}"))
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise at_rest(self._onefold_names, "pickling it")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise at_rest(self._onefold_names, "copying it")
+
+
+@cache
+def _warn_of_lost_write(what: str) -> None:
+    logger.warning(
+        "%s before initialize has no effect, as in DeepSpeed, because its values are sharded over the ranks. "
+        "Initialise the parameter itself on all ranks, or write inside "
+        "onefold.zero.GatheredParameters(parameters, modifier_rank=0).",
+        what,
+    )
+
+
+def _are_new(parameters: Sequence[nn.Parameter | None]) -> bool:
+    """Return whether no engine has had these parameters."""
+    holders = [_holder(parameter) if parameter is not None else None for parameter in parameters]
+    return all(holder is not None and holder.is_new for holder in holders)
 
 
 class HeldGradient(torch.Tensor):
@@ -321,15 +401,6 @@ class HeldGradient(torch.Tensor):
         )
 
 
-def _without_values(func: Callable[..., Any], args: Any, kwargs: Any, names: list[str]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and not result.numel():
-            result = result.detach().as_subclass(RestingValues)
-            result._onefold_names = names
-        return result
-
-
 def at_rest(names: list[str], what: str) -> RuntimeError:
     """The error for whoever wants values that are not here."""
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
@@ -377,8 +448,10 @@ _METADATA: set[Any] = {
     """.split()  # noqa: SIM905
     if hasattr(torch.Tensor, name)
 } | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch._has_compatible_shallow_copy_type}
-# Asked for by code that is about to save a tensor's bytes.
-_MEMORY: set[Any] = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+_ADDRESSES: set[Any] = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+# Code that is about to save a tensor's bytes asks for these. safetensors asks for the layout before it asks for an
+# address, and would write an empty tensor.
+_MEMORY: set[Any] = {*_ADDRESSES, torch.Tensor.layout.__get__}  # type: ignore[attr-defined]
 # Outside a pass these give a tensor without values, so that casting and moving a module, and detaching, do not fail
 # before anybody reads a value.
 _MOVES: set[Any] = {
@@ -387,3 +460,23 @@ _MOVES: set[Any] = {
     if hasattr(torch.Tensor, name)
 }
 _WITHOUT_VALUES: set[Any] = {*_MOVES, torch.Tensor.detach, _data.__get__, torch.detach}
+# Before `initialize` these do so too.
+_VIEWS: set[Any] = {
+    getattr(where, name)
+    for where in (torch, torch.Tensor)
+    for name in """
+        clone contiguous view view_as reshape reshape_as flatten ravel t transpose swapaxes permute squeeze unsqueeze
+        narrow __getitem__ alias
+    """.split()  # noqa: SIM905
+    if hasattr(where, name)
+} | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
+# Functions that overwrite all values of their first argument.
+OVERWRITES: set[Any] = {
+    getattr(where, name)
+    for where in (torch.Tensor, torch, nn.init)
+    for name in """
+        normal_ uniform_ zero_ fill_ copy_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ constant_
+        kaiming_uniform_
+    """.split()  # noqa: SIM905
+    if hasattr(where, name)
+}

@@ -68,7 +68,7 @@ class ParamHandle:
         self.number = _next_number
         _next_number += sum(len(param.parameters) for param in params)
         self.lent = 0
-        self._is_new = True
+        self.is_new = True
         self.collective = collective
         self.ledger = ledger
         # A live engine holds the unit; this must not keep it alive.
@@ -90,7 +90,7 @@ class ParamHandle:
     def of_unit(unit: Unit, ledger: Ledger, owner: Owner) -> ParamHandle:
         handle = ParamHandle(unit.params, unit.schedule.in_flight.collective, ledger)
         handle._unit, handle._params, handle._owner = weakref.ref(unit), None, weakref.ref(owner)
-        handle._is_new = False
+        handle.is_new = False
         return handle
 
     def _tell(self) -> None:
@@ -226,7 +226,7 @@ class ParamHandle:
         """Whether code may still give values to parameters at rest: no engine has had them, and no rank writes alone,
         as one does inside `GatheredParameters`.
         """
-        return self._is_new and not ParamHandle.num_contexts
+        return self.is_new and not ParamHandle.num_contexts
 
     def initialise(
         self, parameter: nn.Parameter, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from covering import covering
 from models import config, more, precision, rank, start, weights_of
@@ -131,6 +132,14 @@ VALUE_OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
     "index": lambda p: p[0],
     "compare": lambda p: torch.equal(p, torch.ones(3)),
     "clone": lambda p: p.detach().clone(),
+    "clone read": lambda p: p.detach().clone().tolist(),
+    "view read": lambda p: p.view(-1).sum(),
+    "slice read": lambda p: p.data[:2].max(),
+    "cast scaled": lambda p: p.bfloat16().mul_(2),
+    "data loaded": lambda p: p.data.copy_(torch.ones(3)),
+    "cast copied": lambda p: torch.empty(0).copy_(p.bfloat16()),
+    "safetensors": lambda p: safetensors.torch.save({"p": p.detach()}),
+    "safetensors of a cast": lambda p: safetensors.torch.save({"p": p.bfloat16()}),
     "like": lambda p: torch.zeros_like(p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "matrix product": lambda p: torch.ones(3) @ p,
@@ -152,7 +161,8 @@ def values_at_rest(initialised: bool) -> list[str]:
             model = net()
     weight = model[0].weight
     found = []
-    served = set() if initialised else {"clamp_", "init"}  # code that initialises, on every rank
+    # Code that initialises runs on every rank, and a copy raises when it is read.
+    served = set() if initialised else {"clamp_", "init", "clone"}
     for name, operation in VALUE_OPERATIONS.items():
         if name in served:
             continue
@@ -164,6 +174,105 @@ def values_at_rest(initialised: bool) -> list[str]:
 @pytest.mark.parametrize("initialised", [True, False], ids=["engine", "Init"])
 def test_values_of_a_parameter_at_rest_raise(on_ranks, initialised):
     assert on_ranks(2, values_at_rest, initialised) == [[], []]
+
+
+DERIVED: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "float": lambda p: p.float(),
+    "bfloat16": lambda p: p.bfloat16(),
+    "to": lambda p: p.to(torch.float64),
+    "to same": lambda p: p.to(p.dtype),
+    "type": lambda p: p.type(torch.float16),
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "detach cast": lambda p: p.detach().float(),
+    "data cast": lambda p: p.data.to(torch.bfloat16),
+    "clone": lambda p: p.clone(),
+    "detach clone": lambda p: p.detach().clone(),
+    "view": lambda p: p.view(-1),
+    "reshape": lambda p: torch.reshape(p, (-1,)),
+    "flatten": lambda p: p.detach().flatten(),
+    "transposed": lambda p: p.data.t(),
+    "T": lambda p: p.data.T,
+    "slice": lambda p: p[:1],
+    "contiguous": lambda p: p.data.contiguous(),
+}
+INITIALISED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nn.init.normal_": lambda t: nn.init.normal_(t, std=0.02),
+    "nn.init.uniform_": nn.init.uniform_,
+    "nn.init.constant_": lambda t: nn.init.constant_(t, 3.0),
+    "nn.init.zeros_": nn.init.zeros_,
+    "nn.init.ones_": nn.init.ones_,
+    "nn.init.trunc_normal_": nn.init.trunc_normal_,
+    "nn.init.trunc_normal_, narrow": lambda t: nn.init.trunc_normal_(t, a=-0.1, b=0.1),
+    "nn.init.kaiming_uniform_": nn.init.kaiming_uniform_,
+    "normal_": lambda t: t.normal_().clamp_(-1, 1).mul_(2),
+    "zero_": lambda t: t.zero_(),
+    "fill_": lambda t: t.fill_(1),
+    "fill_ with a tensor": lambda t: t.fill_(torch.tensor(1.0)),
+    "random_": lambda t: t.random_(5),
+}
+ADDRESSES: dict[str, Callable[[torch.Tensor], int]] = {
+    "data_ptr": lambda t: t.data_ptr(),
+    "untyped_storage": lambda t: t.untyped_storage().data_ptr(),
+    "size": lambda t: t.untyped_storage().nbytes(),
+}
+
+
+def derived_before_initialize() -> list[str]:
+    """Names of calls on derived tensors that raise, that change a parameter, or that an engine does not stop."""
+    torch.manual_seed(3)
+    with onefold.zero.Init():
+        model = net()
+    before, found = {name: value.clone() for name, value in weights_of(model).items()}, []
+    weight, numbers = model[0].weight, torch.get_rng_state()
+    for source, derive in DERIVED.items():
+        for name, call in (INITIALISED | ADDRESSES).items():
+            with torch.no_grad():
+                result = call(derive(weight))
+            if name in ADDRESSES and result != 0:
+                found.append(f"{name} of {source} is {result}")
+    found += [] if torch.equal(torch.get_rng_state(), numbers) else ["random numbers were used"]
+    found += [f"{name} changed" for name, value in weights_of(model).items() if not torch.equal(value, before[name])]
+    kept = {name: derive(weight) for name, derive in DERIVED.items()}
+    engine = start(model, settings("3 nothing kept"))
+    for source, derive in DERIVED.items():
+        for name, call in (INITIALISED | ADDRESSES).items():
+            works: dict[str, Callable[[], Any]] = {
+                "new": lambda derive=derive, call=call: call(derive(engine.module[0].weight)),
+                "kept": lambda source=source, call=call: call(kept[source]),
+            }
+            for age, work in works.items():
+                problem = refusal(work, "weight", "GatheredParameters")
+                found += [f"after initialize, {name} of {age} {source}: {problem}"] if problem else []
+    return found
+
+
+def test_initialising_a_derived_tensor_has_no_effect_before_initialize_and_raises_after(on_ranks):
+    assert on_ranks(2, derived_before_initialize) == [[], []]
+
+
+def loaded_as_by_transformers() -> list[str]:
+    """What `from_pretrained` does to a sharded model after it has loaded it, in two releases."""
+    with onefold.zero.Init(dtype=torch.bfloat16):
+        model = net()
+    before, head = weights_of(model), model[-1].weight
+    found = []
+    addresses = {tensor.data_ptr() for tensor in model.state_dict().values()}  # 5.2.0, looking for tied weights
+    found += [] if addresses == {0} else [f"addresses {addresses}"]
+    with GatheredParameters([head], modifier_rank=0):  # 5.8.0: the head is missing in the checkpoint
+        if rank() == 0:
+            with torch.no_grad():
+                nn.init.constant_(head, 0.5)
+                for parameter in model.parameters():
+                    nn.init.normal_(parameter.float())
+    for name, value in weights_of(model).items():
+        expected = torch.full_like(value, 0.5) if name == "3.weight" else before[name]
+        found += [] if torch.equal(value, expected) else [f"{name} changed"]
+    return found
+
+
+def test_calls_of_transformers_after_loading_leave_the_weights(on_ranks):
+    assert on_ranks(2, loaded_as_by_transformers) == [[], []]
 
 
 def metadata_at_rest() -> str | None:
