@@ -45,7 +45,7 @@ from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
-from onefold.runtime.held import OVERWRITES, plain_class, reads_no_values
+from onefold.runtime.held import overwrites, plain_class, reads_no_values
 from onefold.runtime.order import Request
 from onefold.runtime.torch_internals import is_plain_float, tensors_in
 
@@ -266,7 +266,7 @@ class _Touch(TorchFunctionMode):
             if reads_no_values(func):
                 return func(*args, **kwargs)
             written = args[0] if args else kwargs.get("tensor")
-            if len(resting) == 1 and written is resting[0][0] and func in OVERWRITES:
+            if len(resting) == 1 and written is resting[0][0] and overwrites(func):
                 with self._init.overwriting(resting[0][1]):
                     return func(*args, **kwargs)
             for _, handle in resting:

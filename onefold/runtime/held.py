@@ -308,12 +308,8 @@ class DerivedTensor(torch.Tensor):
                 return DerivedTensor.of(func, args, kwargs, derived)
             written = args[0] if args else kwargs.get("tensor")
             # Values of another tensor would be lost, and DeepSpeed's empty tensor raises there too.
-            others = [value for value in tensors if value is not written]
-            if (
-                func in OVERWRITES
-                and written is derived[0]
-                and not any(value.dim() for value in others if value.numel())
-            ):
+            loses = any(value.dim() and value.numel() for value in tensors)
+            if overwrites(func) and written is derived[0] and not loses:
                 written._become_plain(func)
                 return func(*args, **kwargs)
         raise at_rest([name for value in derived for name in value._onefold_names], _words(func))
@@ -429,6 +425,11 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def overwrites(func: Callable[..., Any]) -> bool:
+    """Return whether a function overwrites all values of its first argument."""
+    return getattr(func, "__name__", "") in _OVERWRITES
+
+
 def reads_no_values(func: Callable[..., Any]) -> bool:
     """Metadata: shapes, dtype, device, requires_grad, grad, hooks and their kin."""
     if func in _METADATA:
@@ -470,13 +471,8 @@ _VIEWS: set[Any] = {
     """.split()  # noqa: SIM905
     if hasattr(where, name)
 } | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
-# Functions that overwrite all values of their first argument.
-OVERWRITES: set[Any] = {
-    getattr(where, name)
-    for where in (torch.Tensor, torch, nn.init)
-    for name in """
-        normal_ uniform_ zero_ fill_ copy_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ constant_
-        kaiming_uniform_
-    """.split()  # noqa: SIM905
-    if hasattr(where, name)
-}
+# Names, because libraries replace functions of `torch.nn.init` by their own while they initialise a model.
+_OVERWRITES = {
+    "normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
+    "geometric_", "constant_", "zeros_", "ones_", "kaiming_uniform_",
+}  # fmt: skip
