@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train check test test-of test-programs test-slow test-gpu mutants lint format docs bench bench-network install-as-deepspeed clean
+.PHONY: train check test test-of test-programs test-slow test-gpu mutants lint format docs bench bench-network matrix install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,9 @@ bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), i
 
 bench-network: $(STAMP)  ## ZeRO++ between two hosts, as network namespaces with a slow link (needs root)
 	$(BIN)/python -m benchmarks.network $(ARGS)
+
+matrix: $(STAMP)  ## frameworks and releases from the package index on onefold; ARGS="--list", "--only 'trl*'", "--failed"
+	$(BIN)/python tests/matrix/run.py $(ARGS)
 
 # Built in a copy, because setuptools leaves build/ where it builds.
 install-as-deepspeed:  ## onefold under the name of DeepSpeed, in the environment of $(PYTHON); refuses beside a real one
