@@ -314,8 +314,9 @@ def lightning(mode: str, folder: Path) -> Result:
     import lightning
     import lightning.pytorch.strategies.deepspeed as strategies
 
+    before = dict(os.environ)
     os.environ |= {"NODE_RANK": str(RANK), "LOCAL_RANK": "0"}
-    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     strategies.CUDAAccelerator = lightning.pytorch.accelerators.CPUAccelerator
     if hasattr(strategies, "_validate_device_index_selection"):
@@ -347,6 +348,7 @@ def lightning(mode: str, folder: Path) -> Result:
     module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=8))
     trainer.save_checkpoint(folder / f"saved-{mode}.ckpt")
+    os.environ |= before
     return {"losses": found}
 
 

@@ -51,10 +51,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "a comment: _comment": BATCH | {"_comment": "from our wiki", "zero_optimization": ZERO2},
     "a comment: //": BATCH | {"//": "from our wiki", "zero_optimization": ZERO2},
     "ArcticTraining: sequence_parallel_size": BATCH | {"zero_optimization": ZERO3, "sequence_parallel_size": 2},
-    "DeepSpeed: elasticity": {
-        "zero_optimization": ZERO2,
-        "elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4], "min_gpus": 1},
-    },
+    "DeepSpeed: elasticity": BATCH
+    | {"zero_optimization": ZERO2, "elasticity": {"enabled": True, "max_train_batch_size": 8, "min_gpus": 1}},
     "DeepSpeed: deepcompile": BATCH | {"zero_optimization": ZERO3, "compile": {"deepcompile": True}},
     "DeepSpeed: zenflow": BATCH
     | {"zero_optimization": ZERO2 | {"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}},
@@ -64,6 +62,29 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "zero_optimization": ZERO3
         | {"zero_hpz_partition_size": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     },
+    "public: number_checkpoints false": BATCH
+    | {
+        "zero_optimization": ZERO2,
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": False, "profile": False},
+    },
+    "public: last_batch_iteration of a schedule": BATCH
+    | {
+        "zero_optimization": ZERO2,
+        "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": -1, "warmup_num_steps": 10}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "adam_w_mode": True}},
+    },
+    "public: amp disabled": BATCH | {"zero_optimization": ZERO2, "amp": {"enabled": False, "opt_level": "O1"}},
+    "public: sparse_attention": BATCH
+    | {"zero_optimization": ZERO2, "sparse_attention": {"mode": "fixed", "block": 16}},
+    "public: tensor_parallel of 8": BATCH | {"zero_optimization": ZERO3, "tensor_parallel": {"tp_size": 8}},
+    "public: pipeline": BATCH | {"zero_optimization": {"stage": 1}, "pipeline": {"pipe_parallel_size": 2}},
+    "public: fp16 auto_cast auto": BATCH
+    | {"zero_optimization": ZERO3, "fp16": {"enabled": False, "auto_cast": "auto", "initial_scale_power": 32}},
+    "public: stage3_module_granularity_threshold": BATCH
+    | {"zero_optimization": ZERO3 | {"stage3_module_granularity_threshold": 1175567}},
+    "public: memory_efficient_linear": BATCH | {"zero_optimization": ZERO3 | {"memory_efficient_linear": False}},
+    "public: zero_quantized_nontrainable_weights": BATCH
+    | {"zero_optimization": ZERO3 | {"zero_quantized_nontrainable_weights": True}},
     "DeepSpeed: NVMe": BATCH
     | {
         "zero_optimization": ZERO3
@@ -76,19 +97,28 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def read(config: dict[str, Any]) -> str:
+# An error is the right answer: DeepSpeed refuses these too, or ignores a key that is in the wrong place.
+WRONG = {
+    "zero1_torch_compile.json": "DeepSpeed refuses it too",
+    "zero2_torch_compile.json": "DeepSpeed refuses it too",
+    "FlagEmbedding: offload_optimizer at the top": "DeepSpeed ignores the misplaced key",
+}
+
+
+def read(name: str, config: dict[str, Any]) -> str:
     """Return what becomes of a config. "auto" stands where the Trainer writes a number."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    filled = {name: value for name, value in config.items() if value != "auto"}
-    if not any(name.startswith("train_") for name in filled) and "elasticity" not in filled:
-        filled["train_micro_batch_size_per_gpu"] = 1
+    filled = {key: value for key, value in config.items() if value != "auto"}
+    inner = filled.get("deepspeed_config", filled)
+    if not any(key.startswith("train_") for key in inner):
+        inner["train_micro_batch_size_per_gpu"] = 1
     try:
-        DeepSpeedConfig(filled)
+        refusals = DeepSpeedConfig(filled).settings.refusals
     except Exception as error:
-        text = " ".join(f"{error}".split())
-        return f"refused: {text}" if "does not offer" in text else f"error: {text}"
-    return "taken"
+        text, reason = " ".join(f"{error}".split()), WRONG.get(name.rpartition("/")[2])
+        return f"refused ({reason}): {text}" if reason else f"error: {text}"
+    return f"refused: {'; '.join(refusals)}" if refusals else "taken"
 
 
 def shipped(folder: Path) -> dict[str, dict[str, Any]]:
@@ -108,7 +138,7 @@ def shipped(folder: Path) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     configs = shipped(Path(sys.argv[1])) | WRITTEN
-    print(json.dumps({name: read(config) for name, config in configs.items()}))
+    print(json.dumps({name: read(name, config) for name, config in configs.items()}))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,18 @@ ROOT = HERE.parent.parent
 RESULTS, PAGE = ROOT / "docs/compatibility.json", ROOT / "docs/compatibility.md"
 BASE = ["torch", "numpy", "rich", "pyyaml", "xxhash", "safetensors", "pydantic", "packaging", "setuptools", "wheel"]
 MODES = ["plain", "2", "3"]
-TRANSFORMERS = [
-    "4.51.3", "4.52.4", "4.53.3", "4.55.4", "4.57.6", "5.0.0", "5.2.0", "5.4.0", "5.8.0", "5.12.1", "5.16.1", "5.20.2",
-]  # fmt: skip
+TRANSFORMERS = ["4.52.4", "4.53.3", "4.55.4", "5.0.0", "5.2.0", "5.4.0", "5.8.0", "5.12.1", "5.16.1", "5.20.2"]
 # How far numbers may be from those without DeepSpeed. Trainers print four decimals.
 TOLERANCE = {"trainer_qwen_bf16": 0.03}
 
+# Faults of releases that DeepSpeed meets too.
+UPSTREAM = {
+    ("transformers 5.2.0", "trainer_new_head", "3"): "this release ties parameters whose data_ptr() is equal, and that "
+    "of every sharded parameter is 0, in DeepSpeed too; 5.3.0 does not",
+}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Row:
     name: str
     packages: list[str]
@@ -45,24 +49,29 @@ class Row:
     sdists: list[str] = ()  # type: ignore[assignment]
 
 
+ON_TOP = ["accelerate", "peft_lora", "trl_sft", "trl_dpo", "lightning"]
 TRAINER = ["trainer_llama", "trainer_qwen_bf16", "trainer_new_head"]
 ROWS = [
+    Row(
+        "spring 2025",
+        ["transformers==4.51.3", "accelerate==1.6.0", "peft==0.15.2", "trl==0.17.0", "lightning==2.5.1"],
+        [*TRAINER, *ON_TOP],
+    ),
     *(Row(f"transformers {release}", [f"transformers=={release}", "accelerate"], TRAINER) for release in TRANSFORMERS),
-    Row("transformers newest", ["transformers", "accelerate"], TRAINER),
-    Row("accelerate 1.6", ["accelerate==1.6.0", "transformers==4.57.6"], ["accelerate"]),
-    Row("accelerate 1.11", ["accelerate==1.11.0", "transformers==4.57.6"], ["accelerate"]),
-    Row("accelerate newest", ["accelerate", "transformers"], ["accelerate"]),
-    Row("trl 0.24", ["trl==0.24.0", "transformers==4.57.6"], ["trl_sft", "trl_dpo"]),
-    Row("trl newest", ["trl", "transformers"], ["trl_sft", "trl_dpo"]),
-    Row("peft 0.17", ["peft==0.17.1", "transformers==4.57.6", "accelerate"], ["peft_lora"]),
-    Row("peft newest", ["peft", "transformers", "accelerate"], ["peft_lora"]),
-    Row("lightning 2.5", ["lightning==2.5.6"], ["lightning"]),
-    Row("lightning newest", ["lightning"], ["lightning"]),
-    Row("sentence-transformers", ["sentence-transformers[train]"], ["sentence_transformers"]),
+    Row(
+        "autumn 2025",
+        ["transformers==4.57.6", "accelerate==1.11.0", "peft==0.17.1", "trl==0.24.0", "lightning==2.5.6"],
+        [*TRAINER, *ON_TOP],
+    ),
+    Row(
+        "newest",
+        ["transformers", "accelerate", "peft", "trl", "lightning", "sentence-transformers[train]"],
+        [*TRAINER, *ON_TOP, "sentence_transformers", "axolotl_configs"],
+        ["axolotl"],
+    ),
     Row("LLaMA-Factory", ["llamafactory"], ["llamafactory", "llamafactory_lora"]),
     Row("ms-swift", ["ms-swift"], ["ms_swift", "ms_swift_lora"]),
     Row("mmengine", ["mmengine"], ["mmengine"]),
-    Row("axolotl configs", ["transformers", "accelerate"], ["axolotl_configs"], ["axolotl"]),
     Row("OpenRLHF calls", [], ["openrlhf"]),
     Row("open-instruct calls", [], ["open_instruct"]),
     Row(
@@ -153,6 +162,9 @@ class Matrix:
                 entry["cases"]["configs"] = self.run_configs(folder)
             else:
                 entry["cases"] = self.run_cases(row.cases, environment, folder)
+                for (name, case, mode), reason in UPSTREAM.items():
+                    if name == row.name and entry["cases"][case][mode]["result"] != "pass":
+                        entry["cases"][case][mode]["result"] = f"upstream: {reason}"
         except Exception as error:  # a row that fails must not stop the others
             entry["error"] = f"{error}"[:400]
             say(f"{row.name}: {entry['error']}")
@@ -316,7 +328,7 @@ def passed(entry: dict[str, Any]) -> bool:
         verdicts += (
             [not v.startswith("error") for v in found.values()]
             if case == "configs"
-            else [found[mode]["result"] == "pass" for mode in MODES]
+            else [found[mode]["result"].startswith(("pass", "upstream")) for mode in MODES]
         )
     return "error" not in entry and bool(verdicts) and all(verdicts)
 
@@ -333,6 +345,7 @@ def page(results: dict[str, Any]) -> str:
         "(gloo). Each case trains three steps without DeepSpeed (DDP) and in stages 2 and 3. `pass` means that the",
         "losses, and the weights where the case saves them, equal those without DeepSpeed. `tests/matrix/cases.py` has",
         "the program of each case. The rows of OpenRLHF and open-instruct make the calls that these projects make.",
+        "`upstream` marks a fault of a release that DeepSpeed meets too.",
         "",
         "`make matrix` writes this page, and `make matrix ARGS=\"--only 'trl*'\"` runs some of the rows again.",
         "",
@@ -383,7 +396,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep environments and logs")
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows = [row for row in ROWS if any(fnmatch.fnmatch(row.name, pattern) for pattern in arguments.only or ["*"])]
+    patterns = arguments.only or ["*"]
+    rows = list(dict.fromkeys(row for pattern in patterns for row in ROWS if fnmatch.fnmatch(row.name, pattern)))
     if arguments.failed:
         rows = [row for row in rows if row.name not in results or not passed(results[row.name])]
     if arguments.list:
