@@ -305,7 +305,10 @@ class ShardStore:
         Nothing is compared while a host step or `offload_states` keeps either of them elsewhere.
         """
         weight = self._watched
-        if weight is None or self._step is not None or not weight.untyped_storage().size():
+        if weight is None or self._step is not None:
+            return
+        held = [weight, *(part for part in tensors_of(self.master) if isinstance(part, torch.Tensor))]
+        if not all(tensor.untyped_storage().size() for tensor in held if tensor.numel()):
             return
         if self.comparable is None and not self.written([self]):
             return
