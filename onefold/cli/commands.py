@@ -298,7 +298,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
       python zero_to_fp32.py CKPT OUT, beside every checkpoint, does the same in fp32 with DeepSpeed's options.
     """
     add = parser.add_argument
-    add("checkpoint", type=folder, metavar="CKPT", help="the folder that save_checkpoint was given, or that of one tag")
+    _add_folder(parser, "checkpoint", "CKPT")
     add("out", metavar="OUT", help="the folder to write to; made where it is not there")
     add("--tag", metavar="TAG", help="which checkpoint of CKPT (default: what `latest` names)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
@@ -388,7 +388,7 @@ def _ckpt_rm(parser: argparse.ArgumentParser) -> None:
       onefold ckpt rm checkpoints --leftovers                data of saves that were killed; what is being written stays
     """
     add = parser.add_argument
-    add("dir", type=folder, metavar="DIR", help="the folder that save_checkpoint was given")
+    _add_folder(parser, help="the folder that save_checkpoint was given")
     add("tags", metavar="TAG", nargs="*", help="what to remove")
     add("-y", "--yes", action="store_true", help="do not ask")
     add("--force", action="store_true", help="also what `latest` names")
@@ -413,9 +413,7 @@ def _import_deepspeed(parser: argparse.ArgumentParser) -> None:
       onefold ckpt inspect out                                                 what came of it
       onefold export out weights                                               its weights, whole
     """
-    parser.add_argument(
-        "source", type=folder, metavar="DIR", help="the folder that DeepSpeed saved to, or that of one tag"
-    )
+    _add_folder(parser, "source", help="the folder that DeepSpeed saved to, or that of one tag")
     parser.add_argument("out", metavar="OUT", help="the folder to write to; made where it is not there")
     parser.add_argument("--tag", metavar="TAG", help="which checkpoint of DIR (default: what `latest` names)")
 
@@ -499,12 +497,13 @@ def _add_trials(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
-def folder(text: str) -> str:
-    """Require a folder that exists."""
-    if not Path(text).is_dir():
-        problem = "is not a folder" if Path(text).exists() else "there is no such folder"
-        raise argparse.ArgumentTypeError(f"{text}: {problem}")
-    return text
+def check_folder(options: argparse.Namespace) -> None:
+    """Raise where the folder that a command reads is not there. Parsing does not look at files; this needs no torch."""
+    if options.reads_folder is None:
+        return
+    path = Path(getattr(options, options.reads_folder))
+    if not path.is_dir():
+        raise UsageError(f"{path}: {'is not a folder' if path.exists() else 'there is no such folder'}")
 
 
 def size(text: str) -> str:
@@ -524,9 +523,15 @@ def port(text: str) -> int:
     return number
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("dir", type=folder, metavar="DIR", help="the folder that save_checkpoint was given, or that of one tag")
+def _add_folder(
+    parser: argparse.ArgumentParser,
+    name: str = "dir",
+    metavar: str = "DIR",
+    help: str = "the folder that save_checkpoint was given, or that of one tag",
+) -> None:
+    """Add the folder that a command reads, see `check_folder`."""
+    parser.add_argument(name, metavar=metavar, help=help)
+    parser.set_defaults(reads_folder=name)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

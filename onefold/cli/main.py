@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import NoReturn
 
 import onefold
-from onefold.cli.commands import COMMANDS, Command, UsageError, loading_torch
+from onefold.cli.commands import COMMANDS, Command, UsageError, check_folder, loading_torch
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -120,7 +120,7 @@ def build_parser() -> Parser:
         added = groups[group].add_parser(
             name, help=command.help, description=text, epilog=epilog, formatter_class=HelpFormatter
         )
-        added.set_defaults(command=command, parser=added)
+        added.set_defaults(command=command, parser=added, reads_folder=None)
         command.add_arguments(added)
         if command.run is None:
             groups[path] = added.add_subparsers(title="commands", metavar="COMMAND")
@@ -149,6 +149,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if command.run is None:  # a group without its command
             options.parser.print_help(sys.stderr)
             return EXIT_USAGE
+        check_folder(options)
         exit_code: int = _import(command)(options)
     except ValueError as error:
         # UsageError, ConfigError, DataError: onefold's own, with a message for the person who typed the command.
