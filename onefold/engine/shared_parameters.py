@@ -38,7 +38,7 @@ class SharedParameters:
             flat, _ = handle.place_of(parameter)
             if parameter.requires_grad and id(parameter) in groups:
                 trained_here.setdefault(id(owner), name)
-            elif not groups or not flat.trainable:
+            else:
                 dtype = flat.dtype if flat.spec.packed else plan.precision.of_parameter(flat.dtype)
                 if dtype != flat.dtype:
                     raise ConfigError(

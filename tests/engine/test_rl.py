@@ -366,6 +366,42 @@ def test_a_value_head_over_a_shared_backbone(on_ranks, tmp_path, stage):
     assert on_ranks(2, value_head, stage, str(tmp_path)) == [[], []]
 
 
+class Detached(Valued):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.value(self.backbone.logits(x).detach()).float().square().mean()
+
+
+def critic_of(stage: int) -> tuple[Any, list[float]]:
+    """A value head over a backbone that the policy trains meanwhile: losses and weights of the policy, and the head's
+    losses.
+    """
+    policy = start(net(), config(stage))
+    model = Detached(policy.module)
+    critic = start(model, config(stage), model_parameters=model.value.parameters())
+    losses, values = [], []
+    for batch in batches(3):
+        value = critic(*batch)
+        critic.backward(value)
+        critic.step()
+        loss = policy(*batch)
+        policy.backward(loss)
+        policy.step()
+        losses.append(loss.item())
+        values.append(value.item())
+    return [losses, weights_of(policy.module)], values
+
+
+def critics_beside_policies() -> list[str | None]:
+    straight = train(start(net(), config(0)), 3)
+    found = [critic_of(stage) for stage in (0, 2, 3)]
+    told = [first_difference(policy, [straight.losses, straight.weights]) for policy, _ in found]
+    return [*told, *(first_difference(values, found[0][1]) for _, values in found)]
+
+
+def test_a_value_head_over_what_the_policy_trains(on_ranks):
+    assert on_ranks(2, critics_beside_policies) == [[None] * 6] * 2
+
+
 def not_shared() -> list[str]:
     told = []
     policy = start(lora(), config(3, **precision("bf16")))

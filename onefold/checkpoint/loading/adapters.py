@@ -35,14 +35,17 @@ class MergedAdapters:
 
     def _find(self, path: str, layer: Any) -> None:
         """Check one module, and note which parameters it changes."""
+        from peft import PeftModel
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+        from peft.utils import other
+        from peft.utils.other import ModulesToSaveWrapper
 
         kind = f"{path} is a {type(layer).__module__}.{type(layer).__name__}"
-        if isinstance(layer, AuxiliaryTrainingWrapper) and not isinstance(layer, ModulesToSaveWrapper):
+        wrapper = getattr(other, "AuxiliaryTrainingWrapper", ModulesToSaveWrapper)  # earlier releases have only one
+        if isinstance(layer, wrapper) and not isinstance(layer, ModulesToSaveWrapper):
             raise _unsupported(kind)
-        if getattr(layer, "prompt_encoder", None):
+        if isinstance(layer, PeftModel) and getattr(layer, "prompt_encoder", None):
             raise _unsupported(f"{path or 'the model'} has a prompt encoder")
         if not isinstance(layer, BaseTunerLayer):
             return
