@@ -75,7 +75,7 @@ def run_stages(dtype: str, accumulation: int, zero: dict[str, Any], **params: An
     return traces
 
 
-@covering(world=(1, 2, 3, more(4)), dtype=("fp32", "bf16", "fp16"), strength=1)
+@covering(world=(1, 3, more(2), more(4)), dtype=("fp32", "bf16", more("fp16")), strength=1)
 def test_stages_are_bit_equal(on_ranks, world, dtype):
     results = on_ranks(world, run_stages, dtype, 1, {})
     for traces in results:
@@ -84,7 +84,8 @@ def test_stages_are_bit_equal(on_ranks, world, dtype):
         assert first_difference(traces[3].weights, results[0][3].weights) is None
 
 
-@pytest.mark.parametrize("overlap", [True, more(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_stages_are_bit_equal_in_small_buckets_with_other_coefficients(on_ranks, overlap):
     zero = {"overlap_comm": overlap, "allgather_bucket_size": 20_000, "reduce_bucket_size": 20_000}
     params = {"ns_coefficients": "polar_express", "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
@@ -142,6 +143,7 @@ def run_wires(zero: dict[str, Any]) -> Trace:
     return train(start(wide(), config(3, optimizer=muon(), zero_optimization=zero, **precision("bf16"))), 3)
 
 
+@pytest.mark.slow
 def test_replica_groups_and_secondary_shards_go_with_it(on_ranks):
     plain, hpz, mics = (
         on_ranks(4, run_wires, zero) for zero in ({}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2})

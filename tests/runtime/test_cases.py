@@ -533,16 +533,20 @@ GROUPS: dict[str, dict[str, Case]] = {
 CASES: dict[str, Case] = {name: case for group in GROUPS.values() for name, case in group.items()}
 
 
+def num_steps(accumulation: int) -> int:
+    return STEPS if accumulation == 1 else 2
+
+
 def train_case(case: str, stage: int, *, bare: bool = False, accumulation: int = 1, overlap: bool = False) -> Weights:
     build, loss_of = CASES[case]
     torch.manual_seed(5 + rank())
     engine = start(build(), settings(stage, accumulation, overlap))
-    for step in range(STEPS * accumulation):
+    for step in range(num_steps(accumulation) * accumulation):
         loss = loss_of(engine, step)
         loss.backward() if bare else engine.backward(loss)
         engine.step()
     assert all(parameter.grad is None for parameter in engine.module.parameters())
-    assert engine.global_steps == STEPS
+    assert engine.global_steps == num_steps(accumulation)
     weights = weights_of(engine.module)
     engine.destroy()
     return weights
@@ -552,7 +556,7 @@ def train_reference(case: str, accumulation: int) -> Weights:
     build, loss_of = CASES[case]
     torch.manual_seed(5)
     reference = Reference(build())
-    for step in range(STEPS * accumulation):
+    for step in range(num_steps(accumulation) * accumulation):
         (loss_of(reference.model, step) / accumulation).backward()
         if (step + 1) % accumulation == 0:
             reference.step()

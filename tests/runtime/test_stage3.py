@@ -1359,6 +1359,7 @@ def test_models_are_bit_equal_to_stage_2(on_ranks, group):
     assert on_ranks(2, table, list(GROUPS[group]), beside_stage_2) == [[], []]
 
 
+@pytest.mark.slow
 def test_models_on_which_ranks_differ_are_bit_equal_to_stage_2_on_three(on_ranks):
     assert on_ranks(3, table, WITH_THREE, beside_stage_2) == [[], [], []]
 
