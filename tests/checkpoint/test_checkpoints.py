@@ -479,7 +479,7 @@ def trained_values(folder: str, tag: str) -> Arrays:
     return {name: tensor.numpy() for name, tensor in found.items()}
 
 
-@covering(stage=STAGES)
+@covering(stage=(1, 3, *slower(0, 2)))
 def test_units_groups_and_precision_may_change(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, between_layouts, str(tmp_path), stage) == [[], []]
 
@@ -642,7 +642,7 @@ def adapted(folder: str, stage: int) -> Any:
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-@covering(stage=STAGES)
+@covering(stage=(1, 3, *slower(0, 2)))
 def test_an_adapter_resumes_from_itself_alone(on_ranks: OnRanks, tmp_path: Path, stage: int) -> None:
     assert on_ranks(2, adapted, str(tmp_path), stage) == [(True, True)] * 2
 
