@@ -305,7 +305,6 @@ def accelerate(mode: str, folder: Path) -> Result:
     if RANK == 0:
         assert weights["0.weight"].shape == (32, 16)
     assert abs(found.pop() - found[-1]) < 1e-6, "the step after load_state differs"
-    accelerator.end_training()
     return {"losses": found}
 
 

@@ -109,9 +109,15 @@ class Matrix:
             subprocess.run([sys.executable, "-m", "venv", str(self.base)], check=True)
             self.pip("install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *BASE)
             (self.base / ".installed").touch()
-        say("onefold and the distribution named deepspeed")
-        ours = [str(ROOT), str(ROOT / "packaging/deepspeed")]
-        self.pip("install", "--quiet", "--no-deps", "--force-reinstall", "--no-build-isolation", *ours)
+        sources = [
+            path for name in ("onefold", "packaging") for path in (ROOT / name).rglob("*") if path.suffix != ".pyc"
+        ]
+        newest = f"{max(path.stat().st_mtime for path in sources if path.is_file())}"
+        if (self.base / ".installed").read_text() != newest:
+            say("onefold and the distribution named deepspeed")
+            ours = [str(ROOT), str(ROOT / "packaging/deepspeed")]
+            self.pip("install", "--quiet", "--no-deps", "--force-reinstall", "--no-build-isolation", *ours)
+            (self.base / ".installed").write_text(newest)
 
     def prepare(self, row: Row, folder: Path) -> Path:
         """Make the environment of a row."""
@@ -228,9 +234,13 @@ class Matrix:
                 processes.append(
                     subprocess.Popen(command, env=variables, cwd=work, stdout=out, stderr=out, start_new_session=True)
                 )
-        deadline = time.monotonic() + self.timeout * len(runs)
+        deadline = time.monotonic() + self.timeout
+        finished = 0
         try:
             while any(process.poll() is None for process in processes):
+                if (work / runs[finished][0] / f"{runs[finished][1]}.json").exists() and finished < len(runs) - 1:
+                    finished, deadline = finished + 1, time.monotonic() + self.timeout
+                    say(f"    {finished} of {len(runs)} runs finished, now {runs[finished][0]}, {runs[finished][1]}")
                 failed = [rank for rank, process in enumerate(processes) if process.poll()]
                 if failed or time.monotonic() > deadline:
                     break
@@ -392,7 +402,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     parser.add_argument("--failed", action="store_true", help="only rows that have no result, or did not pass")
     parser.add_argument("--home", type=Path, default=ROOT / "build/matrix", help="folder for the environments")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one case in one mode")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for one case in one mode")
     parser.add_argument("--keep", action="store_true", help="keep environments and logs")
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -413,6 +423,7 @@ def main() -> int:
     for number, row in enumerate(rows, 1):
         say(f"[{number}/{len(rows)}] {row.name}")
         entry = matrix.run_row(row)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         results[row.name] = entry
         ordered = {known.name: results[known.name] for known in ROWS if known.name in results}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
