@@ -97,11 +97,12 @@ class Engine(nn.Module):
         self._shared = SharedParameters(model, plan, groups)
         units, memory = lay_out(model, plan, groups, states, group, self.ledger, device, self._shared.ids)
         schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
-        trained = {id(parameter) for param in schedule.trained_params() for parameter in param.parameters}
+        used = {
+            id(parameter) for param in schedule.trained_params() for parameter in param.parameters
+        } | self._shared.ids
         decision = StepDecision(plan, schedule)
         step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
-        elsewhere = trained | self._shared.ids
-        left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
+        left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in used]
         self.state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone)
         self.optimizer: ShardedOptimizer | None = None
         if step is not None:
@@ -132,7 +133,7 @@ class Engine(nn.Module):
         parts = (self.state, self._saving, self._hooks, handles, memory, self._reports)
         self._finalizer = weakref.finalize(self, close_engine, *parts)
         self._finalizer.atexit = False
-        self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else None
+        self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else lambda: None
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -534,8 +535,7 @@ class Engine(nn.Module):
         if finalizer is None:
             return
         _, close, parts, _ = finalizer
-        if self._resume_collector is not None:
-            self._resume_collector()
+        self._resume_collector()
         if self._trace is not None:
             self._trace.give_up()
         self._saving.stop()
@@ -550,8 +550,7 @@ class Engine(nn.Module):
         while self._compiled:
             module, own = self._compiled.pop()
             module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
+            module.__dict__.update({"forward": own} if own is not None else {})
         schedule.in_flight.pool.clear()
         self.optimizer = self.state.step = None
         schedule.forget_units()
@@ -570,9 +569,7 @@ class Engine(nn.Module):
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             changed = fn(probe)
             if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-                raise RuntimeError(
-                    "the engine's model cannot be cast or moved: dtypes and devices come from the config"
-                )
+                raise RuntimeError("the engine's model cannot be cast or moved; the config says dtypes and devices")
         return self
 
     def __getattr__(self, name: str) -> Any:

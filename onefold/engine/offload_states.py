@@ -213,7 +213,7 @@ def _gathers_from_master(param: FlatParam) -> bool:
 def _computes(param: FlatParam) -> bool:
     """Whether the master of a flat parameter is the shard that it is gathered from, in the same dtype."""
     store = param.store
-    return _gathers_from_master(param) and isinstance(store.master, torch.Tensor) and store.master.dtype == param.dtype
+    return _gathers_from_master(param) and store.param is not None and store.param.values.dtype == param.dtype
 
 
 def _tensors(state: TrainState, kind: OffloadStateTypeEnum) -> Iterator[torch.Tensor]:

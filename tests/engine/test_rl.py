@@ -517,7 +517,7 @@ def run_example(source: str) -> bool:
 
 
 def test_the_example_of_the_docs_runs(own_ranks):
-    page = (Path(__file__).parent.parent / "docs" / "rl.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
     (example,) = re.findall(r"```python\n(import .*?)```", page, re.DOTALL)
     assert all(
         call in example for call in ("offload_states", "merge_adapters", "GatheredParameters", "disable_adapter")

@@ -12,7 +12,7 @@ PACKAGE = which.ROOT / "onefold"
 TESTS = which.ROOT / "tests"
 FILES = {path.name: path for path in TESTS.rglob("test_*.py")}
 # Folders that belong to no package.
-OTHERS = {"docs", "fixtures", "gpu", "project"}
+OTHERS = {"docs", "fixtures", "gpu", "matrix", "project"}
 
 
 def has_code(text: str) -> bool:
