@@ -97,9 +97,7 @@ class Engine(nn.Module):
         self._shared = SharedParameters(model, plan, groups)
         units, memory = lay_out(model, plan, groups, states, group, self.ledger, device, self._shared.ids)
         schedule = Schedule(units, plan, collective, self.ledger, Pool(device), memory)
-        used = {
-            id(parameter) for param in schedule.trained_params() for parameter in param.parameters
-        } | self._shared.ids
+        used = {id(each) for param in schedule.trained_params() for each in param.parameters} | self._shared.ids
         decision = StepDecision(plan, schedule)
         step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
         left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in used]
