@@ -1,4 +1,4 @@
-"""The one logger of the library, and bytes in words.
+"""The one logger of the library; bytes and counts in words, and back.
 
 Nothing is configured at import; `initialize` gives the logger a handler if nobody else has.
 """
@@ -34,8 +34,56 @@ def format_bytes(value: float) -> str:
 
 def parse_size(size: int | str) -> int:
     """Parse a size in bytes: 1000, "500MB" and "5GB" (powers of ten), "2GiB" (of two)."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(i?))?B?", str(size).strip())
-    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0
-    if not match or Fraction(match[1]) * unit < 1:
+    try:
+        parsed = 0 if "e" in str(size).lower() else parse_bytes(str(size), unit="B")
+    except ValueError:
+        parsed = 0
+    if parsed < 1:
         raise ValueError(f"a size is a positive number of bytes (500000000, '500MB', '5GB', '2GiB'), not {size!r}")
-    return int(Fraction(match[1]) * unit)
+    return parsed
+
+
+def parse_bytes(text: str, unit: str = "GB") -> int:
+    """Return the bytes that a person wrote: 80GB and 80G (powers of ten), 80GiB (of two), 1.5TB; `unit` is that of a
+    plain number. Raise ValueError for anything else.
+    """
+    number, written = _split_number(text)
+    # 5Gb is not accepted: in that spelling a small b stands for bits.
+    found = re.fullmatch(r"([kmgt]?)(i?)b?|([kKMGT]?)(i?)B?", written or unit)
+    letter, binary = ("", "") if found is None else (found[1] or found[3] or "", found[2] or found[4])
+    if found is None or (binary and not letter):
+        raise ValueError(f"{text!r} is not a size; write a number with a unit, as in 80GB, 80GiB or 1.5TB")
+    return int(number * (1024 if binary else 1000) ** _power(letter))
+
+
+def parse_rate(text: str) -> int:
+    """Return the bytes per second that a person wrote: 50 and 50GB/s, 400Gbit/s and 400Gbps (eight bits per byte)."""
+    number, written = _split_number(text)
+    bits = re.fullmatch(r"([kKMGT]?)(?:bit/s|bps)", written)
+    if bits is not None:
+        return int(number * 1000 ** _power(bits[1]) / 8)
+    if re.fullmatch(r"|[kKMGT]?i?B(/s)?", written) is None:
+        raise ValueError(f"{text!r} is not a rate; write a number with a unit, as in 50GB/s or 400Gbit/s")
+    return parse_bytes(text.strip().removesuffix("/s"))
+
+
+def parse_count(text: str) -> int:
+    """Return the whole number that a person wrote: 7B, 1.3b, 350M, 10k, 7e9 or 7_000_000_000."""
+    number, written = _split_number(text)
+    if re.fullmatch(r"[kmbtKMBT]?", written) is None:
+        raise ValueError(f"{text!r} is not a number of parameters; write it as in 7B, 350M or 7e9")
+    scale: int = 1000 ** _power(written)
+    return round(number * scale)
+
+
+def _power(letter: str) -> int:
+    """Return the power of a thousand that a letter stands for; B is a billion, as G is."""
+    return ["", "k", "m", "g", "t"].index(letter.lower().replace("b", "g"))
+
+
+def _split_number(text: str) -> tuple[Fraction, str]:
+    number = r"([+-]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
+    found = re.fullmatch(rf"\s*{number}\s*([a-zA-Z/]*)\s*", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number")
+    return Fraction(found[1].replace("_", "")), found[2]

@@ -796,11 +796,11 @@ MUTATIONS = [
         "test_report_page.py -k thinning",
     ),
     Mutation(
-        "plan-titles",
+        "plan-wide-tables",
         "onefold/cli/terminal.py",
-        'console.print(Text(title, "bold"))',
-        "table.title = title",
-        "test_estimate.py -k one_line_of_title",
+        "if all(line.cell_len <= width for line in lines):",
+        "if lines:",
+        "test_estimate.py -k narrow_terminal",
     ),
     Mutation(
         "plan-states-on-disk-alone",

@@ -21,8 +21,8 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
 CPU_RANKS = 2
-# GB: seconds on a laptop, and far more than caches hold.
-DEFAULT_BENCH_SIZE = 0.5
+# Seconds on a laptop, and far more than caches hold.
+DEFAULT_BENCH_SIZE = "0.5GB"
 
 
 class UsageError(ValueError):
@@ -41,6 +41,28 @@ def loading_torch() -> Iterator[None]:
         yield
     finally:
         print(erase, end="", file=sys.stderr, flush=True)
+
+
+def read_number(
+    options: argparse.Namespace, name: str, parse: Callable[[str], int], example: str, most: float, least: int = 1
+) -> int | None:
+    """Return an option as a number of at least `least` and at most `most`, or raise UsageError; None: not given."""
+    text = getattr(options, name)
+    if text is None:
+        return None
+    option, text = f"--{name.replace('_', '-')}", str(text)
+    try:
+        value = parse(text)
+    except ValueError as error:
+        is_number = text.strip(" +-").lower() in ("nan", "inf", "infinity")
+        raise UsageError(
+            f"{option} {text}: {f'must be above 0 and finite, as in {example}' if is_number else error}"
+        ) from None
+    if value < least:
+        raise UsageError(f"{option} {text}: must be {'above 0' if least else '0 or more'}, as in {example}")
+    if value > most:
+        raise UsageError(f"{option} {text}: this is more than can be planned; write a number as in {example}")
+    return value
 
 
 class Command(NamedTuple):
@@ -147,42 +169,52 @@ def _launch(parser: argparse.ArgumentParser) -> None:
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 
 
-@command("plan", "what fits, what it costs, and which setting to take", "onefold.cli.plan:plan")
+@command("plan", "what fits, what it costs, and which setting to take", "onefold.cli.plan:plan", loads_torch=False)
 def _plan(parser: argparse.ArgumentParser) -> None:
     """
-    Say before a run what fits. The step of each stage, offload and ZeRO++ setting is rehearsed: the engine itself runs
-    it, as one rank of the job, on tensors without memory. So parameters, gradients, states, activations and traffic are
-    those of the run. Times are estimates, from what the machine is held to do. No GPU is needed.
+    Say before a run what fits: memory, traffic and time of each stage, offload and ZeRO++ setting, and which one to
+    take. The engine itself runs a step of each as one rank of the job, on tensors without memory (a dry run), so
+    parameters, gradients, states, activations and traffic are those of the run. Times are estimates from the
+    machine's nominal rates. No GPU is needed.
 
-    The model: a folder or config.json of transformers (nothing is downloaded), module:function that returns an
-    nn.Module, a checkpoint of onefold, a preset of `onefold train`, or just a number of parameters.
+    The model is a folder or config.json of transformers (nothing is downloaded), module:function that returns an
+    nn.Module, a checkpoint of onefold, a preset of `onefold train` (25m, 1.3b, ...), a well-known shape (7b, llama-7b,
+    llama-3-8b, 13b, 70b, ...), or just a number of parameters.
+
+    Exit code: 0 if at least one setting fits, 1 if none does, 2 for wrong use.
 
     examples:
-      onefold plan --params 7e9 --machine 8xA100                     model states of every stage
-      onefold plan --model llama/config.json --machine 8xH100 --batch 4 --seq 4096
-      onefold plan --model mymodel:build --machine 4090 --batch 1 --seq 2048 --recompute
-      onefold plan --model llama/ --machine 8xH100 --nodes 4 --batch 2 --seq 8192 --write ds_config.json
-      onefold plan --model llama/ --lora 16 --machine "one 4090" --batch 1 --seq 2048
-      onefold plan --model 1.3b --machine 8xH100 --config ds_config.json --json | jq .settings
+      onefold plan --params 7B --machine 8xA100
+          model states of every stage
+      onefold plan --model llama-7b --machine 8xA100 --batch 4 --seq 2048
+      onefold plan --model llama/config.json --machine 8xH100 --batch 4 --wide
+          with every kind of memory, traffic, and what bounds a step
+      onefold plan --model mymodel:build --machine 4090 --batch 1 --recompute
+      onefold plan --model llama/ --machine 8xH100 --nodes 4 --link 400Gbit/s
+      onefold plan --model llama/ --lora 16 --machine "one 4090" --batch 1
+      onefold plan --model 7b --gpus 4 --gpu-memory 48GB --host-memory 1TB
+      onefold plan --model 1.3b --machine 8xH100 --write ds_config.json
+      onefold plan --model 1.3b --machine 8xH100 --json | jq .settings
     """
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--params", type=float, metavar="N", help="so many parameters, as in 7e9: model states alone")
+    what.add_argument("--params", metavar="N", help="number of parameters, e.g. 7B or 7e9: model states alone")
     what.add_argument("--model", metavar="MODEL", help="what to plan for, see above")
-    add("--lora", type=int, default=0, metavar="RANK", help="LoRA adapters of this rank (models of transformers)")
+    add("--lora", type=int, metavar="RANK", help="LoRA adapters of this rank (models of transformers)")
     add("--recompute", action="store_true", help="with activation checkpointing of every block")
-    add("--batch", type=int, metavar="N", help="sequences of a micro-batch (default: 1, or the config's)")
-    add("--seq", type=int, metavar="N", help="tokens of a sequence (default: what the model knows, at most 2048)")
-    add("--machine", metavar="GPUS", help="one node, as in 8xH100 or 4090 (default: this machine's GPUs)")
-    add("--gpus", type=int, metavar="N", help="GPUs of a node, in place of the machine's")
-    add("--nodes", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--gpu-memory", type=float, metavar="GB", help="of each GPU")
-    add("--host-memory", type=float, metavar="GB", help="of each node")
-    add("--nvme", type=float, metavar="GB", help="of fast disk on each node; 0: none")
-    add("--bus", type=float, metavar="GB/s", help="between a GPU and its host, each way")
-    add("--link", type=float, metavar="GB/s", help="that leave a node, each way")
+    add("--batch", type=int, metavar="N", help="sequences per micro-batch (default: 1, or the config's)")
+    add("--seq", type=int, metavar="N", help="tokens per sequence (default: the model's limit, at most 2048)")
+    add("--machine", metavar="GPUS", help="one node, e.g. 8xH100 or 4090 (default: this machine's GPUs)")
+    add("--gpus", type=int, metavar="N", help="GPUs per node, in place of the machine's")
+    add("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    add("--gpu-memory", metavar="SIZE", help="memory per GPU, e.g. 80GB, 80GiB or 80 (GB)")
+    add("--host-memory", metavar="SIZE", help="host memory per node, e.g. 1TB")
+    add("--nvme", metavar="SIZE", help="fast disk per node, e.g. 8TB; 0: none")
+    add("--bus", metavar="RATE", help="between a GPU and its host, each way, e.g. 50GB/s")
+    add("--link", metavar="RATE", help="between nodes, each way, e.g. 50GB/s or 400Gbit/s")
     add("--config", metavar="FILE", help="a DeepSpeed config: the settings are put in place of its own")
     add("--write", metavar="FILE", help="write the config of the recommended setting")
+    add("--wide", action="store_true", help="all columns: every kind of memory, traffic, seconds by resource")
     _add_json(parser)
 
 
@@ -432,7 +464,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 
 @command(
-    "bench tiers", "bus, host Adam and disk, and what each offload setting would cost", "onefold.cli.bench:bench_tiers"
+    "bench tiers",
+    "bus, host Adam and disk, and what each offload setting would cost",
+    "onefold.cli.bench:bench_tiers",
+    loads_torch=False,
 )
 def _bench_tiers(parser: argparse.ArgumentParser) -> None:
     """
@@ -455,16 +490,16 @@ def _bench_tiers(parser: argparse.ArgumentParser) -> None:
     examples:
       onefold bench tiers
       onefold bench tiers --path /mnt/nvme0 --path /mnt/nvme1    two drives, as "nvme_path" with two folders
-      onefold bench tiers --parameters 7e9                       what a model of 7 billion parameters would cost
-      onefold bench tiers --size 4                               larger and slower: for machines with large caches
+      onefold bench tiers --parameters 7B                        what a model of 7 billion parameters would cost
+      onefold bench tiers --size 4GB                             larger and slower: for machines with large caches
       onefold bench tiers --json --no-save | jq .measured.bus
     """
     add = parser.add_argument
     add("--path", metavar="DIR", action="append", default=[],
         help="measure the drive of this folder; repeat it for several drives (default: no disk)")  # fmt: skip
-    add("--size", metavar="GB", type=float, default=DEFAULT_BENCH_SIZE,
+    add("--size", metavar="SIZE", default=DEFAULT_BENCH_SIZE,
         help=f"memory, and disk space, that each part works on (default: {DEFAULT_BENCH_SIZE})")  # fmt: skip
-    add("--parameters", metavar="N", type=float, default=1e9, help="of the model in the tables (default: 1e9)")
+    add("--parameters", metavar="N", default="1B", help="of the model in the tables, e.g. 7B or 7e9 (default: 1B)")
     add("--no-save", action="store_true", help="do not keep the numbers")
     _add_json(parser)
 

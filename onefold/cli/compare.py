@@ -27,7 +27,7 @@ def compare(options: argparse.Namespace) -> int:
         raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
     job, micro_batch = job_of(options)
     found: list[Trial] = []
-    with progress_bar("compare", in_bytes=False) as tell:
+    with progress_bar("compare", in_bytes=False, in_lines=True) as tell:
         # Round by round, so that a machine that is busy for a while is so for all settings.
         total = len(settings) * options.rounds
         for place, setting in enumerate(settings):

@@ -151,10 +151,12 @@ def _run(arguments: Sequence[str] | None) -> int:
             return EXIT_USAGE
         check_folder(options)
         exit_code: int = _import(command)(options)
-    except ValueError as error:
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise
+    except Exception as error:
         # UsageError, ConfigError, DataError: onefold's own, with a message for the person who typed the command.
-        if not type(error).__module__.startswith("onefold."):
-            raise
+        if not (isinstance(error, ValueError) and type(error).__module__.startswith("onefold.")):
+            return _fail_unexpectedly(error)
         print(f"onefold: {error}", file=sys.stderr)
         return EXIT_USAGE
     return exit_code
@@ -165,6 +167,19 @@ def _import(command: Command) -> Callable[[argparse.Namespace], int]:
     with loading_torch() if command.loads_torch else nullcontext():
         run: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
     return run
+
+
+def _fail_unexpectedly(error: Exception) -> int:
+    """Say in one line what no command expected; with ONEFOLD_TRACEBACK=1 raise it, for a bug report."""
+    if os.environ.get("ONEFOLD_TRACEBACK", "0") not in ("", "0"):
+        raise error
+    text = " ".join(str(error).split())
+    print(
+        f"onefold: {type(error).__name__}: {text[:500]}\nThis is a bug of onefold. ONEFOLD_TRACEBACK=1 shows where it "
+        "happens.",
+        file=sys.stderr,
+    )
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":

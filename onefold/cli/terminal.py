@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Literal
 
 from rich import progress
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from onefold.log import format_bytes
 
 Run = Callable[[argparse.Namespace], int]
 Tell = Callable[[str, int, int], None]
+# Of lines that go to a pipe or a file, where COLUMNS says nothing else.
+PIPE_WIDTH = 120
+# Text in the last column of a table is wrapped where so many columns are left for it.
+_WRAPPED = 24
 
 
-# Where stderr is no terminal, a line comes at most this often while the same thing is done.
-_LINE_SECONDS = 10.0
+# Where stderr is no terminal, a line is printed at most this often while the same thing is done.
+_LINE_SECONDS = 5.0
 
 
 def fail(error: Exception) -> int:
@@ -44,6 +48,8 @@ def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
         def run(options: argparse.Namespace) -> int:
             try:
                 return work(options)
+            except BrokenPipeError:
+                raise  # whoever read the output has ended: no error of this command
             except kinds as error:
                 return fail(error)
 
@@ -53,13 +59,13 @@ def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
 
 
 @contextmanager
-def progress_bar(title: str, *, in_bytes: bool = True) -> Iterator[Tell]:
+def progress_bar(title: str, *, in_bytes: bool = True, in_lines: bool = False) -> Iterator[Tell]:
     """Show progress on stderr: a bar on a terminal, plain lines otherwise. Call what is yielded with what is done now,
-    how much is done, and how much there is.
+    how much is done, and how much there is. `in_lines`: print a line for each part of the work, because it takes long.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(title, in_bytes=in_bytes)
+        yield _Lines(title, in_bytes=in_bytes, in_lines=in_lines)
         return
     columns: list[progress.ProgressColumn] = [progress.TextColumn("[bold]{task.description}"), progress.BarColumn()]
     if in_bytes:
@@ -73,36 +79,96 @@ def progress_bar(title: str, *, in_bytes: bool = True) -> Iterator[Tell]:
 
 
 class _Lines:
-    """Progress for logs and pipes: a line when something else is done, of work that is counted in bytes now and then.
+    """Progress for logs and pipes: a line for each part of the work, or a line every few seconds."""
 
-    Work that is counted in bytes says nothing where it takes only seconds: it consists of thousands of parts.
-    """
-
-    def __init__(self, title: str, *, in_bytes: bool) -> None:
-        self._title, self._in_bytes = title, in_bytes
+    def __init__(self, title: str, *, in_bytes: bool, in_lines: bool) -> None:
+        self._title, self._in_bytes, self._in_lines = title, in_bytes, in_lines
         self._last, self._shown = "", time.monotonic()
 
     def __call__(self, now: str, done: int, total: int) -> None:
         waited = time.monotonic() - self._shown
-        if (now == self._last or self._in_bytes) and waited < _LINE_SECONDS:
+        if (now == self._last or not self._in_lines) and waited < _LINE_SECONDS:
             return
         self._last, self._shown = now, time.monotonic()
         far = f"{format_bytes(done)} of {format_bytes(total)}" if self._in_bytes else f"{done} of {total} done"
         print(f"{self._title}: {now} ({far})", file=sys.stderr, flush=True)
 
 
+def terminal_width() -> int:
+    """Return the columns of the terminal; of a pipe `PIPE_WIDTH`, or what COLUMNS says."""
+    return max(shutil.get_terminal_size((PIPE_WIDTH, 24)).columns, 20)
+
+
+def print_text(text: str, indent: str = "") -> None:
+    """Print prose, wrapped at the terminal's width; `indent` is that of the lines after the first."""
+    wrapped = textwrap.wrap(
+        text, terminal_width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    print("\n".join(wrapped))
+
+
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str | None = None) -> None:
-    """A head that begins with > is over numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in heads:
-        justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
-        no_wrap = justify == "right" or head == "saved"
-        table.add_column(head.removeprefix(">"), justify=justify, no_wrap=no_wrap, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # whoever reads a pipe wants whole lines
-    if title is not None:  # not the table's own, which would be as narrow as the table
-        console.print(Text(title, "bold"))
-    console.print(table)
+    """Print a table in which no name and no number is ever cut. A head that begins with > is over numbers. Where the
+    terminal is narrow, columns move together, heads break, and at last the first cell stands on a line of its own.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    table = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    if title is not None:
+        console.print(Text("\n".join(textwrap.wrap(title, terminal_width(), break_on_hyphens=False)), "bold"))
+    for line in lay_out(heads, table, terminal_width()):
+        console.print(line)
+
+
+def lay_out(heads: Sequence[str], rows: Sequence[Sequence[Text]], width: int) -> list[Text]:
+    """Return the lines of a table for a terminal of this width."""
+    if not heads:
+        return []
+    lines: list[Text] = []
+    for gap, breaks, stacks in ((2, False, False), (1, True, False), (1, True, True)):
+        lines = _lines_of(heads, rows, width, gap, breaks=breaks, stacks=stacks)
+        if all(line.cell_len <= width for line in lines):
+            break
+    return lines
+
+
+def _lines_of(
+    heads: Sequence[str], rows: Sequence[Sequence[Text]], width: int, gap: int, *, breaks: bool, stacks: bool
+) -> list[Text]:
+    numbers = [head.startswith(">") for head in heads]
+    titles = [head.removeprefix(">") for head in heads]
+    tall = [title.split() if breaks else [title] for title in titles]
+    height = max(map(len, tall))
+    over = [[Text("")] * (height - len(title)) + [Text(part, "bold") for part in title] for title in tall]
+    body = [list(row) for row in rows]
+    widths = [
+        max([cell.cell_len for cell in column] + [part.cell_len for part in over[place]])
+        for place, column in enumerate(zip(*body, strict=True) if body else [()] * len(heads))
+    ]
+    first = 4 if stacks else widths[0]
+    before_last = first + sum(gap + each for each in widths[1:-1]) + gap
+    room = width - before_last
+    wraps = len(heads) > 1 and not numbers[-1] and widths[-1] > room >= _WRAPPED
+
+    def line(cells: Sequence[Text]) -> Text:
+        found, at = Text(), 0
+        for place, cell in enumerate(cells):
+            wide = first if place == 0 else widths[place]
+            left = wide - cell.cell_len if numbers[place] else 0
+            found.append(" " * (at - found.cell_len + max(left, 0)) if cell.cell_len else "")
+            found.append_text(cell)
+            at += wide + gap
+        return found
+
+    lines = [Text(titles[0], "bold")] if stacks else []
+    over[0] = [Text("")] * height if stacks else over[0]
+    lines += [line([over[place][part] for place in range(len(heads))]) for part in range(height)]
+    for row in body:
+        if stacks:
+            lines.append(row[0])
+            row = [Text(""), *row[1:]]
+        if not wraps:
+            lines.append(line(row))
+            continue
+        parts = [Text(part, row[-1].style) for part in textwrap.wrap(row[-1].plain, room)] or [Text("")]
+        lines += [line([*(row[:-1] if part is parts[0] else [Text("")] * (len(row) - 1)), part]) for part in parts]
+    return lines

@@ -91,7 +91,7 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
 
     job, micro_batch = job_of(options)
     job = replace(job, resumes=True)
-    with progress_bar("tune", in_bytes=False) as tell:
+    with progress_bar("tune", in_bytes=False, in_lines=True) as tell:
         paths = [options.nvme_path] if options.nvme_path else []
         ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
         host = measure_host()

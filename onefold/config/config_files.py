@@ -30,6 +30,7 @@ from onefold.config.keys import (
 from onefold.config.zero_optimization import ZeroOptimization
 
 _MAX_DEPTH = 50
+_MAX_BYTES = 1 << 26
 _MAX_VALUES = 1_000_000
 _WIDTH = 120
 _STRING = r'"(?:\\.|[^"\\\n])*"'
@@ -42,9 +43,11 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
     """The dict in a JSON or YAML file, or in a base64 string as DeepSpeed's launcher hands it over."""
     path = Path(source).expanduser()
     try:
-        if path.exists() and not path.is_file():  # a device may have no end, and a pipe no writer
-            raise ConfigError(f"{path}: cannot read the config (not a file)")
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)  # a pipe is fine; a device would be read until memory is gone
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {_MAX_BYTES >> 20} MiB, so it is not a config")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file ({error})") from error
     except OSError as error:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from onefold.comm.exchange import ACROSS
 from onefold.comm.nodes import Nodes
-from onefold.config import ConfigError, load_config
-from onefold.estimate.machines import GB, Machine
-from onefold.estimate.models import ModelSource, PlanError
+from onefold.config import Config, ConfigError, load_config
+from onefold.estimate.machines import GB, Machine, PlanError
+from onefold.estimate.models import ModelSource, build_once
 from onefold.estimate.on_cuda import ATTENTION
 from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import Rehearsal, rehearse
-from onefold.estimate.trace import MemoryMoment
+from onefold.estimate.trace import MemoryMoment, PassTrace
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
 from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
 from onefold.plan import (
@@ -37,12 +38,17 @@ MIB = 1 << 20
 WORKSPACE = 8 * MIB + 128 * 1024
 # What lies outside torch's allocator: the CUDA context with the kernels that are loaded, and NCCL's channels.
 CONTEXT, NCCL = 840 * MIB, 400 * MIB
-# Blocks that the allocator keeps and cannot use for what is asked, of the peak, where no step is rehearsed.
+# Blocks that the allocator keeps and cannot use, as a share of what is allocated at the peak. What it reserves beyond
+# that depends on the order of allocations; torch gives it back before it runs out.
 FRAGMENTATION = 0.05
 # A process before there is a model, on its host.
 PROCESS = 600 * MIB
 # The host keeps some memory for itself.
 HOST_SHARE = 0.9
+# A setting that leaves less of a GPU's memory is tight: the allocator may reserve more than a dry run knows.
+MARGIN = 0.05
+# The search for the largest micro-batch ends here.
+LARGEST_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class DeviceBytes:
     """what is as wide as the vocabulary aside."""
     workspace: int
     reserve: int
-    """What the allocator holds beyond what is in use."""
+    """What the allocator cannot use (`FRAGMENTATION`)."""
     context: int
     """CUDA's own, and NCCL's buffers."""
 
@@ -98,6 +104,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Shortage:
+    """A resource of which a setting needs more than the machine has."""
+
+    resource: str
+    """GPU, host or NVMe."""
+    lack: int
+    needed: int
+    """Bytes that the machine would have to have for it to fit; of the host more than are used (`HOST_SHARE`)."""
+
+    def __str__(self) -> str:
+        return f"short by {self.amount}"
+
+    @property
+    def amount(self) -> str:
+        name = self.resource if self.resource == "NVMe" else f"{self.resource} memory"
+        lack = f"{self.lack / GB:.1f} GB" if self.lack >= GB // 20 else f"{max(self.lack // 1_000_000, 1)} MB"
+        return f"{lack} of {name}"
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What one setting needs and takes."""
 
@@ -116,7 +142,12 @@ class Forecast:
     step: float | None
     micro_batch: int | None
     largest_batch: int | None
-    shortages: tuple[str, ...]
+    """The largest that fits, or one of at least `LARGEST_BATCH`; 0: none does; None: there is no forward."""
+    shortages: tuple[Shortage, ...]
+    spare: int
+    """Bytes of each GPU that are left; below 0 where it does not fit."""
+    is_tight: bool
+    """It fits, and leaves less than `MARGIN` of the GPU's memory."""
 
     @property
     def fits(self) -> bool:
@@ -191,10 +222,10 @@ def assumptions(question: Question) -> list[str]:
     """What was taken for granted, for people."""
     said = [*question.model.notes]
     if question.model.loss_of is not None:
-        said += [ATTENTION, "where a forward asks whether values are so, as masks are checked, they are"]
+        said += [ATTENTION, "data-dependent checks in forward (e.g. on masks) are assumed to pass"]
     said.append(
-        f"outside torch's allocator: {CONTEXT // MIB} MiB of CUDA"
-        f"{f' and {NCCL // MIB} MiB of NCCL' if question.machine.world > 1 else ''} (as on an H200)"
+        f"outside torch's allocator: {CONTEXT / GB:.1f} GB of CUDA"
+        f"{f' and {NCCL / GB:.1f} GB of NCCL' if question.machine.world > 1 else ''} (as on an H200)"
     )
     return said
 
@@ -212,21 +243,23 @@ def forecast(
     micro-batch too. `timer`: ops are timed by it, and are not guessed from a machine's rates.
     """
     rehearsed: dict[str, Rehearsal] = {}
+    found: list[Forecast] = []
 
     def rehearsal_of(setting: Setting, micro_batch: int) -> Rehearsal:
         offloads = [name in setting.zero for name in ("offload_optimizer", "offload_param")]
         zero = {key: value for key, value in setting.zero.items() if not key.startswith("offload")}
         key = f"{zero} {offloads} {micro_batch}"
         if key not in rehearsed:
+            tell(f"{setting.name}, micro-batch {micro_batch}", len(found), len(settings))
             rehearsed[key] = _rehearse(question, setting, micro_batch, uses_nccl=uses_nccl)
         return rehearsed[key]
 
-    found = []
-    for place, setting in enumerate(settings):
-        tell(setting.name, place, len(settings))
-        each = _forecast(question, setting, rehearsal_of(setting, question.micro_batch or 1), timer)
+    for setting in settings:
+        rehearsal = rehearsal_of(setting, question.micro_batch or 1)
+        each = _forecast(question, setting, rehearsal, timer)
         if finds_batch and each.step is not None:
-            each = replace(each, largest_batch=_largest_batch(question, each.device, rehearsal_of))
+            largest = _largest_batch(question, each, lambda batch, of=setting: rehearsal_of(of, batch))  # type: ignore[misc]
+            each = replace(each, largest_batch=largest)
         found.append(each)
     tell("", len(settings), len(settings))
     return found
@@ -239,29 +272,24 @@ def _rehearse(question: Question, setting: Setting, micro_batch: int, *, uses_nc
     if question.micro_batch is not None and question.sequence_length is not None and source.loss_of is not None:
         loss_of = source.loss_of(micro_batch, question.sequence_length)
     nodes = Nodes.of_size(machine.gpus, machine.world)
+    model = build_once(source.name, source.build)
     try:
-        return rehearse(source.build(), config, nodes, loss_of, vocabulary=source.vocabulary, uses_nccl=uses_nccl)
+        return rehearse(model, config, nodes, loss_of, vocabulary=source.vocabulary, uses_nccl=uses_nccl)
     except (PlanError, ConfigError):
         raise
     except Exception as error:  # whatever a model of the user's may raise
         raise PlanError(
-            f"{source.name}: its step does not run on tensors without values ({type(error).__name__}: {error}). A "
-            "forward that looks at values, or a config that lacks something, cannot be rehearsed; --params plans model "
-            "states alone"
+            f"{source.name}: its step does not run on tensors without values ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}). A forward that looks at values cannot be planned; --params plans model "
+            "states alone."
         ) from error
 
 
 def _forecast(question: Question, setting: Setting, found: Rehearsal, timer: OpTimer | None = None) -> Forecast:
     machine, micro_batch = question.machine, question.micro_batch or 1
     config = load_config(question.document(setting, micro_batch))
-    plan = replace(
-        make_plan(config, machine.world),
-        accumulates=found.plan.accumulates,
-        node_size=machine.gpus,
-    )
+    plan, specs = _place(question, config, found)
     host_room = int(machine.host_memory * HOST_SHARE)
-    flat = [spec for unit in found.units for spec in unit]
-    specs = assign_tiers(flat, plan, host_bytes=host_room // machine.gpus)
     device = _device_bytes(question, found, plan, specs)
     on_host, on_disk = (count_bytes(specs, plan, tier) for tier in (Tier.HOST, Tier.NVME))
     host_node = machine.gpus * (on_host.total + PROCESS)
@@ -270,19 +298,28 @@ def _forecast(question: Question, setting: Setting, found: Rehearsal, timer: OpT
     crossing = count_crossing(specs, plan, micro_steps, device_casts=True)
     traffic = _traffic(found, machine)
     seconds, step = _times(question, found, plan, specs, crossing, traffic, micro_steps, timer)
-    shortages = [
-        f"{(needed - has) / GB:.1f} GB too little {what}"
-        for what, needed, has in (
-            ("GPU memory", device.total, machine.gpu.memory),
-            ("host memory", host_node, host_room),
-            ("NVMe", nvme, machine.nvme),
+    shortages = tuple(
+        Shortage(resource, used - has, math.ceil(used / share))
+        for resource, used, has, share in (
+            ("GPU", device.total, machine.gpu.memory, 1.0),
+            ("host", host_node, host_room, HOST_SHARE),
+            ("NVMe", nvme, machine.nvme, 1.0),
         )
-        if needed > has
-    ]
-    shown = question.micro_batch if found.trace is not None else None
-    return Forecast(
-        setting, device, on_host, host_node, nvme, traffic, crossing, seconds, step, shown, None, tuple(shortages)
+        if used > has
     )
+    shown = question.micro_batch if found.trace is not None else None
+    spare = machine.gpu.memory - device.total
+    is_tight = not shortages and spare < MARGIN * machine.gpu.memory
+    held = (device, on_host, host_node, nvme)
+    return Forecast(setting, *held, traffic, crossing, seconds, step, shown, None, shortages, spare, is_tight)
+
+
+def _place(question: Question, config: Config, found: Rehearsal) -> tuple[Plan, list[FlatParamSpec]]:
+    """Return the plan of a setting and where its shards are stored."""
+    machine = question.machine
+    plan = replace(make_plan(config, machine.world), accumulates=found.plan.accumulates, node_size=machine.gpus)
+    flat = [spec for unit in found.units for spec in unit]
+    return plan, assign_tiers(flat, plan, host_bytes=int(machine.host_memory * HOST_SHARE) // machine.gpus)
 
 
 def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
@@ -317,7 +354,7 @@ def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Seque
         "logits": fullest.logits,
         "workspace": (WORKSPACE if found.trace is not None else 0) + _passing_through(question.machine, plan, specs),
     }
-    reserve = found.trace.reserve if found.trace is not None else int(sum(kinds.values()) * FRAGMENTATION)
+    reserve = int(sum(kinds.values()) * FRAGMENTATION)
     return DeviceBytes(**kinds, reserve=reserve, context=CONTEXT + (NCCL if question.machine.world > 1 else 0))
 
 
@@ -394,24 +431,76 @@ def _times(
     return seconds, max(beside) + after
 
 
+LABELS = {
+    "computation": "computation",
+    "links inside": "GPU links",
+    "links across": "node links",
+    "bus": "host bus",
+    "states over the bus": "state transfer",
+    "host's step": "CPU step",
+    "disk": "disk",
+}
+"""The keys of `Forecast.seconds`, for people."""
 # A host steps states in fewer bytes so many times slower than fp32 (`python -m benchmarks.host_step --forms-only`).
 _HOST_OVER_BYTES = 5
 # Bytes that an element's update reads and writes on a device.
 _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 
 
-# Whose activations stand for those of all settings.
-_TYPICAL = Setting("stage 2", {"stage": 2, "overlap_comm": True})
+def _largest_batch(question: Question, each: Forecast, rehearsal_of: Callable[[int], Rehearsal]) -> int:
+    """Return the largest micro-batch that fits: with one more sequence it does not (see [Note: another batch without
+    another dry run]).
+    """
+    given, memory = question.micro_batch or 1, question.machine.gpu.memory
+    if any(shortage.resource != "GPU" for shortage in each.shortages):
+        return 0  # the micro-batch changes the memory of a GPU alone
+    device = each.device
+    if device.total - device.activations - device.logits - device.gradients - device.gathered > memory:
+        return 0
+    config = load_config(question.document(each.setting, given))
+    plan, specs = _place(question, config, rehearsal_of(given))
+    known = {given: device.total}
+
+    def needed(batch: int) -> int:
+        if batch not in known:
+            found = _rehearsal_at(batch, given, rehearsal_of)
+            known[batch] = _device_bytes(question, found, plan, specs).total
+        return known[batch]
+
+    if each.fits:
+        fits, too_large = given, 2 * given
+        while needed(too_large) <= memory:
+            fits, too_large = too_large, 2 * too_large
+            if fits >= LARGEST_BATCH:
+                return fits
+    elif given == 1 or needed(1) > memory:
+        return 0
+    else:
+        fits, too_large = 1, given
+    halves = False
+    while too_large - fits > 1:
+        # Memory grows nearly in proportion, so a line through both ends leads close; a half makes sure of an end.
+        share = 0.5 if halves else (memory - needed(fits)) / (needed(too_large) - needed(fits))
+        middle = min(max(fits + int((too_large - fits) * share), fits + 1), too_large - 1)
+        before = too_large - fits
+        fits, too_large = (middle, too_large) if needed(middle) <= memory else (fits, middle)
+        halves = not halves and too_large - fits > before // 2
+    return fits
 
 
-def _largest_batch(question: Question, device: DeviceBytes, rehearsal_of: Callable[[Setting, int], Rehearsal]) -> int:
-    """The largest micro-batch that fits: activations grow in proportion to it, alike in all settings."""
-    micro_batch = question.micro_batch or 1
-    one, two = (rehearsal_of(_TYPICAL, num * micro_batch).trace for num in (1, 2))
-    assert one is not None
-    assert two is not None
-    slope = (two.peak() + two.reserve - one.peak() - one.reserve) / micro_batch
-    if slope <= 0:
-        return micro_batch
-    room = question.machine.gpu.memory - device.total
-    return max(0, micro_batch + int(room // slope))
+def _rehearsal_at(batch: int, given: int, rehearsal_of: Callable[[int], Rehearsal]) -> Rehearsal:
+    """Return what a dry run of another micro-batch would find, without it where two others say enough."""
+    bases = [(given, 2 * given)] if batch > 1 else []
+    bases += [(2, 3)] if given == 1 and batch > 1 else []
+    for one, two in bases:
+        low, high = rehearsal_of(one), rehearsal_of(two)
+        if batch in (one, two):
+            return low if batch == one else high
+        assert low.tape is not None
+        assert high.tape is not None
+        sizes = low.tape.sizes_at(one, high.tape, two, batch)
+        if sizes is not None:
+            assert low.trace is not None
+            replayed = low.tape.replay(sizes)
+            return replace(low, trace=PassTrace(replayed, low.trace.work))
+    return rehearsal_of(batch)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onefold.config import Config
-from onefold.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, NCCL, PROCESS, WORKSPACE
+from onefold.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, MARGIN, NCCL, PROCESS, WORKSPACE
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
 from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
 from onefold.optim.steppers import TILE
@@ -505,7 +505,7 @@ def allocated(case: Case) -> float:
 
 
 def reserve(case: Case) -> float:
-    """What the allocator holds beyond what is in use."""
+    """What the allocator cannot use, as `onefold plan` counts it."""
     return FRAGMENTATION * allocated(case)
 
 
@@ -526,3 +526,8 @@ def gpu_bytes(case: Case) -> float:
 def fits(case: Case) -> bool:
     on_gpu = gpu_bytes(case) <= case.gpu_memory
     return on_gpu and host_bytes(case) <= host_room(case) and nvme_bytes(case) <= case.nvme
+
+
+def is_tight(case: Case) -> bool:
+    """It fits, and leaves little of the GPU's memory."""
+    return fits(case) and case.gpu_memory - gpu_bytes(case) < MARGIN * case.gpu_memory

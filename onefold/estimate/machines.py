@@ -1,14 +1,24 @@
-"""Machines to plan for: what a GPU, its host and its links are held to do, by name or by what the user says."""
+"""Machines to plan for: what a GPU, its host and its links are held to do, by name or by what the user says.
+
+No torch here, so that a machine that is not known is refused at once.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from onefold.estimate.models import PlanError
-from onefold.report.offload_bench import Measured, load_measured
+if TYPE_CHECKING:
+    from onefold.report.offload_bench import Measured
 
 GB = 1_000_000_000
+MAX_GPUS = 1 << 16
+"""The largest job that is planned."""
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned; the message says why, and what to give instead."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,8 @@ class Gpu:
     """To its host, each way, as page-locked copies reach it."""
 
 
+# GPUs of this much memory are found in data centers.
+_SERVER = 40 * GB
 GPUS: dict[str, Gpu] = {
     "B200": Gpu(180 * GB, 2250e12, 8000e9, 900e9, 50e9),
     "H200": Gpu(141 * GB, 989e12, 4800e9, 450e9, 50e9),
@@ -80,6 +92,11 @@ class Machine:
     def world(self) -> int:
         return self.gpus * self.nodes
 
+    @property
+    def is_server(self) -> bool:
+        """Whether hosts are taken to be those of a data center."""
+        return self.gpu.memory >= _SERVER
+
     def describe(self) -> str:
         gpu = self.gpu
         origin = "measured here where it was, else from data sheets" if self.measured else "estimates from data sheets"
@@ -87,24 +104,22 @@ class Machine:
         links = f", {gpu.link / GB:.0f} GB/s between GPUs" if self.gpus > 1 else ""
         links += f", {self.across / GB:g} GB/s between nodes" if self.nodes > 1 else ""
         return (
-            f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.gpus} x {self.name}: {gpu.memory / GB:.0f} GB, "
-            f"{gpu.flops / 1e12:.0f} TFLOP/s at {self.efficiency:.0%}, {gpu.bandwidth / GB:,.0f} GB/s of memory"
-            f"{links}, "
-            f"{gpu.bus / GB:g} GB/s to a host of {self.host_memory / GB:.0f} GB that steps {self.adam / 1e9:g} billion "
-            f"parameters/s, {disk} ({origin})"
+            f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.gpus} x {self.name}: {gpu.memory / GB:.0f} GB per "
+            f"GPU, {gpu.flops / 1e12:.0f} TFLOP/s at {self.efficiency:.0%}, {gpu.bandwidth / GB:,.0f} GB/s of memory"
+            f"{links}, {gpu.bus / GB:g} GB/s to the host; host: {self.host_memory / GB:.0f} GB, CPU Adam at "
+            f"{self.adam / 1e9:g} billion parameters/s; {disk} ({origin})"
         )
 
 
 def find_machine(text: str) -> Machine:
-    """`8xH100`, `H100` or `one 4090`: one node. Hosts are held to be usual ones for so many GPUs."""
-    found = re.fullmatch(r"(?:(\d+)\s*x\s*|one\s+)?(.+)", text.strip(), re.IGNORECASE)
-    assert found is not None
-    number, name = int(found[1] or 1), found[2].upper().removeprefix("RTX").strip(" -")
+    """Return one node: `8xH100`, `H100` or `one 4090`. The host is a usual one for this number of GPUs."""
+    found = re.fullmatch(r"(?:([0-9]{1,9})\s*x\s*|one\s+)?(.+)", text.strip(), re.IGNORECASE)
+    number, name = (int(found[1] or 1), found[2].upper().removeprefix("RTX").strip(" -")) if found else (0, "")
     names = {"A100": "A100-80", "V100": "V100-32", **{known: known for known in GPUS}}
     if name not in names or number < 1:
         raise PlanError(f"--machine {text}: expected a number and a GPU, as in 8xH100; known are {', '.join(GPUS)}")
     gpu = GPUS[names[name]]
-    is_server = gpu.memory >= 40 * GB
+    is_server = gpu.memory >= _SERVER
     host = (256 if is_server else 64) * GB * max(number, 1) if number < 8 or not is_server else 2048 * GB
     return Machine(
         names[name],
@@ -126,6 +141,7 @@ def this_machine() -> Machine:
     import torch
 
     from onefold.offload.host_memory import available_bytes
+    from onefold.report.offload_bench import load_measured
 
     machine = find_machine("4090")
     if torch.cuda.is_available():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,16 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.estimate.machines import PlanError
 from onefold.estimate.rehearsal import META, LossOf
+from onefold.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
 from onefold.plan.cut import cut
 
 # Of a model that is only a number of parameters.
 _NUM_BLOCKS = 32
-
-
-class PlanError(ValueError):
-    """What was asked for cannot be planned; the message says why, and what to give instead."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class ModelSource:
     vocabulary: int | None = None
     sequence_length: int | None = None
     notes: tuple[str, ...] = ()
+    recomputes: bool | None = None
+    """Whether blocks are recomputed; None: `--recompute` is not offered for this model."""
 
 
 def from_number(num_parameters: int) -> ModelSource:
@@ -47,7 +47,7 @@ def from_number(num_parameters: int) -> ModelSource:
         f"model states alone, in {_NUM_BLOCKS} equal blocks: activations, logits, what stage 3 gathers, traffic and "
         "time need a shape (--model instead of --params)"
     )
-    name = f"{num_parameters / 1e9:g} billion parameters"
+    name = f"{num_parameters / 1e9:g} billion parameters" if num_parameters >= 1e8 else f"{num_parameters:,} parameters"
     return from_shapes(name, {f"blocks.{place}.weight": (size,) for place, size in enumerate(sizes)}, note)
 
 
@@ -63,8 +63,13 @@ def from_shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *notes: str) -
 
 def from_checkpoint(folder: Path) -> ModelSource:
     """The parameters that a checkpoint of onefold holds: their shapes, from its manifest."""
-    with CheckpointReader.open(folder) as checkpoint:
-        shapes = {name: tuple(checkpoint.stored(f"model/{name}").shape) for name in checkpoint.names("model/")}
+    try:
+        with CheckpointReader.open(folder) as checkpoint:
+            shapes = {name: tuple(checkpoint.stored(f"model/{name}").shape) for name in checkpoint.names("model/")}
+    except (OSError, CheckpointError) as error:
+        raise PlanError(
+            f"--model {folder}: it holds neither a config.json of transformers nor a checkpoint of onefold ({error})."
+        ) from error
     note = "a checkpoint has shapes and no forward: model states alone (--model for activations)"
     return from_shapes(f"checkpoint {folder}", shapes, note)
 
@@ -98,8 +103,8 @@ def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
     sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"--model {spec}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+        raise PlanError(f"--model {spec}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
 
@@ -115,20 +120,32 @@ def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
     def loss_of(batch: int, length: int) -> LossOf:
         return lambda call: _scalar(_call_with_tokens(call, _module_of(call), batch, length))
 
-    return ModelSource(spec, build, loss_of, vocabulary=_vocabulary_of(build()))
+    return ModelSource(spec, build, loss_of, vocabulary=_vocabulary_of(build_once(spec, build)), recomputes=recompute)
 
 
-def from_transformers(path: Path, *, lora: int = 0, recompute: bool = False) -> ModelSource:
-    """A folder of transformers', or its config.json; nothing is downloaded and no weight is read."""
+def build_once(name: str, build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model, and turn whatever that raises into an error for the person who named it."""
+    try:
+        return build()
+    except PlanError:
+        raise
+    except Exception as error:  # whatever the code of a model, or transformers, may raise
+        text = " ".join(str(error).split())
+        raise PlanError(f"{name}: the model cannot be built ({type(error).__name__}: {text}).") from error
+
+
+def from_transformers(given: str, config: Mapping[str, Any], *, lora: int = 0, recompute: bool = False) -> ModelSource:
+    """Plan for a model by its config.json; nothing is downloaded and no weight is read. `given` is its name."""
     try:
         import transformers
         from transformers import AutoConfig
     except ImportError as error:
-        raise PlanError(f"--model {path} needs transformers: pip install 'onefold[huggingface]' ({error})") from error
+        raise PlanError(f"--model {given} needs transformers: pip install 'onefold[huggingface]' ({error})") from error
     try:
-        settings: Any = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"--model {path}: no config of a model that transformers knows: {error}") from error
+        settings: Any = AutoConfig.for_model(**config)
+    except Exception as error:  # of transformers, huggingface_hub or Python, by the key that is wrong
+        text = " ".join(str(error).split())
+        raise PlanError(f"--model {given}: transformers refuses this config ({text}).") from error
     takes_pairs = bool(getattr(settings, "is_encoder_decoder", False))
 
     def build() -> nn.Module:
@@ -153,10 +170,13 @@ def from_transformers(path: Path, *, lora: int = 0, recompute: bool = False) -> 
         options = {} if takes_pairs else {"use_cache": False}
         return lambda call: call(input_ids=tokens, labels=tokens, **options).loss  # type: ignore[no-any-return]
 
-    longest = getattr(settings, "max_position_embeddings", None)
-    kind = (settings.architectures or [settings.model_type])[0]
-    name = f"{kind} of {path}{f', LoRA of rank {lora}' if lora else ''}"
-    return ModelSource(name, build, loss_of, getattr(settings, "vocab_size", None), longest)
+    kind = str((settings.architectures or [settings.model_type])[0])
+    name = f"{kind} of {given}{f', LoRA of rank {lora}' if lora else ''}"
+    longest, vocabulary = (
+        value if isinstance(value := getattr(settings, key, None), int) and value > 0 else None
+        for key in ("max_position_embeddings", "vocab_size")
+    )
+    return ModelSource(name, build, loss_of, vocabulary, longest, recomputes=recompute)
 
 
 def from_preset(name: str, *, recompute: bool = False) -> ModelSource:
@@ -176,31 +196,23 @@ def from_preset(name: str, *, recompute: bool = False) -> ModelSource:
         tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
         return lambda call: call(tokens, tokens)  # type: ignore[no-any-return]
 
-    return ModelSource(f"GPT {name}", build, loss_of, shape.vocab_size, shape.sequence_length)
+    return ModelSource(f"GPT {name}", build, loss_of, shape.vocab_size, shape.sequence_length, recomputes=recompute)
 
 
 def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSource:
-    """What `--model` names: a preset, module:function, a folder or file of transformers, or a checkpoint."""
-    from onefold.train.options import PRESET_NAMES
-
-    path = Path(text)
-    if text in PRESET_NAMES and not path.exists():
-        _refuse_lora(lora, text)
-        return from_preset(text, recompute=recompute)
-    if not path.exists() and ":" in text:
-        _refuse_lora(lora, text)
-        return from_factory(text, recompute=recompute)
-    if not path.exists():
-        presets = ", ".join(PRESET_NAMES)
-        raise PlanError(
-            f"--model {text}: there is no such file or folder (nothing is downloaded). Give a folder or config.json of "
-            f"transformers, a checkpoint, module:function, or one of {presets}"
-        )
-    config = path / "config.json" if path.is_dir() else path
-    if config.exists() and "model_type" in json.loads(config.read_text()):
-        return from_transformers(path, lora=lora, recompute=recompute)
+    """Return what `--model` names: a preset, module:function, a config of transformers, a known shape, a checkpoint."""
+    kind, path = classify_model(text), Path(text)
+    if kind is ModelKind.CONFIG:
+        config = read_config(path / "config.json" if path.is_dir() else path)
+        return from_transformers(text, config, lora=lora, recompute=recompute)
+    if kind is ModelKind.KNOWN:
+        name = known_shape(text)
+        assert name is not None
+        return from_transformers(name, transformers_config(name), lora=lora, recompute=recompute)
     _refuse_lora(lora, text)
-    return from_checkpoint(path)
+    if kind is ModelKind.PRESET:
+        return from_preset(text, recompute=recompute)
+    return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(path)
 
 
 def _refuse_lora(lora: int, text: str) -> None:

@@ -19,7 +19,7 @@ from onefold.config import Config, solve_batch
 from onefold.engine import Engine
 from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.on_cuda import as_on_cuda
-from onefold.estimate.trace import AllocationMode, PassTrace
+from onefold.estimate.trace import AllocationMode, MemoryAccount, PassTrace, Tape, record_allocation
 from onefold.offload.param_shard import tensors_of
 from onefold.optim.choose import choose
 from onefold.optim.steppers import TILE, Step, num_tiles
@@ -50,6 +50,8 @@ class Rehearsal:
     """Of an optimizer that works on whole matrices, in a step;"""
     matrix_bytes: int = 0
     """and what it keeps of them from step to step."""
+    tape: Tape | None = None
+    """The allocations behind `trace`."""
 
 
 def rehearse(
@@ -84,18 +86,18 @@ def rehearse(
         units = [[param.spec for param in unit.params] for unit in engine.state.schedule.units]
         if loss_of is None:
             return Rehearsal(engine.plan, units, None, None)
-        trace, traffic, allocator = None, Ledger(), CachingAllocator()
-        for place, tensor in enumerate(_at_rest(engine, with_states=not offloads)):
-            allocator.allocate(("rest", place), tensor.nbytes)
+        trace, traffic, tape, account = None, Ledger(), Tape(), MemoryAccount(CachingAllocator())
+        for tensor in _at_rest(engine, with_states=not offloads):
+            record_allocation(tape, account, "rest", tensor.nbytes, is_resting=True)
         for _ in range(2):  # the first pass is negotiated; the second is as all later ones
             before = engine.ledger.copy()
-            trace = _step_with_passes(engine, loss_of, allocator, vocabulary, offloads=offloads)
+            trace = _step_with_passes(engine, loss_of, account, tape, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
         pools = planned_buffers(engine.state.schedule, engine.plan, engine.state.step, keeps=not uses_nccl).pools
         step = engine.state.step
         matrices = step.matrices if step is not None else None
         flops, kept = (matrices.flops(step.groups), matrices.planned_kept()) if step and matrices else (0.0, 0)
-        return Rehearsal(engine.plan, units, trace, traffic, pools, flops, kept)
+        return Rehearsal(engine.plan, units, trace, traffic, pools, flops, kept, tape)
     finally:
         engine.destroy()
 
@@ -131,25 +133,29 @@ def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
 
 
 def _step_with_passes(
-    engine: Engine, loss_of: LossOf, allocator: CachingAllocator, vocabulary: int | None, *, offloads: bool
+    engine: Engine,
+    loss_of: LossOf,
+    account: MemoryAccount,
+    tape: Tape,
+    vocabulary: int | None,
+    *,
+    offloads: bool,
 ) -> PassTrace:
     """All micro-steps of a step, and the step, looked at op by op."""
     schedule, window = engine.state.schedule, engine.state.window
     params = [param for unit in schedule.units for param in unit.params]
     sharded = [param for unit in schedule.sharded for param in unit.sharded]
-    mode = AllocationMode(allocator, params, sharded, lambda: schedule.in_flight.pool.num_bytes, vocabulary)
+    mode = AllocationMode(account, tape, params, sharded, lambda: schedule.in_flight.pool.num_bytes, vocabulary)
     with mode:
         for at in range(engine.batch.accumulation):
-            with as_on_cuda(mode.found.work):
+            with as_on_cuda(mode.work):
                 engine.backward(loss_of(engine))
             if at == 0:
-                work = mode.found.work.copy()
+                work = mode.work.copy()
             if window.at_boundary:
                 _step(engine, offloads=offloads)
             window.micro_steps += 1
-    found = mode.finish()
-    found.work = work
-    return found
+    return PassTrace(account.moments, work)
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:

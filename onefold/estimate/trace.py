@@ -53,35 +53,122 @@ class PassTrace:
 
     moments: list[MemoryMoment] = field(default_factory=list)
     work: Work = field(default_factory=Work)
-    reserve: int = 0
-    """What the allocator holds of the device at the end, beyond what was allocated at the fullest moment."""
 
     def peak(self) -> int:
         return max((moment.total for moment in self.moments), default=0)
 
 
+class Tape:
+    """The allocations of a dry run in their order, so that they can be repeated with other sizes.
+
+    [Note: another batch without another dry run]
+    Two dry runs that differ in the micro-batch alone allocate the same tensors in the same order, and the size of each
+    is affine in the micro-batch. So the sizes of any other micro-batch follow from two of them, and its peak follows by
+    repeating the events of one with these sizes. Where ops differ (a batch of one
+    needs fewer copies), the tapes differ in length or ops, and `sizes_at` returns None.
+    """
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+        """What made each allocation."""
+        self.sizes: list[int] = []
+        self.events: list[tuple[Any, ...]] = []
+        """The name of a method of `MemoryAccount` with its arguments; `allocate` is given the place of a size."""
+
+    def sizes_at(self, batch: int, other: Tape, other_batch: int, wanted: int) -> list[int] | None:
+        """Return the sizes at the batch that is `wanted`, where this tape is of `batch` and `other` of another."""
+        if self.ops != other.ops:
+            return None
+        away, found = other_batch - batch, []
+        for one, two in zip(self.sizes, other.sizes, strict=True):
+            growth, rest = divmod((two - one) * (wanted - batch), away)
+            if rest or one + growth < 0:
+                return None
+            found.append(one + growth)
+        return found
+
+    def replay(self, sizes: Sequence[int]) -> list[MemoryMoment]:
+        """Return the moments of the last step with these sizes."""
+        account = MemoryAccount(CachingAllocator())
+        for name, *arguments in self.events:
+            if name == "allocate":
+                account.allocate(arguments[0], sizes[arguments[0]], *arguments[1:])
+            else:
+                getattr(account, name)(*arguments)
+        return account.moments
+
+
+class MemoryAccount:
+    """Count what is live on a device by kind, and keep the samples that are larger than all before them."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was counted. The allocator keeps what it has, as a real one does from step to step."""
+        self.moments: list[MemoryMoment] = []
+        self._live: dict[int, tuple[int, bool]] = {}
+        self._full: dict[int, int] = {}
+        self._bytes = self._logits = self._gathered = 0
+        self._most = (0, 0)
+
+    def allocate(self, serial: int, size: int, is_logits: bool, is_resting: bool) -> None:
+        self._allocator.allocate(serial, size)
+        if not is_resting:
+            self._live[serial] = (size, is_logits)
+            self._bytes += size
+            self._logits += size * is_logits
+
+    def free(self, serial: int) -> None:
+        self._allocator.free(serial)
+        if serial in self._live:  # not where it was allocated in an earlier step
+            size, is_logits = self._live.pop(serial)
+            self._bytes -= size
+            self._logits -= size * is_logits
+
+    def resize_parameter(self, place: int, size: int) -> None:
+        self._allocator.free(("full", place))
+        self._allocator.allocate(("full", place), size)
+        self._gathered += size - self._full.get(place, 0)
+        self._full[place] = size
+
+    def sample(self, gradients: int) -> None:
+        unsplit = self._allocator.allocated - self._allocator.asked
+        moment = MemoryMoment(self._bytes, gradients, self._logits, self._gathered, unsplit)
+        # The fullest so far, with gradients or, as they may rest elsewhere, without.
+        total, most = self._bytes + self._gathered + unsplit, self._most
+        if total > most[0] or total - gradients > most[1]:
+            self.moments.append(moment)
+            self._most = max(most[0], total), max(most[1], total - gradients)
+
+
 class AllocationMode(TorchDispatchMode):
     """Follows storages from the op that makes them to their end. Flat parameters are resized in place, so they are
-    looked at after every op. `allocator` is kept from pass to pass, as what it has cached is.
+    looked at after every op. `tape` goes on from step to step.
     """
 
     def __init__(
         self,
-        allocator: CachingAllocator,
+        account: MemoryAccount,
+        tape: Tape,
         resting: Collection[FlatStorage],
         sharded: Sequence[FlatStorage],
         gradients: Callable[[], int],
         vocabulary: int | None,
     ) -> None:
         super().__init__()
-        self.found = PassTrace()
-        self._allocator, self._sharded, self._gradients, self._vocabulary = allocator, sharded, gradients, vocabulary
+        self.work = Work()
+        self._account, self._tape, self._gradients, self._vocabulary = account, tape, gradients, vocabulary
         self._resting = {param.full.untyped_storage()._cdata for param in resting}
-        self._live: dict[int, tuple[int, bool]] = {}
-        self._bytes = self._logits = self._gathered = 0
+        self._sharded = [param.full.untyped_storage() for param in sharded]
         self._sizes = [0] * len(sharded)
-        self._most = (0, 0)
-        self._allocated = 0
+        self._serials: dict[int, int] = {}
+        self._note("begin_step")
+
+    def _note(self, event: str, *arguments: Any) -> None:
+        self._tape.events.append((event, *arguments))
+        getattr(self._account, event)(*arguments)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
@@ -89,56 +176,33 @@ class AllocationMode(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         made = list(_tensors(out))
         for tensor in made:
-            self._follow(tensor)
+            self._follow(tensor, func)
         self._count(func, args, kwargs or {}, made, out)
         self._look_at_parameters()
-        self._sample()
+        self._note("sample", self._gradients())
         return out
 
-    def _follow(self, tensor: torch.Tensor) -> None:
+    def _follow(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live or key in self._resting:
+        if key in self._serials or key in self._resting:
             return
-        size = storage.nbytes()
         is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
-        self._live[key] = (size, is_logits)
-        self._bytes += size
-        self._logits += size * is_logits
-        self._allocator.allocate((id(self), key), size)
+        self._serials[key] = record_allocation(self._tape, self._account, str(func), storage.nbytes(), is_logits)
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        size, is_logits = self._live.pop(key)
-        self._bytes -= size
-        self._logits -= size * is_logits
-        self._allocator.free((id(self), key))
-
-    def finish(self) -> PassTrace:
-        self.found.reserve = self._allocator.reserved - self._allocated
-        return self.found
+        self._note("free", self._serials.pop(key))
 
     def _look_at_parameters(self) -> None:
-        for place, param in enumerate(self._sharded):
-            size = param.full.untyped_storage().nbytes()
+        for place, storage in enumerate(self._sharded):
+            size = storage.nbytes()
             if size != self._sizes[place]:
-                self._allocator.free((id(self), "full", place))
-                self._allocator.allocate((id(self), "full", place), size)
-                self._gathered += size - self._sizes[place]
                 self._sizes[place] = size
-
-    def _sample(self) -> None:
-        unsplit = self._allocator.allocated - self._allocator.asked
-        moment = MemoryMoment(self._bytes, self._gradients(), self._logits, self._gathered, unsplit)
-        # The fullest so far, with gradients or, as they may rest elsewhere, without.
-        measures, most = (moment.total, moment.total - moment.gradients), self._most
-        if measures[0] > most[0] or measures[1] > most[1]:
-            self.found.moments.append(moment)
-            self._allocated = max(self._allocated, self._allocator.allocated)
-            self._most = max(most[0], measures[0]), max(most[1], measures[1])
+                self._note("resize_parameter", place, size)
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], out: Any) -> None:
-        work, packet = self.found.work, func.overloadpacket
+        work, packet = self.work, func.overloadpacket
         if func.is_view or work.is_inside:
             return
         work.num_ops += 1
@@ -147,6 +211,18 @@ class AllocationMode(TorchDispatchMode):
             work.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         else:
             work.moved_bytes += sum(tensor.nbytes for tensor in (*_tensors(args), *_tensors(kwargs), *made))
+
+
+def record_allocation(
+    tape: Tape, account: MemoryAccount, op: str, size: int, is_logits: bool = False, *, is_resting: bool = False
+) -> int:
+    """Count an allocation now, and note it for later; return its serial number."""
+    serial = len(tape.sizes)
+    tape.ops.append(op)
+    tape.sizes.append(size)
+    tape.events.append(("allocate", serial, is_logits, is_resting))
+    account.allocate(serial, size, is_logits, is_resting)
+    return serial
 
 
 def _tensors(found: Any) -> Iterator[torch.Tensor]:

@@ -12,30 +12,13 @@ from importlib.resources import files
 from typing import Any
 
 from onefold.estimate import formulas
-from onefold.estimate.forecast import DEFAULT_CONFIG
-from onefold.estimate.machines import GB, GPUS
+from onefold.estimate.forecast import DEFAULT_CONFIG, settings_for
+from onefold.estimate.machines import GB, GPUS, find_machine
+from onefold.estimate.shapes import SHAPES
 from onefold.estimate.to_javascript import translate_module
 from onefold.plan import Placement
 from onefold.plan.forms import BLOCK, SIGNED, SPLIT_8, SPLIT_16
 from onefold.plan.table import TABLE
-
-
-def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, *, tied: bool, gated: bool
-) -> dict[str, Any]:
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    return {**shape, "vocabulary": vocabulary, "tied": tied, "gated": gated}
-
-
-SHAPES = {
-    "GPT 125M": _shape(12, 768, 12, 12, 3072, 50257, tied=True, gated=False),
-    "GPT 1.3B": _shape(24, 2048, 16, 16, 8192, 50257, tied=True, gated=False),
-    "Llama 1B": _shape(16, 2048, 32, 8, 8192, 128256, tied=True, gated=True),
-    "Llama 7B": _shape(32, 4096, 32, 32, 11008, 32000, tied=False, gated=True),
-    "Llama 8B": _shape(32, 4096, 32, 8, 14336, 128256, tied=False, gated=True),
-    "Llama 13B": _shape(40, 5120, 40, 40, 13824, 32000, tied=False, gated=True),
-    "Llama 70B": _shape(80, 8192, 64, 8, 28672, 32000, tied=False, gated=True),
-}
 
 DEFAULTS: dict[str, Any] = {
     **SHAPES["Llama 7B"],
@@ -99,6 +82,29 @@ HOST_KINDS = {
 NVME_KINDS = {"parameters": "nvme_parameters", "masters and moments": "nvme_states"}
 
 
+def machines() -> dict[str, dict[str, int]]:
+    """Return the values of the controls for each machine that can be chosen: eight server GPUs, or one of a desk."""
+    found = {}
+    for name in GPUS:
+        machine = find_machine(f"8x{name}" if find_machine(name).is_server else name)
+        label = f"{machine.gpus} x {name}, {machine.gpu.memory // GB} GB"
+        memory = {"gpu_memory": machine.gpu.memory, "host_memory": machine.host_memory, "nvme": machine.nvme}
+        found[label] = {"gpus": machine.gpus, "nodes": 1, **{name: value // GB for name, value in memory.items()}}
+    return found
+
+
+def settings() -> dict[str, dict[str, Any]]:
+    """Return the values of the controls for each setting of `onefold plan`, in its order."""
+    found = {}
+    for setting in settings_for(find_machine("8xH100")):
+        offload = {name: setting.zero.get(name, {"device": "none"})["device"] for name in _OFFLOADS}
+        found[setting.name] = {"stage": setting.zero["stage"], **offload}
+    return found
+
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
 def page() -> str:
     """The whole of docs/what-fits.html."""
     stages = {stage: [placement is Placement.SHARDED for placement in row] for stage, row in TABLE.items()}
@@ -109,7 +115,8 @@ def page() -> str:
         "choices": CHOICES,
         "formats": FORMATS,
         "stages": stages,
-        "gpus": [(name, gpu.memory // GB) for name, gpu in GPUS.items()],
+        "machines": machines(),
+        "settings": settings(),
         "config": DEFAULT_CONFIG,
         "kinds": {"gpu": GPU_KINDS, "host": HOST_KINDS, "nvme": NVME_KINDS},
     }

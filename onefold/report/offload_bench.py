@@ -415,7 +415,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     bus, disk = measured.bus, measured.disk
     crossing = count_crossing(specs, plan, 1, device_casts=True)
     below = [spec for spec in specs if spec.residency.offloads_states]
-    stepped = sum(spec.layout.numel for spec in below if bus is None or not passes_device(plan, spec))
+    stepped = sum(spec.layout.numel for spec in below if not passes_device(plan, spec))
     uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
     device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
     seconds = {
@@ -435,7 +435,7 @@ def shortages(cost: Cost, measured: Measured) -> list[str]:
         ("disk", cost.disk_bytes, on_disk),
     )
     return [
-        f"{needed / 1e9:.1f} GB of {what} for {cost.setting}, and there are {free / 1e9:.1f}"
+        f"{cost.setting} needs {needed / 1e9:.1f} GB of {what}, and {free / 1e9:.1f} GB are there"
         for what, needed, free in checks
         if free is not None and needed > free
     ]

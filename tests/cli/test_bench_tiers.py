@@ -130,6 +130,15 @@ def test_more_than_the_host_has_is_refused(bench: Command) -> None:
     assert "of host memory are available" in said
 
 
+def test_sizes_are_read_with_their_units(bench: Command) -> None:
+    code, out, _ = bench("tiers", "--size", "10MB", "--parameters", "7B", "--no-save", "--json")
+    assert code == 0
+    assert json.loads(out)["parameters"] == 7_000_000_000
+    code, out, _ = bench("tiers", "--size", "10MB", "--no-save")
+    assert "bus and disk were not measured; one of them may bound" in " ".join(out.split())
+    assert bench("tiers", "--size", "many")[0] == 2
+
+
 def test_bench_alone_shows_its_help(bench: Command) -> None:
     code, _, said = bench()
     assert code == 2
@@ -209,7 +218,9 @@ def test_one_way_alone_is_no_faster_than_its_own_rate() -> None:
 
 def test_what_was_not_measured_is_unknown_and_not_free() -> None:
     cost = offload_bench.cost_of("optimizer nvme", P, replace(FIXED, bus=None, disk=None))
-    assert cost.seconds == {"bus": None, "host Adam": pytest.approx(2), "disk": None}
+    # The host steps four tenths, as where there is a bus: bytes and seconds are those of one assumption.
+    assert cost.seconds == {"bus": None, "host Adam": pytest.approx(0.8), "disk": None}
+    assert cost.crossing == offload_bench.cost_of("optimizer nvme", P, FIXED).crossing
     assert cost.bound_by == "host Adam"
     assert offload_bench.cost_of("optimizer cpu", P, replace(FIXED, disk=None)).seconds["disk"] == 0
 

@@ -6,6 +6,7 @@ import importlib
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from onefold.cli.commands import COMMANDS
 from onefold.cli.main import build_parser, main
+from onefold.log import parse_bytes, parse_count, parse_rate
 
 pytestmark = pytest.mark.program
 
@@ -142,3 +144,91 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
             process.stdout.close()
             assert set(process.stderr.read().splitlines()) <= {"onefold: loading torch"}
         assert process.returncode in (0, 141)
+
+
+MISTAKES = [
+    ["plan", "--params", "x", "--machine", "H100"],
+    ["plan", "--params", "7B", "--machine", "8*A100"],
+    ["plan", "--model", "nowhere", "--machine", "H100"],
+    ["plan", "--model", "25m", "--machine", "H100", "--batch", "0"],
+    ["plan", "--params", "7B", "--machine", "H100", "--config", "nowhere.json"],
+    ["bench", "tiers", "--size", "x"],
+    ["bench", "tiers", "--path", "nowhere"],
+]
+
+
+def test_mistakes_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys\n"
+        "from onefold.cli.main import main\n"
+        f"for arguments in {MISTAKES!r}:\n"
+        "    assert main(arguments) == 2, arguments\n"
+        "    assert 'torch' not in sys.modules, arguments\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(MISTAKES)
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "onefold.cli.main", "plan", "--params", "7B", "--machine", "8xA100", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        said = running.stderr.read()
+    assert running.returncode == 141
+    assert said.splitlines() == ["planning 7B parameters ..."]
+
+
+def test_what_nobody_expected_is_one_line_and_a_traceback_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(COMMANDS, "env", COMMANDS["env"]._replace(run="test_commands:fail_oddly"))
+    monkeypatch.delenv("ONEFOLD_TRACEBACK", raising=False)
+    assert main(["env"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("onefold: KeyError: 'odd'\n")
+    assert "ONEFOLD_TRACEBACK=1" in said
+    monkeypatch.setenv("ONEFOLD_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        main(["env"])
+
+
+def fail_oddly(options: object) -> int:
+    raise KeyError("odd")
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_bytes, "80", 80_000_000_000),
+        (parse_bytes, "80GB", 80_000_000_000),
+        (parse_bytes, "80 gb", 80_000_000_000),
+        (parse_bytes, "80GiB", 80 << 30),
+        (parse_bytes, "1.5TB", 1_500_000_000_000),
+        (parse_bytes, "512MiB", 512 << 20),
+        (parse_bytes, "5Gb", None),
+        (parse_bytes, "80iB", None),
+        (parse_bytes, "nan", None),
+        (parse_bytes, "", None),
+        (parse_rate, "50", 50_000_000_000),
+        (parse_rate, "50GB/s", 50_000_000_000),
+        (parse_rate, "400Gbit/s", 50_000_000_000),
+        (parse_rate, "400Gbps", 50_000_000_000),
+        (parse_rate, "50Gb/s", None),
+        (parse_count, "7B", 7_000_000_000),
+        (parse_count, "1.3b", 1_300_000_000),
+        (parse_count, "350M", 350_000_000),
+        (parse_count, "7e9", 7_000_000_000),
+        (parse_count, "7_000", 7_000),
+        (parse_count, "7GB", None),
+        (parse_count, "seven", None),
+    ],
+)
+def test_sizes_rates_and_counts(parse: Callable[[str], int], text: str, value: int | None) -> None:
+    if value is not None:
+        assert parse(text) == value
+        return
+    with pytest.raises(ValueError, match="is not a"):
+        parse(text)

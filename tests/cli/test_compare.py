@@ -113,7 +113,7 @@ def test_folders_are_named_after_what_was_tried(tmp_path):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
-    with progress_bar("compare", in_bytes=False) as tell:
+    with progress_bar("compare", in_bytes=False, in_lines=True) as tell:
         for place, name in enumerate(("0", "0", "1")):
             tell(name, place, 3)
     assert capsys.readouterr().err == "compare: 0 (0 of 3 done)\ncompare: 1 (2 of 3 done)\n"

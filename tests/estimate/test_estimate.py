@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,22 @@ from typing import Any
 import pytest
 import torch
 from models import Net, batches, config, more, net, start
+from rich.text import Text
 from torch import nn
 
 from onefold.cli.main import main
+from onefold.cli.terminal import lay_out
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
 from onefold.estimate.advice import advise
 from onefold.estimate.caching_allocator import CachingAllocator
-from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast, settings_for
+from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, Traffic, forecast, settings_for
 from onefold.estimate.machines import GB, adjust, cpu_ranks, find_machine
-from onefold.estimate.models import PlanError, find_model, from_number, from_shapes
+from onefold.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
 from onefold.estimate.on_cuda import attend_backward
 from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import META, rehearse
+from onefold.estimate.shapes import SHAPES, known_shape
 from onefold.estimate.step_bench import measure_host
 from onefold.estimate.textbook import (
     MOMENTS,
@@ -260,8 +264,122 @@ def test_what_does_not_fit_is_said_with_what_would_help():
     found = forecast(question, settings_for(question.machine)[:1])
     said = advise(question, found).reason
     assert "nothing fits" in said
-    assert "GB too little GPU memory" in said
+    assert "short by" in said
     assert "Recomputing" in said or "micro-batch" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--params", "30e9", "--machine", "4090", "--host-memory", "63"],
+        ["--params", "500B", "--machine", "4090"],
+        ["--params", "70B", "--machine", "4090", "--nvme", "0"],
+        ["--params", "3B", "--machine", "2x4090", "--gpu-memory", "2GB", "--host-memory", "4GB", "--nvme", "10GB"],
+    ],
+)
+def test_what_would_help_does_when_it_is_given_back(arguments, capsys):
+    assert main(["plan", *arguments]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    (flags,) = re.findall(r"\((--[^)]+)\), or with more", said)
+    assert main(["plan", *arguments, *flags.split()]) == 0
+    less = [flags.split()[0], str(int(flags.split()[1]) - 2)]
+    assert main(["plan", *arguments, *flags.split(), *less]) in (0, 1)
+
+
+def test_a_setting_that_leaves_some_memory_is_preferred_and_the_other_called_tight():
+    question = Question(from_number(10**9), find_machine("2xA100"), DEFAULT_CONFIG)
+    one, two = forecast(question, settings_for(question.machine)[2:4])
+    memory = question.machine.gpu.memory
+    traffic = {"traffic": Traffic(1, 0, 1), "seconds": {"computation": 1.0}}
+    tight = replace(one, step=1.0, spare=memory // 50, is_tight=True, **traffic)
+    roomy = replace(two, step=1.02, spare=memory // 5, **traffic)
+    advice = advise(question, [tight, roomy])
+    assert advice.setting == "stage 3"
+    assert "stage 2 is tight, with 1.6 GB to spare" in advice.reason
+    advice = advise(question, [tight, replace(roomy, step=1.5)])
+    assert advice.setting == "stage 2"
+    assert "less than 5% of the GPU's memory is left" in advice.reason
+
+
+def test_a_setting_that_rounds_is_recommended_with_the_fastest_exact_one():
+    question = Question(from_number(10**9), find_machine("2xA100"), DEFAULT_CONFIG)
+    wires = Setting("stage 3 + qwZ + qgZ", {"stage": 3, "zero_quantized_gradients": True})
+    (one,) = forecast(question, [Setting("stage 3", {"stage": 3})])
+    exact = replace(one, step=3.47, traffic=Traffic(9, 0, 1), seconds={"links across": 3.4})
+    said = advise(question, [exact, replace(exact, setting=wires, step=1.1)])
+    assert said.setting == wires.name
+    assert "It rounds weights and gradients" in said.reason
+    assert "the fastest exact setting is stage 3 (about 3.47 s/step)" in said.reason
+
+
+def test_recomputing_is_named_where_activations_are_why_states_leave_the_gpu():
+    machine = adjust(find_machine("H100"), memory=8 * GB)
+    question = Question(find_model("120m"), machine, DEFAULT_CONFIG, 24, 256)
+    found = forecast(question, settings_for(machine)[4:5], finds_batch=False)
+    assert found[0].fits
+    assert "Recomputing (--recompute) would free" in advise(question, found).reason
+
+
+# -- the largest micro-batch -------------------------------------------------------------------------------------------
+
+
+def planned_alone(question: Question, setting: Setting, batch: int) -> bool:
+    (found,) = forecast(replace(question, micro_batch=batch), [setting], finds_batch=False)
+    return found.fits
+
+
+@pytest.mark.parametrize(
+    ("recompute", "given", "memory"),
+    [(False, 1, 3 * GB), (True, 3, 4 * GB), more(False, 64, 3 * GB), more(True, 1, 2 * GB)],
+)
+def test_the_largest_batch_fits_when_it_is_planned_itself_and_one_more_does_not(recompute, given, memory):
+    machine = adjust(find_machine("2xA100"), memory=memory)
+    question = Question(find_model("25m", recompute=recompute), machine, DEFAULT_CONFIG, given, 256)
+    settings = [settings_for(machine)[place] for place in (2, 3, 5)]
+    for setting, each in zip(settings, forecast(question, settings), strict=True):
+        largest = each.largest_batch
+        assert largest is not None
+        assert largest > 1
+        assert planned_alone(question, setting, largest)
+        assert not planned_alone(question, setting, largest + 1)
+
+
+class Uneven(nn.Module):
+    """Makes a copy for every third sequence, so that no two micro-batches say what another takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4096, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [self.layer(x).relu() for _ in range(1 + x.shape[0] // 3)]
+        return torch.stack(parts).sum()
+
+
+def test_so_it_is_where_ops_depend_on_the_batch():
+    def loss_of(batch: int, length: int) -> Any:
+        return lambda call: call(torch.empty(batch, length, 4096, device=META))
+
+    def build() -> nn.Module:
+        with META:
+            return Uneven()
+
+    machine = adjust(find_machine("H100"), memory=2 * GB)
+    question = Question(ModelSource("uneven", build, loss_of), machine, {"optimizer": {"type": "SGD"}}, 2, 512)
+    (found,) = forecast(question, [Setting("stage 2", {"stage": 2})])
+    assert found.largest_batch
+    assert planned_alone(question, found.setting, found.largest_batch)
+    assert not planned_alone(question, found.setting, found.largest_batch + 1)
+
+
+def test_no_batch_is_named_where_none_fits():
+    small = adjust(find_machine("2xA100"), memory=GB)
+    question = Question(find_model("25m"), small, DEFAULT_CONFIG, 4, 256)
+    assert [each.largest_batch for each in forecast(question, settings_for(small)[:1])] == [0]
+    no_host = adjust(find_machine("2xA100"), host_memory=GB)
+    question = Question(find_model("25m"), no_host, DEFAULT_CONFIG, 1, 64)
+    (found,) = forecast(question, [Setting("3", {"stage": 3, "offload_optimizer": {"device": "cpu"}})])
+    assert (found.fits, found.largest_batch) == (False, 0)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -277,7 +395,8 @@ def test_the_command_says_what_fits_and_writes_a_config_that_loads(tmp_path, cap
     assert "flash attention" in said
     chosen = load_config(str(written))
     assert chosen.train_micro_batch_size_per_gpu == 2
-    assert f"stage {chosen.zero_optimization.stage}" in said.splitlines()[-3]
+    assert f"\ntake stage {chosen.zero_optimization.stage}" in said
+    assert said.endswith(f"\nwritten: {written}\n")
 
 
 def test_the_whole_batch_of_a_config_is_kept(tmp_path, capsys):
@@ -303,29 +422,170 @@ def test_the_command_as_json_and_from_a_number(capsys):
     assert any("activations" in said for said in facts["assumptions"])
 
 
-def test_tables_have_one_line_of_title_and_no_empty_column(capsys):
-    assert main(["plan", "--params", "7e9", "--machine", "8xA100"]) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert any(line.startswith("as tutorials count") and line.endswith("and of states") for line in lines)
-    heads = next(line for line in lines if "params" in line and "GPU" in line).split()
-    assert heads == ["params", "grads", "masters", "moments", "beside", "GPU", "host", "nvme"]
+def test_tables_have_no_empty_column(capsys):
+    assert main(["plan", "--params", "7e9", "--machine", "8xA100", "--wide"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.split() for line in lines if line.startswith("setting")]
+    assert heads[0] == ["setting", "GPU", "host", "NVMe", "verdict"]
+    assert heads[1] == ["setting", "params", "grads", "masters", "moments", "overhead", "GPU"]
+    assert not [line for line in lines if line != line.rstrip() or len(line) > 120]
+    assert "stage 1 and stage 2 are the same here" in "\n".join(lines)
+    assert "up to max_in_cpu" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+def test_a_narrow_terminal_cuts_no_name_no_number_and_no_verdict(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    arguments = ["plan", "--params", "500B", "--machine", "8xA100"]
+    main(arguments)
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(arguments)
+    narrow = capsys.readouterr().out
+    assert narrow.split() == wide.split()
+    lines = narrow.splitlines()
+    assert max(map(len, lines)) <= max(width, 46)
+    assert not [line for line in lines if line != line.rstrip()]
+    assert sum("stage 3 + optimizer nvme, param cpu" in line for line in lines) >= 1
+
+
+def test_a_table_breaks_heads_and_stacks_before_it_cuts():
+    heads, row = ("setting", ">GPU", ">max batch", "verdict"), ("stage 3 + optimizer cpu", "1051.7", "12", "no: GPU")
+    table = [[Text(cell) for cell in row]]
+    assert [line.plain for line in lay_out(heads, table, 60)] == [
+        "setting                     GPU  max batch  verdict",
+        "stage 3 + optimizer cpu  1051.7         12  no: GPU",
+    ]
+    assert [line.plain for line in lay_out(heads, table, 46)] == [
+        "                                 max",
+        "setting                    GPU batch verdict",
+        "stage 3 + optimizer cpu 1051.7    12 no: GPU",
+    ]
+    assert [line.plain for line in lay_out(heads, table, 30)] == [
+        "setting",
+        "              max",
+        "        GPU batch verdict",
+        "stage 3 + optimizer cpu",
+        "     1051.7    12 no: GPU",
+    ]
+
+
+def test_small_models_are_shown_in_mb(capsys):
+    assert main(["plan", "--params", "1M", "--machine", "2xA100", "--wide"]) == 0
+    said = capsys.readouterr().out
+    assert "Memory of one GPU at its peak by kind, in MB" in said
+    assert "0.0" not in said.partition("Rule of thumb")[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--params", "7e9", "--machine", "8xZ100"], "known are"),
+        (["--params", "7e9", "--machine", "8*A100"], "known are"),
         (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
         (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
+        (["--params", "7e30", "--machine", "H100"], "--params 7e30: this is more than can be planned"),
+        (["--params", "nan", "--machine", "H100"], "--params nan: must be above 0"),
+        (["--params", "7GB", "--machine", "H100"], "--params 7GB: '7GB' is not a number of parameters"),
+        (["--params", "7B", "--machine", "H100", "--gpu-memory", "80Gb"], "'80Gb' is not a size"),
+        (["--params", "7B", "--machine", "H100", "--host-memory", "inf"], "must be above 0"),
+        (["--params", "7B", "--machine", "H100", "--nvme=-1"], "--nvme -1: must be 0 or more"),
+        (["--params", "7B", "--machine", "H100", "--link", "50Gb/s"], "write a number with a unit, as in 50GB/s"),
+        (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: this is more"),
+        (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs: at most 65,536"),
+        (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "a file cannot be written there"),
+        (["--params", "7B", "--machine", "H100", "--config", "/dev/zero"], "so it is not a config"),
         (["--model", "nowhere", "--machine", "H100"], "no such file or folder"),
+        (["--model", "/dev/zero", "--machine", "H100"], "it is a device, not a regular file"),
         (["--model", "test_estimate:nothing", "--machine", "H100"], "test_estimate"),
+        (["--model", "test_estimate:broken", "--machine", "H100"], "the model cannot be built (KeyError: 'no model')"),
         (["--model", "25m", "--machine", "H100", "--seq", "4096"], "knows 256 positions"),
         (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora goes with models of transformers"),
+        (["--model", "llama-7b", "--machine", "H100", "--lora", "0"], "--lora 0: must be above 0"),
     ],
 )
 def test_mistakes_are_told(arguments, says, capsys):
     assert main(["plan", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert says in said
+    assert "Traceback" not in said
+
+
+def broken() -> nn.Module:
+    raise KeyError("no model")
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (json.dumps(LLAMA)[:60], "config.json, line 1, column 61"),
+        ("", "config.json, line 1, column 1"),
+        ("[1, 2]", "an object of keys and values"),
+        ("7", "an object of keys and values"),
+        (json.dumps({**LLAMA, "num_attention_heads": 7}), "not a multiple of the number of attention heads"),
+        (json.dumps({**LLAMA, "hidden_size": "wide"}), "transformers refuses this config"),
+        (json.dumps({**LLAMA, "hidden_size": -64}), "the model cannot be built"),
+        (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "At most 4096 layers"),
+        (json.dumps({**LLAMA, "model_type": "nosuch"}), "transformers refuses this config"),
+        (json.dumps({**LLAMA, "architectures": [5]}), "the model cannot be built"),
+        (json.dumps({**LLAMA, "hidden_act": "nosuch"}), "the model cannot be built"),
+    ],
+)
+def test_a_config_that_is_wrong_is_told_by_its_file(text, says, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", "--model", str(model), "--machine", "H100"]) == 2
+        said = capsys.readouterr().err
+        assert says in said
+        assert str(tmp_path) in said
+
+
+def test_files_that_are_no_model_are_told(tmp_path, capsys):
+    (tmp_path / "notes.json").write_text("{}")
+    for model, says in ((tmp_path, "holds neither a config.json"), (tmp_path / "notes.json", "it has no model_type")):
+        assert main(["plan", "--model", str(model), "--machine", "H100"]) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("7b", "Llama 7B"), ("llama-7b", "Llama 7B"), ("llama-3-8b", "Llama 8B"), ("13b", "Llama 13B"),
+     ("70b", "Llama 70B"), ("meta-llama/Meta-Llama-3-8B", "Llama 8B"), ("gpt-125m", "GPT 125M"), ("9b", None)],
+)  # fmt: skip
+def test_well_known_models_have_names(text, name):
+    assert known_shape(text) == name
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "llama-8b", "gpt-125m"])
+def test_a_well_known_model_is_the_shape_of_the_page(name):
+    pytest.importorskip("transformers")
+    shape = SHAPES[str(known_shape(name))]
+    model = find_model(name).build()
+    block = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    assert len(block) == shape["layers"]
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    assert (embedding.num_embeddings, embedding.embedding_dim) == (shape["vocabulary"], shape["hidden"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
+        {"llama-7b": 6.738e9, "llama-8b": 8.03e9, "gpt-125m": 124e6}[name], rel=0.01
+    )
+
+
+def test_sizes_are_read_as_people_write_them(capsys):
+    answers = []
+    for size in ("80", "80GB", "0.08TB", "80G"):
+        flags = ["--gpu-memory", size, "--host-memory", "1TB", "--nvme", "0", "--link", "400Gbit/s", "--json"]
+        assert main(["plan", "--params", "1.3b", "--machine", "8xH100", *flags]) == 0
+        answers.append(capsys.readouterr().out)
+    assert len(set(answers)) == 1
+    machine = json.loads(answers[0])["machine"]
+    assert (machine["gpu"]["memory"], machine["host_memory"], machine["across"]) == (80 * GB, 1000 * GB, 50 * GB)
 
 
 def test_a_model_of_transformers_and_one_with_adapters(tmp_path):
@@ -352,8 +612,6 @@ def test_a_forward_that_cannot_be_rehearsed_is_told():
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(torch.zeros(1, int(x.float().sum().item() / 0), device=x.device))
-
-    from onefold.estimate.models import ModelSource
 
     source = ModelSource("odd", Odd, lambda batch, length: lambda call: call(torch.zeros(batch, length, device=META)))
     with pytest.raises(PlanError, match="odd: its step does not run on tensors without values"):

@@ -22,13 +22,24 @@ from benchmarks.shapes import Block, Decoder, GatedMLP
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
 from onefold.estimate import formulas
-from onefold.estimate.forecast import DEFAULT_CONFIG, PROCESS, Question, Setting, forecast
+from onefold.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
 from onefold.estimate.formulas import Case
-from onefold.estimate.machines import GB, Gpu, Machine
-from onefold.estimate.models import ModelSource
+from onefold.estimate.machines import GB, Gpu, Machine, find_machine
+from onefold.estimate.models import ModelSource, find_model
 from onefold.estimate.rehearsal import META, rehearse
 from onefold.estimate.to_javascript import UntranslatableError, translate, translate_module
-from onefold.estimate.what_fits import CHOICES, DEFAULTS, FORMATS, GPU_KINDS, HOST_KINDS, NVME_KINDS, SHAPES, page
+from onefold.estimate.what_fits import (
+    CHOICES,
+    DEFAULTS,
+    FORMATS,
+    GPU_KINDS,
+    HOST_KINDS,
+    NVME_KINDS,
+    SHAPES,
+    machines,
+    page,
+    settings,
+)
 from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.table import TABLE
 
@@ -406,6 +417,41 @@ def test_a_link_that_is_not_understood_is_told():
     shown = re.search(r'data-part="gpu" data-kind="total" data-bytes="([^"]+)"', dom)
     assert shown is not None
     assert float(shown[1]) == pytest.approx(formulas.gpu_bytes(case_of({**DEFAULTS, "gpus": 4})), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "verdict"), [(2, False), (3, True)])
+def test_the_command_and_the_page_agree_on_the_7b_of_the_guide(stage, verdict):
+    pytest.importorskip("transformers")
+    values = {**DEFAULTS, "stage": stage, "micro_batch": 4, "sequence_length": 2048, "recompute": False}
+    case = case_of(values)
+    question = Question(find_model("llama-7b"), find_machine("8xA100"), DEFAULT_CONFIG, 4, 2048)
+    (found,) = forecast(question, [Setting("", {"stage": stage, "overlap_comm": True})], finds_batch=False)
+    assert formulas.gpu_bytes(case) == pytest.approx(found.device.total, rel=0.01)
+    assert (formulas.fits(case), found.fits) == (verdict, verdict)
+
+
+def test_overhead_is_the_commands():
+    case = case_of(DEFAULTS)
+    assert formulas.reserve(case) == FRAGMENTATION * formulas.allocated(case)
+    tight = replace(case, gpu_memory=formulas.gpu_bytes(case) * 1.04)
+    assert (formulas.fits(tight), formulas.is_tight(tight)) == (True, True)
+    assert not formulas.is_tight(replace(case, gpu_memory=formulas.gpu_bytes(case) * 1.1))
+    assert not formulas.is_tight(replace(case, gpu_memory=formulas.gpu_bytes(case) * 0.9))
+
+
+def test_a_machine_that_is_chosen_brings_its_gpus_and_its_host():
+    for label, values in machines().items():
+        number, name = re.findall(r"^(\d+) x (\S+),", label)[0]
+        machine = find_machine(f"{number}x{name}")
+        assert values["gpus"] == machine.gpus
+        assert [values[key] * GB for key in ("gpu_memory", "host_memory", "nvme")] == [
+            machine.gpu.memory, machine.host_memory, machine.nvme,
+        ]  # fmt: skip
+    assert machines()["1 x 4090, 24 GB"]["host_memory"] == 64
+    assert settings()["stage 3 + optimizer nvme, param cpu"] == {
+        "stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu",
+    }  # fmt: skip
 
 
 def test_verdicts_of_well_known_cases():
