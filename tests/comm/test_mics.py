@@ -68,7 +68,7 @@ def test_parts_of_two_add_branches_of_the_tree_of_all_ranks(on_ranks, dtype):
             assert first_difference(found[name], weight) is None, name
 
 
-@covering(dtype=("bf16", "fp32"), accumulation=(1, 2), strength=1)
+@covering(dtype=("bf16", more("fp32")), accumulation=(2, more(1)))
 def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, accumulation):
     found = on_ranks(4, run, 2, dtype, accumulation)
     exact = on_ranks(4, run, None, dtype, accumulation)

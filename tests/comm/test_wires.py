@@ -70,7 +70,8 @@ def test_hpz_is_bit_equal_to_stage_3(on_ranks, world, node_size, accumulation):
         assert first_difference(found["hpZ"][0], found["stage 3"][0]) is None
 
 
-@pytest.mark.parametrize("node_size", [2, more(1), more(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("node_size", [2, 1, 4])
 def test_quantized_wires_stay_close(on_ranks, node_size):
     names = ["qwZ", "qgZ", "LoCo", "all"]
     for found in on_ranks(4, run, ["stage 3", *names], "bf16", node_size, 1, 6):

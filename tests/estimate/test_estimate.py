@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import Net, batches, config, more, net, start
 from rich.text import Text
 from torch import nn
@@ -67,19 +68,18 @@ def rehearsed(document: dict[str, Any], nodes: Nodes) -> Any:
     return rehearse(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
 
 
-@pytest.mark.parametrize("world", [1, 2, more(3), more(4)])
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"gradient_accumulation_steps": 3},
-        {"bf16": {"enabled": True}},
-        more({"zero_optimization": {"overlap_comm": True}}),
-        {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
-    ],
-    ids=["fp32", "accumulation", "bf16", "overlap", "muon"],
-)
-def test_a_rehearsal_sends_and_holds_what_the_run_does(on_ranks, world, extra):
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "bf16": {"bf16": {"enabled": True}},
+    "overlap": {"zero_optimization": {"overlap_comm": True}},
+    "muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
+}
+
+
+@covering(setting=SETTINGS, world=(2, 1, more(3), more(4)), strength=1)
+def test_a_rehearsal_sends_and_holds_what_the_run_does(on_ranks, setting, world):
+    extra = SETTINGS[setting]
     for stage in range(4):
         zero = {"stage3_param_persistence_threshold": 0, **extra.get("zero_optimization", {}), "stage": stage}
         document = {**config(stage), **extra, "zero_optimization": zero}

@@ -86,7 +86,9 @@ def test_every_tier_is_bit_equal(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 1, True, None))
 
 
-@covering(world=(2, more(1), more(3), more(4)), dtype=("bf16", more("fp32")))
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_tier_is_bit_equal_with_accumulation(on_ranks, world, dtype):
     check_tiers(on_ranks(world, run_tiers, dtype, 3, True, None))
 

@@ -488,7 +488,7 @@ class _Keeping(logging.Handler):
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-@covering(formats=("int8", more("split"), "int8, split", more("int8, 8 bits"), "bf16"))
+@covering(formats=("int8, split", "bf16", more("int8"), more("split"), more("int8, 8 bits")))
 def test_a_run_goes_on_as_it_was_in_any_stage_and_tier(on_ranks, tmp_path, formats):
     ends, held = zip(*on_ranks(2, save, str(tmp_path), 2, FORMATS[formats], {}), strict=True)
     disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}

@@ -64,7 +64,7 @@ def run_variants(stage: int, variants: list[dict[str, Any]]) -> list[Trace]:
     traces = []
     for extra in variants:
         engine = start(net(depth=5), config(stage, gradient_accumulation_steps=2, gradient_clipping=0.3, **extra))
-        traces.append(train(engine, 6))
+        traces.append(train(engine, 4))
         engine.destroy()
     return traces
 

@@ -174,10 +174,10 @@ def traffic(dtype: str, accumulation: int, zero: dict[str, Any], stage: int = 3,
 @pytest.mark.parametrize(
     ("world", "dtype", "accumulation"),
     [
-        (1, "fp32", 1),
+        more(1, "fp32", 1),
         (1, "bf16", 3),
-        (2, "fp32", 1),
-        more(2, "fp32", 3),
+        more(2, "fp32", 1),
+        (2, "fp32", 3),
         (2, "bf16", 1),
         more(2, "bf16", 3),
         (3, "fp32", 3),
@@ -828,7 +828,7 @@ def evaluated_inside(how: str, label: str) -> list[str]:
     return differing(*(weights_of(engine.module) for engine in engines))
 
 
-@covering(how=("bare no_grad", "bare inference_mode", "one block"))
+@covering(how=("bare no_grad", "one block", more("bare inference_mode")))
 def test_evaluation_inside_a_pass_changes_nothing(on_ranks, how):
     for label in LIMITS:
         for wrong in on_ranks(2, evaluated_inside, how, label):
@@ -1495,12 +1495,12 @@ def freed_in_flight(case: str) -> list[str]:
         "plain",
         "drops layers",
         "a changing order",
-        "two forwards in later steps",
+        more("two forwards in later steps"),
         "weights read in forward",
-        "checkpoints around groups",
-        "reentrant checkpoints",
+        more("checkpoints around groups"),
+        more("reentrant checkpoints"),
         "reentrant checkpoints around groups",
-        "weights read after forward",
+        more("weights read after forward"),
     ],
 )
 def test_no_memory_is_given_up_while_a_gather_writes_to_it(on_ranks, case):
