@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 
 from onefold.checkpoint.deepspeed.torch_files import RefusedPickle, StandIn, read_torch_file
 from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, import_deepspeed, read_checkpoint
@@ -627,8 +628,7 @@ def resume(folder: str, name: str, stage: int) -> tuple[Any, ...]:
     return held, client_state, rates, scale, losses
 
 
-@every_case
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@covering(name=fixture.CASES, stage=(3, 1), strength=1)
 def test_training_goes_on_as_deepspeed_did(on_ranks: Any, tmp_path: Path, name: str, stage: int) -> None:
     import_deepspeed(FIXTURES / name, tmp_path)
     continued = json.loads((FIXTURES / name / "continued.json").read_text())
