@@ -60,6 +60,30 @@ def test_a_group_of_one_rank_beside_a_launcher_of_several_is_an_error():
         assert check(size, group, {"WORLD_SIZE": environment}) is None
 
 
+def constructor_replaced_as_by_transformers() -> list[Any]:
+    """transformers 5.23 replaces DeepSpeed's wrapper of tensor constructors while it builds a model."""
+    original = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+
+    def without_arange(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return fn if fn is partition_parameters._orig_torch_arange else original(fn, *args, **kwargs)
+
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = without_arange
+    try:
+        with partition_parameters.Init(dtype=torch.bfloat16):
+            model = nn.Linear(4, 4)
+            made = torch.arange(4, dtype=torch.float32)
+    finally:
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = original
+    cast = original(torch.ones, target_fp_dtype=torch.bfloat16, target_device=None)
+    return [made.dtype, model.weight.dtype, model.weight.numel(), cast(2).dtype, cast(2, dtype=torch.int64).dtype]
+
+
+def test_the_wrapper_of_tensor_constructors_can_be_replaced(on_ranks):
+    assert on_ranks(1, constructor_replaced_as_by_transformers) == [
+        [torch.float32, torch.bfloat16, 0, torch.bfloat16, torch.int64]
+    ]
+
+
 def test_dense_tensors_by_dtype():
     found = [torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.bfloat16)]
     assert [len(bucket) for bucket in split_half_float_double([*found, found[1].to_sparse()])] == [1, 1, 1]

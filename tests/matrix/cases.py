@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -199,6 +201,9 @@ def logged(folder: Path) -> list[float]:
 
 
 def llamafactory(mode: str, folder: Path, **more: Any) -> Result:
+    if find_spec("torchaudio") is None:  # imported for audio, and its builds on the index may need CUDA
+        sys.modules["torchaudio"] = ModuleType("torchaudio")
+        sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
     from llamafactory.train.tuner import run_exp
 
     given = options(mode, folder, do_train=True, stage="sft", finetuning_type="full", template="empty", cutoff_len=32)
@@ -509,9 +514,8 @@ def axolotl_configs(mode: str, folder: Path) -> Result:
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     found: Result = {}
-    names = (
-        [""] if mode == "plain" else sorted(path.stem for path in (folder.parent / "configs").glob(f"zero{mode}*.json"))
-    )
+    paths = (folder.parent / "configs").glob(f"zero{mode}*.json")  # DeepSpeed refuses those for torch.compile
+    names = [""] if mode == "plain" else sorted(path.stem for path in paths if "torch_compile" not in path.stem)
     assert names, "the package has no configs"
     for name in names:
         more: dict[str, Any] = {}

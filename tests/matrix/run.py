@@ -109,10 +109,8 @@ class Matrix:
             subprocess.run([sys.executable, "-m", "venv", str(self.base)], check=True)
             self.pip("install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *BASE)
             (self.base / ".installed").touch()
-        sources = [
-            path for name in ("onefold", "packaging") for path in (ROOT / name).rglob("*") if path.suffix != ".pyc"
-        ]
-        newest = f"{max(path.stat().st_mtime for path in sources if path.is_file())}"
+        sources = [path for name in ("onefold", "packaging") for path in (ROOT / name).rglob("*.*") if path.is_file()]
+        newest = f"{max(path.stat().st_mtime for path in sources if path.suffix != '.pyc')}"
         if (self.base / ".installed").read_text() != newest:
             say("onefold and the distribution named deepspeed")
             ours = [str(ROOT), str(ROOT / "packaging/deepspeed")]
@@ -132,6 +130,12 @@ class Matrix:
             self.pip(
                 "install", "--quiet", "--no-compile", "--constraint", str(pins), *row.packages, environment=environment
             )
+        for name in ("torchvision", "torchaudio"):  # their builds on the index may need the CUDA build of torch
+            code = [str(environment / "bin/python"), "-c", f"import {name}"]
+            if (site_of(environment) / name).exists() and subprocess.run(
+                code, capture_output=True, check=False
+            ).returncode:
+                self.pip("uninstall", "--quiet", "--yes", name, environment=environment)
         for name in row.sdists:
             target = folder / "sdists" / name
             self.pip("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", str(target), name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
+
+import torch
 
 from onefold.compat.deepspeed.runtime.config import read_config
 from onefold.compat.not_offered import NotOffered
@@ -22,6 +24,29 @@ __all__ = [
 
 partitioned_param_data_shape = [0]
 """The shape of a parameter that rests as shards."""
+
+
+# transformers 5.23 replaces the next function while a model is built, and compares what it wraps with these.
+_orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = (
+    torch.tensor, torch.empty, torch.zeros, torch.ones,
+)  # fmt: skip
+_orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = (
+    torch.full, torch.arange, torch.eye, torch.randn,
+)  # fmt: skip
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None
+) -> Callable[..., torch.Tensor]:
+    """Return a constructor that casts and places what it makes. `Init` does not call it: it wraps no constructor."""
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if target_fp_dtype is not None and made.is_floating_point() else made
+
+    return make
 
 
 class ZeroParamType(Enum):
