@@ -20,7 +20,7 @@ from onefold.utils import safe_get_full_fp32_param
 
 def held(engine: onefold.Engine) -> int:
     """Bytes of storages behind everything the engine keeps on its device."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for run in (run for unit in engine.state.schedule.units for run in unit.params):
         tensors: list[Any] = [
             run.full,
@@ -30,14 +30,15 @@ def held(engine: onefold.Engine) -> int:
         if run.trainable:
             store = run.store
             tensors += [
+                *(value for *_, found in engine.state.step.loose_states(store) for value in found.values()),
                 *tensors_of(store.master),
                 store.param_copy,
                 *(part for state in engine.state.step.stepper.held_states(store) for part in tensors_of(state.memory)),
             ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().size()
-    return sum(found.values())
+                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().size()
+    return sum(sizes.values())
 
 
 def leave_and_come_back(stage: int, dtype: str) -> list[Any]:
@@ -173,6 +174,7 @@ class Adapted(torch.nn.Module):
 MODELS = {"net": net, "adapted": Adapted}
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "whole matrices": {"optimizer": {"type": "Shampoo", "params": {"lr": 0.01}}},
     "int8, split": {"onefold": {"state_dtype": "int8", "int8_min_numel": 256, "master_dtype": "bf16_int16"}},
 }
 
@@ -245,7 +247,7 @@ def asleep(work: Any) -> str:
 SLEEPERS = [
     (0, "bf16", "net", "plain"), (1, "fp32", "adapted", "plain"), (2, "bf16", "adapted", "int8, split"),
     (2, "fp16", "net", "plain"), (3, "bf16", "net", "plain"), (3, "bf16", "adapted", "int8, split"),
-    (3, "fp32", "adapted", "plain"), (1, "bf16", "net", "int8, split"),
+    (3, "fp32", "adapted", "plain"), (1, "bf16", "net", "int8, split"), (3, "bf16", "net", "whole matrices"),
 ]  # fmt: skip
 
 
