@@ -162,18 +162,39 @@ def test_masters_are_read_through_the_step():
                 assert not of_store or allowed, f"{path}:{node.lineno}"
 
 
-# What stands around the core: files on disk, the commands, the built-in job.
-AROUND = {"checkpoint", "cli", "train", "env_report"}
+# Lines that each package may have; "top" is all modules directly below `onefold`. DeepSpeed's names (`compat`) have no
+# budget: they are as many as its modules that others import. Raise a number in a commit of its own that says why.
+BUDGETS = {
+    "checkpoint": 4_950,
+    "cli": 3_100,
+    "comm": 3_500,
+    "config": 2_800,
+    "engine": 2_550,
+    "estimate": 3_150,
+    "offload": 2_800,
+    "optim": 5_200,
+    "plan": 1_700,
+    "report": 2_600,
+    "runtime": 4_250,
+    "top": 2_000,
+    "train": 1_750,
+    "utils": 550,
+}
 
 
-def test_the_package_stays_small():
-    """DeepSpeed's names aside: they are as many as its modules that others import."""
-    lines = {path: len(path.read_text().splitlines()) for path in OURS}
-    assert sum(count for path, count in lines.items() if room(path) not in AROUND) < 28_800
-    assert sum(lines.values()) < 37_800
+@pytest.mark.parametrize("package", BUDGETS)
+def test_packages_stay_within_their_budgets(package):
+    """Adding means deleting elsewhere in the package, or deciding that the package may grow."""
+    folder = PACKAGE if package == "top" else PACKAGE / package
+    files = folder.glob("*.py") if package == "top" else folder.rglob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) <= BUDGETS[package]
 
 
-@pytest.mark.program
+def test_every_package_has_a_budget():
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_")}
+    assert packages - BUDGETS.keys() == {"compat"}
+
+
 def test_importing_onefold_does_nothing():
     """No torch.distributed group, no logging handler, no compiler, no plotting, no output."""
     code = (
