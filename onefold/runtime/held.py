@@ -209,7 +209,7 @@ def _wait_and_call(
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     for value in tensors_in((args, kwargs)):
-        if getattr(type(value), _UPDATING, False):
+        if isinstance(value, nn.Parameter) and getattr(type(value), _UPDATING, False):
             finish_update(value)
     return func(*args, **kwargs)
 
