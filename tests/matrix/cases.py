@@ -358,12 +358,12 @@ def lightning(mode: str, folder: Path) -> Result:
 
 def mmengine(mode: str, folder: Path) -> Result:
     """mmengine's DeepSpeedStrategy. Its launcher asks for CUDA, so that the process group exists before."""
+    if mode == "plain":
+        return {"losses": plain_losses()}
     import deepspeed
     from mmengine._strategy.deepspeed import DeepSpeedStrategy
     from mmengine.model import BaseModel
 
-    if mode == "plain":
-        return {"losses": plain_losses()}
     deepspeed.init_distributed(dist_backend="gloo")
 
     class Model(BaseModel):
@@ -394,11 +394,11 @@ def mmengine(mode: str, folder: Path) -> Result:
 
 def openrlhf(mode: str, folder: Path) -> Result:
     """What OpenRLHF's DeepspeedStrategy does: policy and reference engines, sleep, save, load, consolidate."""
+    if mode == "plain":
+        return {"losses": plain_losses(betas=(0.9, 0.95), weight_decay=0.0)}
     import deepspeed
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
-    if mode == "plain":
-        return {"losses": plain_losses(betas=(0.9, 0.95), weight_decay=0.0)}
     deepspeed.init_distributed()
     zero = {
         "stage": int(mode), "offload_param": {"device": "none"}, "sub_group_size": "auto", "reduce_bucket_size": "auto",
@@ -476,13 +476,13 @@ def openrlhf(mode: str, folder: Path) -> Result:
 
 def open_instruct(mode: str, folder: Path) -> Result:
     """What open-instruct's GRPO imports and calls when it starts."""
+    if mode == "plain":
+        return {"losses": plain_losses(weight_decay=0.0)}
     import deepspeed
     from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from deepspeed.runtime.utils import see_memory_usage
 
-    if mode == "plain":
-        return {"losses": plain_losses(weight_decay=0.0)}
     torch_checkpoint_engine.TorchCheckpointEngine.load  # noqa: B018
     deepspeed.init_distributed()
     found = UlyssesSPAttentionHF.register_with_transformers(
