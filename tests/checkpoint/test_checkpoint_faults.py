@@ -863,20 +863,24 @@ def phase_fails(folder: str, fault: str, kind: type[BaseException], whose: int, 
     return told, left, seconds, digest(other) == digest(engine)
 
 
+def can_happen(fault: str, whose: int, kind: type[BaseException], background: bool) -> bool:
+    if fault == "starting a thread":
+        return background  # no other save starts one
+    if kind is Interrupted and background:
+        return fault == "collecting"  # a user interrupts the program's own thread alone
+    return fault != "publishing" or whose == 0
+
+
 @covering(
     fault=("collecting", "writing", "publishing", "telling of it", "starting a thread"),
     whose=(0, 1),
     kind=(ValueError, Interrupted),
     background=(False, True),
-    where=lambda fault, whose, **_: fault != "publishing" or whose == 0,
+    where=can_happen,
 )
 def test_whatever_phase_fails_every_rank_is_told_and_none_waits(
     on_ranks: OnRanks, tmp_path: Path, fault: str, whose: int, kind: type[BaseException], background: bool
 ) -> None:
-    if fault == "starting a thread" and not background:
-        pytest.skip("only a background save starts one")
-    if kind is Interrupted and background and fault in ("writing", "telling of it", "publishing"):
-        pytest.skip("a user interrupts the program's own thread alone")
     found = on_ranks(2, phase_fails, str(tmp_path), fault, kind, whose, background, False)
     for number, (told, left, seconds, same) in enumerate(found):
         assert told, "an error is told on every rank"
