@@ -47,6 +47,8 @@ class Row:
     packages: list[str]
     cases: list[str]
     sdists: list[str] = ()  # type: ignore[assignment]
+    together: bool = True
+    """Whether one process may run all cases: not if the framework ends the process group."""
 
 
 ON_TOP = ["accelerate", "peft_lora", "trl_sft", "trl_dpo", "lightning"]
@@ -69,7 +71,7 @@ ROWS = [
         [*TRAINER, *ON_TOP, "sentence_transformers", "axolotl_configs"],
         ["axolotl"],
     ),
-    Row("LLaMA-Factory", ["llamafactory"], ["llamafactory", "llamafactory_lora"]),
+    Row("LLaMA-Factory", ["llamafactory"], ["llamafactory", "llamafactory_lora"], together=False),
     Row("ms-swift", ["ms-swift"], ["ms_swift", "ms_swift_lora"]),
     Row("mmengine", ["mmengine"], ["mmengine"]),
     Row("OpenRLHF calls", [], ["openrlhf"]),
@@ -171,7 +173,7 @@ class Matrix:
             if row.cases == ["configs"]:
                 entry["cases"]["configs"] = self.run_configs(folder)
             else:
-                entry["cases"] = self.run_cases(row.cases, environment, folder)
+                entry["cases"] = self.run_cases(row, environment, folder)
                 for (name, case, mode), reason in UPSTREAM.items():
                     if name == row.name and entry["cases"][case][mode]["result"] != "pass":
                         entry["cases"][case][mode]["result"] = f"upstream: {reason}"
@@ -183,7 +185,7 @@ class Matrix:
                 shutil.rmtree(folder, ignore_errors=True)
         return entry
 
-    def run_cases(self, cases: list[str], environment: Path, folder: Path) -> dict[str, Any]:
+    def run_cases(self, row: Row, environment: Path, folder: Path) -> dict[str, Any]:
         """Run all cases in all modes.
 
         One process on each rank runs them one after the other, because imports take most of the time. A run that fails
@@ -193,8 +195,8 @@ class Matrix:
         work.mkdir()
         for configs in (folder / "sdists").glob("axolotl/*/deepspeed_configs"):
             shutil.copytree(configs, work / "configs")
-        found: dict[str, Any] = {case: {} for case in cases}
-        left, together, began = [(case, mode) for mode in MODES for case in cases], True, time.monotonic()
+        found: dict[str, Any] = {case: {} for case in row.cases}
+        left, together, began = [(case, mode) for mode in MODES for case in row.cases], row.together, time.monotonic()
         while left:
             problem = None
             try:
@@ -212,7 +214,7 @@ class Matrix:
                 case, mode = left.pop(0)
                 found[case][mode] = {"result": problem or "no result was written"}
                 say(f"  {case}, {mode}: {problem} ({time.monotonic() - began:.0f} s)")
-            together = not together or problem is None
+            together = row.together and (not together or problem is None)
         return found
 
     def ranks(self, environment: Path, runs: list[tuple[str, str]], work: Path) -> None:
