@@ -146,7 +146,7 @@ class Matrix:
         return environment
 
     def versions(self, environment: Path) -> dict[str, str]:
-        code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+        code = "import importlib.metadata as m, json; print(json.dumps({d.name.replace('_', '-'): d.version for d in m.distributions()}))"
         found = subprocess.run(
             [str(environment / "bin/python"), "-c", code], capture_output=True, text=True, check=True
         )
