@@ -146,7 +146,8 @@ class Matrix:
         return environment
 
     def versions(self, environment: Path) -> dict[str, str]:
-        code = "import importlib.metadata as m, json; print(json.dumps({d.name.replace('_', '-'): d.version for d in m.distributions()}))"
+        listed = "{d.name.replace('_', '-'): d.version for d in m.distributions()}"
+        code = f"import importlib.metadata as m, json; print(json.dumps({listed}))"
         found = subprocess.run(
             [str(environment / "bin/python"), "-c", code], capture_output=True, text=True, check=True
         )
