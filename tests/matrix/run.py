@@ -329,9 +329,11 @@ def weights_differ(plain: Path, other: Path, tolerance: float) -> str | None:
     for name, value in expected.items():
         if value.shape != found[name].shape:
             return f"saved {name} has shape {tuple(found[name].shape)}, without DeepSpeed {tuple(value.shape)}"
-        off = (value.float() - found[name].float()).abs().max().item()
-        if not off <= tolerance:
-            return f"saved {name} is off by {off:.2g}"
+        # Where a gradient is all but zero, rounding decides in which direction Adam moves a weight.
+        off = (value.float() - found[name].float()).abs()
+        share = (~(off <= tolerance)).float().mean().item()
+        if share > 0.001:
+            return f"{share:.1%} of saved {name} is off, by up to {off.max().item():.2g}"
     return None
 
 

@@ -126,7 +126,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             "loss_scale": self.loss_scale,
             "ds_version": VERSION,
             states_key: {"state": dict(enumerate(states)), "param_groups": groups},
-            masters: [_decoded(self.sharded.master_of(store)) for store in stores],
+            masters: [self._states.master_or_file(store) for store in stores],
         }
 
     def _set_fp32_optimizer_param_groups(self) -> None:
@@ -255,6 +255,10 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
             found = self._read(master)
             self._decoded[store] = self._step.num_steps, found
         return found
+
+    def master_or_file(self, store: ShardStore) -> Any:
+        """Return the master as `master_of` does, or the object that loads it where it is on a disk."""
+        return self._step.master_of(store) if is_on_disk(store.master) else self.master_of(store)
 
     def _is_master(self, store: ShardStore, key: torch.Tensor) -> bool:
         return self._handed_out.get(store) is key or self._decoded.get(store, (-1, None))[1] is key
