@@ -257,7 +257,7 @@ TIER_MUTATIONS = [
         "tier-bytes-by-stage-without-offloaded",
         "onefold/report/describe.py",
         "    if on_device:\n",
-        "    if on_device and plan.states.tier is Tier.DEVICE:\n",
+        "    if on_device and not any(spec.residency.offloads_states for spec in specs):\n",
         "test_engine.py test_memory.py test_offload_cases.py test_run_record.py",
     ),
     # A number of parameters that 32 does not divide.

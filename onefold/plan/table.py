@@ -388,8 +388,13 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def plan_every_stage(config: Config, world_size: int) -> dict[str, Plan]:
-    """The plan that each stage would have made of the same config."""
+    """The plan that each stage would have made of the same config, with nothing offloaded."""
     zero = config.zero_optimization
+    zero = replace(
+        zero,
+        offload_optimizer=replace(zero.offload_optimizer, device="none"),
+        offload_param=replace(zero.offload_param, device="none"),
+    )
     return {
         f"stage {stage}": make_plan(replace(config, zero_optimization=replace(zero, stage=stage)), world_size)
         for stage in TABLE

@@ -46,6 +46,19 @@ def test_held_bytes_equal_the_plan(on_ranks, world, stage, dtype, accumulation):
         assert planned.states == 8 * got["numel"] // shards
 
 
+def bytes_of_every_stage(stage: int) -> list[Any]:
+    offload = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+    on_device, offloaded = (start(net(), config(stage, zero_optimization=zero)) for zero in ({}, offload))
+    return [on_device.planned_bytes(), on_device.planned_bytes_by_stage(), offloaded.planned_bytes_by_stage()]
+
+
+@covering(stage=(1, 3))
+def test_what_each_stage_needs_on_the_device_counts_what_is_offloaded(on_ranks, stage):
+    planned, on_device, offloaded = on_ranks(2, bytes_of_every_stage, stage)[0]
+    assert offloaded == on_device
+    assert offloaded[f"stage {stage}"] == planned
+
+
 def test_sharded_gradients_cost_a_shard_and_a_slot(on_ranks):
     whole, sharded = on_ranks(4, bytes_after_steps, 1, "fp32", 1)[0], on_ranks(4, bytes_after_steps, 2, "fp32", 1)[0]
     assert sharded["planned"].gradients * 4 == whole["planned"].gradients
