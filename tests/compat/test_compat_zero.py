@@ -53,6 +53,14 @@ def test_tiles_say_where_they_begin_and_end(columns, rows):
             assert torch.equal(tile.weight, whole.weight[top:bottom, left:right])
 
 
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (2, 3), (5, 5)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_compute_what_the_whole_layer_does(columns, rows, bias):
+    whole, x = nn.Linear(8, 10, bias=bias), torch.randn(3, 8)
+    tiled = TiledLinear(8, 10, bias=bias, in_splits=columns, out_splits=rows, init_linear=whole)
+    assert torch.allclose(tiled(x), whole(x), atol=1e-6)
+
+
 def test_a_group_of_one_rank_beside_a_launcher_of_several_is_an_error():
     check = partition_parameters._contradicting_single_rank_pg_error
     assert "WORLD_SIZE=8" in (check(1, None, {"WORLD_SIZE": "8"}) or "")
