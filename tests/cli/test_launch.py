@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from onefold.cli.commands import UsageError
 from onefold.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
 from onefold.cli.main import build_parser, main
-from onefold.cli.ranks import Job
+from onefold.cli.ranks import Job, first_failure
 
 pytestmark = pytest.mark.program
 
@@ -262,6 +263,17 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert code == 128 + signal.SIGKILL
     line = stderr.partition("\n")[2]
     assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", line)
+
+
+@pytest.mark.parametrize(("earlier", "first"), [(0.5, 1), (2.0, 0)])
+def test_a_killed_rank_comes_before_peers_that_fail_within_a_second(tmp_path: Path, earlier: float, first: int) -> None:
+    # The agent dates it when it looks, up to a second after it was killed; peers date themselves.
+    killed = ProcessFailure(1, pid=2, exitcode=-signal.SIGKILL, error_file="")
+    told = {"timestamp": killed.timestamp, "exact_timestamp": killed.timestamp - earlier}
+    error_file = tmp_path / "error.json"
+    error_file.write_text(json.dumps({"message": {"message": "ConnectionError", "extraInfo": told}}))
+    peer = ProcessFailure(0, pid=1, exitcode=1, error_file=str(error_file))
+    assert first_failure({0: peer, 1: killed}) == first
 
 
 def test_a_restart_shows_why_and_goes_on(tmp_path: Path) -> None:
