@@ -243,6 +243,11 @@ def test_the_table_of_7_billion_parameters_on_8_gpus(stage, total):
     assert count_as_textbook(7e9, 8, stage, MOMENTS_AND_MASTER).total / GB == total
 
 
+@pytest.mark.parametrize("num_parameters", [5, 32, 7_000_000_031])
+def test_a_model_that_is_a_number_has_exactly_so_many_parameters(num_parameters):
+    assert sum(parameter.numel() for parameter in from_number(num_parameters).build().parameters()) == num_parameters
+
+
 def advice_for(num_parameters: float, machine: str, **given: Any) -> str | None:
     question = Question(from_number(round(num_parameters)), adjust(find_machine(machine), **given), DEFAULT_CONFIG)
     return advise(question, forecast(question, settings_for(question.machine))).setting

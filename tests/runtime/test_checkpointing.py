@@ -489,6 +489,16 @@ def test_a_profile_counts_and_logs_every_call(caplog, monkeypatch):
     assert checkpointing.is_configured()
 
 
+def test_a_profile_counts_a_checkpoint_inside_another_with_the_outer_one(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("onefold"), "propagate", True)
+    configure(profile=True)
+    with caplog.at_level(logging.INFO, logger="onefold"):
+        nested(checkpoint, "cpu")
+    assert checkpointing.times()["calls"] == 1
+    assert caplog.text.count(": forward") == 1
+    checkpointing.reset()
+
+
 def test_the_module_is_found_under_onefold():
     assert onefold.checkpointing is checkpointing
 
