@@ -584,6 +584,25 @@ def test_masters_gradients_and_states_are_read_and_set_as_on_the_device(
     equal_in_every_tier(on_ranks, world, accessing, tmp_path, names, dtype, between)
 
 
+def setting_a_gradient(make: Maker) -> Any:
+    engine = make(net(), gradient_clipping=0.2)
+    found = []
+    for x, y in batches(2):
+        engine.backward(engine(x, y))
+        weight = engine.module.blocks[0].down.weight
+        gradient = safe_get_full_grad(weight)
+        assert gradient is not None
+        safe_set_full_grad(weight, gradient * 3)
+        engine.step()
+        found.append(engine.get_global_grad_norm())
+    return found, everything_of(engine)
+
+
+@pytest.mark.parametrize("names", FEWER)
+def test_a_gradient_that_is_set_counts_in_the_norm(on_ranks, tmp_path, names):
+    equal_in_every_tier(on_ranks, 1, setting_a_gradient, tmp_path, names)
+
+
 def modifying(make: Maker, dtype: str, between: str) -> Any:
     engine = make(net(), **precision(dtype))
     train(engine, 2)

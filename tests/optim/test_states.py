@@ -665,10 +665,12 @@ def test_names_of_others_in_a_config(on_ranks, name):
 @pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdamW32bit"])
 def test_classes_of_bitsandbytes_are_taken_as_ours(on_ranks, name):
     pytest.importorskip("bitsandbytes")
-    found = on_ranks(1, forms_of, {"optimizer": None}, name, width=256)[0]
+    own = {"fp32_state_names": ["*head*"]} if "8bit" in name else {}
+    found = on_ranks(1, forms_of, {"optimizer": None, "onefold": own}, name, width=256)[0]
     wanted = BYTES[: 1 if "Lion" in name else 2] if "8bit" in name else FP32
     assert found["blocks.0.up.weight"] == wanted
     assert set(found["embed.weight"]) == {"fp32"}, "as its manager was told"
+    assert set(found["head.weight"]) == {"fp32"}, "as the config says"
 
 
 def handed_in(given: dict[str, Any]) -> Any:
