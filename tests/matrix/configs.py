@@ -47,7 +47,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     | {"zero_optimization": ZERO3, "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": ["norm"]}},
     "DeepSpeed 0.19.8: disable_python_gc": BATCH | {"zero_optimization": ZERO3, "disable_python_gc": True},
     "DeepSpeed 0.19.8: compute_grad_norm": BATCH | {"zero_optimization": ZERO3 | {"compute_grad_norm": True}},
-    "DeepSpeed 0.19.8: parameter_alignment": BATCH | {"zero_optimization": ZERO3 | {"parameter_alignment": 8}},
+    "DeepSpeed 0.19.8: parameter_alignment": BATCH | {"zero_optimization": ZERO3 | {"parameter_alignment": True}},
     "a comment: _comment": BATCH | {"_comment": "from our wiki", "zero_optimization": ZERO2},
     "a comment: //": BATCH | {"//": "from our wiki", "zero_optimization": ZERO2},
     "ArcticTraining: sequence_parallel_size": BATCH | {"zero_optimization": ZERO3, "sequence_parallel_size": 2},
