@@ -14,6 +14,7 @@ import onefold
 from onefold.comm import Gathering, Ledger, Reduction, data_group, make_collective
 from onefold.config import ConfigError
 from onefold.plan import Tier
+from onefold.plan.table import DTYPES
 
 NOTHING_KEPT = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 
@@ -101,23 +102,28 @@ def test_one_part_is_stage_3(on_ranks):
         assert first_difference(one[0], exact[0]) is None
 
 
-def reduce_and_gather(replicas: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    group = data_group(replicas=replicas)
-    collective = make_collective("exchange", group, Ledger(), torch.device("cpu"))
+def reduce_and_gather(replicas: int, wire: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    group, ledger = data_group(replicas=replicas), Ledger()
+    collective = make_collective("exchange", group, ledger, torch.device("cpu"))
     source = (torch.arange(group.num_shards * 10.0) + 1) * (group.rank + 1)
     target = torch.ones(10)
-    collective.start_reduce_scatter([Reduction(source, target, torch.float32, add=True)]).finish()
+    collective.start_reduce_scatter([Reduction(source, target, DTYPES[wire], add=True)]).finish()
     line = torch.zeros(group.num_shards * 10)
     collective.start_gather([Gathering(line, target)]).finish()
-    return source, target, line
+    return source, target, line, ledger.bytes("reduce inside")
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(4, 2), more(4, 4), more(3, 3), (2, 2)])
-def test_sums_over_all_ranks_and_gathers_inside_a_part(on_ranks, world, replicas):
-    found = on_ranks(world, reduce_and_gather, replicas)
+@pytest.mark.parametrize(
+    ("world", "replicas", "wire"),
+    [(4, 2, "bf16"), more(4, 2, "fp32"), more(4, 4, "fp32"), more(3, 3, "fp32"), (2, 2, "fp32")],
+)
+def test_sums_over_all_ranks_and_gathers_inside_a_part(on_ranks, world, replicas, wire):
+    """All values are small integers, which bf16 holds exactly."""
+    found = on_ranks(world, reduce_and_gather, replicas, wire)
     size = world // replicas
-    total = sum(source for source, _, _ in found).view(size, 10) + 1
-    for rank, (_, target, line) in enumerate(found):
+    total = sum(source for source, *_ in found).view(size, 10) + 1
+    for rank, (_, target, line, sent) in enumerate(found):
+        assert sent == (size - 1) * 10 * DTYPES[wire].itemsize
         assert torch.equal(target, total[rank % size])
         assert torch.equal(line, total.view(-1))
 

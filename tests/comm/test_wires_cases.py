@@ -579,7 +579,11 @@ def frozen_base(names: list[str]) -> dict[str, Any]:
         sent = {row.group: row.bytes for row in rows if row.operation == "gather"}
         totals = [(run.layout.total, run.trainable) for unit in engine.state.schedule.units for run in unit.sharded]
         same = all(torch.equal(a, b) for a, b in zip(resting, frozen_shards(engine), strict=True))
-        found[name] = losses, sent, totals, same and len(resting) > 0, evaluate_alike(engine)
+        before = engine.ledger.copy()
+        losses.append(evaluate(engine))
+        rows = engine.ledger.since(before).rows()
+        evaluated = {row.group: row.bytes for row in rows if row.operation == "gather"}
+        found[name] = losses, sent, totals, same and len(resting) > 0, evaluate_alike(engine), evaluated
         engine.destroy()
     return found
 
@@ -587,7 +591,7 @@ def frozen_base(names: list[str]) -> dict[str, Any]:
 def test_frozen_weights_alone_travel_as_integers(on_ranks):
     found = on_ranks(4, frozen_base, ["stage 3", "frozen"])
     for each in found:
-        losses, sent, totals, rests, alike = each["frozen"]
+        losses, sent, totals, rests, alike, _ = each["frozen"]
         assert alike == found[0]["frozen"][4]
         assert rests
         assert losses == pytest.approx(each["stage 3"][0], rel=2e-2)
@@ -600,13 +604,13 @@ def test_frozen_weights_alone_travel_as_integers(on_ranks):
 
 
 def test_frozen_weights_keep_their_second_shard_from_step_to_step(on_ranks):
-    """Nothing changes them, so after the first gather of all they never cross hosts again."""
+    """Nothing changes them, so after the first gather they never cross hosts again, in training or evaluation."""
     for each in on_ranks(4, frozen_base, ["stage 3", "hpZ"]):
-        losses, sent, totals, rests, alike = each["hpZ"]
+        losses, sent, totals, rests, alike, evaluated = each["hpZ"]
         assert rests
         assert losses == each["stage 3"][0]
         assert alike == each["stage 3"][4]
-        assert sent["across"] == sum(2 * total // 4 for total, trained in totals if trained)
+        assert sent["across"] == evaluated["across"] == sum(2 * total // 4 for total, trained in totals if trained)
 
 
 # -- worlds and shapes ------------------------------------------------------------------------------------------

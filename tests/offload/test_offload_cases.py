@@ -370,6 +370,23 @@ def test_the_accumulation_count_may_change_at_run_time(on_ranks, tmp_path, world
     equal_in_every_tier(on_ranks, world, counting_anew, tmp_path, names, dtype)
 
 
+def twice_before_a_step(make: Maker) -> Any:
+    engine = make(net(), **precision("bf16"))
+    norms = []
+    for number in range(2):
+        for x, y in batches(2, seed=number):
+            engine.backward(engine(x, y))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms, everything_of(engine)
+
+
+@covering(tier=("2 cpu", more("3 disk disk")))
+def test_a_second_backward_before_the_step_adds_to_the_first(on_ranks, tmp_path, tier):
+    """One rank plans 16-bit gradients for one micro-step; the second one widens the sum."""
+    equal_in_every_tier(on_ranks, 1, twice_before_a_step, tmp_path, [tier])
+
+
 def widened(folder: str, tier: str) -> list[tuple[int, int]]:
     make = Maker(str(Path(folder, f"rank{rank()}")), tier)
     engine = make(net(), **precision("bf16"))

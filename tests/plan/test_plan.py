@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onefold.config import ConfigError, load_config
-from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_plan
+from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_plan, plan_every_stage
 from onefold.plan.memory import SharedStep, passes_device
 from onefold.runtime.build import plan_units
 
@@ -118,6 +118,11 @@ def test_every_example_gives_the_plan_it_describes(path):
     assert tuple(part.tier for part in parts) == tiers
     wires = (plan.parameters.wire, plan.gradients.wire, plan.node_shard_size, plan.num_shards)
     assert wires == WIRES.get(path.name, (Wire.NATIVE, Wire.NATIVE, 1, 16))
+
+
+def test_groups_of_ranks_hold_shards_in_stage_3_only():
+    plans = plan_every_stage(load_config({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}), 8)
+    assert [(plan.num_shards, plan.num_replicas) for plan in plans.values()] == [(8, 1), (8, 1), (8, 1), (2, 4)]
 
 
 def test_the_plan_says_itself_in_words():

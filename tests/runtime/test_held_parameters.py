@@ -47,9 +47,10 @@ def settings(plan: str, **rest: Any) -> dict[str, Any]:
     return config(stage, zero_optimization=zero, **{"optimizer": SGD, **rest})
 
 
-def net() -> nn.Sequential:
+def net(width: int = 32) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 4))
+    inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+    return nn.Sequential(nn.Linear(16, width), nn.Tanh(), inner, nn.Linear(width, 4))
 
 
 def data(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -905,7 +906,7 @@ def test_a_scaled_gradient_is_not_clipped_by_hand(on_ranks):
 
 
 def frozen_between(plan: str, optimizer: str) -> str | None:
-    model = net()
+    model = net(width=64)  # wide enough that shards of the second rank hold parameters too
     plain = copy.deepcopy(model).to(local_device())
     kinds = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "NAdam": torch.optim.NAdam}
     params: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if optimizer == "SGD" else {})

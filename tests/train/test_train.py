@@ -287,6 +287,7 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, 9))
     assert [step["step"] for step in steps if step["held_out_loss"] is not None] == [4]
+    assert steps[0]["loss"] == pytest.approx(np.log(256), abs=0.3)  # before a step every byte is as likely
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["num_ranks"] == len(summary["peak_bytes_per_rank"]) == 2
