@@ -35,7 +35,12 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold import ConfigError
 from onefold.runtime import handle_of
-from onefold.utils import memory_status, see_memory_usage
+from onefold.utils import (
+    memory_status,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    see_memory_usage,
+)
 
 # The others run in `make test-slow`.
 STAGES = (0, 1, 2, 3)
@@ -751,11 +756,14 @@ class Matrices(nn.Module):
         return x.square().mean()
 
 
-def beside_own_optimizer(stage: int, build: Callable[..., Any], how: str, dtype: str) -> tuple[Weights, Weights]:
+def beside_own_optimizer(
+    stage: int, build: Callable[..., Any], how: str, dtype: str, clipping: float = 0.0
+) -> tuple[Weights, Weights]:
+    """Weights, masters and states of an engine, and of plain torch."""
     torch.manual_seed(3 + rank())
     model = Matrices()
     optimizer = build if how == "callable" else build(model.parameters())
-    settings = config(stage, zero_allow_untested_optimizer=True, **precision(dtype))
+    settings = config(stage, zero_allow_untested_optimizer=True, gradient_clipping=clipping, **precision(dtype))
     del settings["optimizer"]
     engine = start(model, settings, optimizer=optimizer)
     plain = Matrices().to(model.layers[0].weight.dtype)
@@ -772,11 +780,21 @@ def beside_own_optimizer(stage: int, build: Callable[..., Any], how: str, dtype:
         for parameter, master in zip(plain.parameters(), masters, strict=True):
             master.grad = parameter.grad.float()
             parameter.grad = None
+        if clipping:
+            norm = nn.utils.clip_grad_norm_(masters, clipping)
+            assert step > 0 or norm > clipping, "nothing is clipped"
         theirs.step()
         with torch.no_grad():
             for parameter, master in zip(plain.parameters(), masters, strict=True):
                 parameter.copy_(master)
-    return weights_of(engine.module), weights_of(plain)
+    found, expected = weights_of(engine.module), weights_of(plain)
+    for (name, parameter), master in zip(model.named_parameters(), masters, strict=True):
+        found[f"{name} in fp32"], expected[f"{name} in fp32"] = safe_get_full_fp32_param(parameter), master
+        for key, state in theirs.state[master].items():
+            if isinstance(state, torch.Tensor) and state.shape == master.shape:
+                found[f"{key} of {name}"] = safe_get_full_optimizer_state(parameter, key)
+                expected[f"{key} of {name}"] = state
+    return found, expected
 
 
 @covering(
@@ -784,9 +802,13 @@ def beside_own_optimizer(stage: int, build: Callable[..., Any], how: str, dtype:
     build=(build_adam, build_signed, build_rprop),
     how=("instance", "callable"),
     dtype=("fp32", "bf16"),
+    clipping=(0.0, 0.02),
+    world=(2, 1),
+    where=lambda clipping, world, **_: world == 2 or clipping > 0,
+    always=[(2, build_signed, "instance", "bf16", 0.02, 1)],  # where gradients have 16 bits until they are scaled
 )
-def test_a_users_optimizer_equals_torch(on_ranks, stage, build, how, dtype):
-    for mine, theirs in on_ranks(2, beside_own_optimizer, stage, build, how, dtype):
+def test_a_users_optimizer_equals_torch(on_ranks, stage, build, how, dtype, clipping, world):
+    for mine, theirs in on_ranks(world, beside_own_optimizer, stage, build, how, dtype, clipping):
         for name in theirs:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
 
