@@ -45,7 +45,7 @@ from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
-from onefold.runtime.held import overwrites, plain_class, reads_no_values
+from onefold.runtime.held import overwrites, plain_class, reads_no_values, sources_of
 from onefold.runtime.order import Request
 from onefold.runtime.torch_internals import is_plain_float, tensors_in
 
@@ -303,7 +303,8 @@ class GatheredParameters:
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
         listed = [params] if isinstance(params, torch.Tensor) else list(params or ())
-        self._handles = handles_of(listed) if enabled else []
+        # Values of a state dict stand for their parameters: transformers 4.57 gathers those that a checkpoint lacks.
+        self._handles = handles_of(source for each in listed for source in sources_of(each)) if enabled else []
         self._borrowed: list[ParamHandle] = []
         self._modifier_rank = modifier_rank
         self._before: list[list[tuple[int, ...]]] = []

@@ -288,6 +288,9 @@ class DerivedTensor(torch.Tensor):
             raise at_rest(names, _words(func)) from error  # an index or a shape that needs elements
         if isinstance(result, torch.Tensor) and not result.numel():
             result = result.detach().as_subclass(DerivedTensor)
+            # Libraries mark parameters, and look for the marks in `state_dict()`: transformers' `_is_hf_initialized`.
+            marks = vars(sources[0]) if len(sources) == 1 else {}
+            vars(result).update({name: mark for name, mark in marks.items() if isinstance(mark, bool)})
             result._onefold_names, result._onefold_parameters = names, parameters
             copies = func in _MOVES or func in (torch.Tensor.clone, torch.clone, torch.empty_like)
             result._onefold_is_view = not copies and getattr(sources[0], "_onefold_is_view", True)
@@ -325,6 +328,13 @@ class DerivedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise at_rest(self._onefold_names, "copying it")
+
+
+def sources_of(value: object) -> list[object]:
+    """Return the sharded parameters that a tensor without values is a view of, or the value itself."""
+    if isinstance(value, DerivedTensor) and value._onefold_is_view:
+        return [parameter for reference in value._onefold_parameters if (parameter := reference()) is not None]
+    return [value]
 
 
 @cache
