@@ -152,7 +152,7 @@ def recommend(found: Sequence[Trial]) -> str:
 
 
 def draw(found: Sequence[Trial], folder: Path) -> Path | None:
-    """Memory over time, and samples per second, of all that ran. None where matplotlib is not installed."""
+    """Plot memory over time and samples per second of all runs. Return None if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -357,7 +357,7 @@ def _class_of(name: str, what: str, module: str) -> type:
 
 
 class UlyssesSPAttentionHF(NotOffered):
-    """Sequence parallelism. One rank a sequence is none, and tools register that too."""
+    """Sequence parallelism. Tools also register a size of 1, which means that there is none."""
 
     what = "sequence parallelism"
 

@@ -151,7 +151,7 @@ class OffloadMemory:
         return self.worker.submit(page_aligned, numel * dtype.itemsize, pinned=self.pinned).result().view(dtype)
 
     def more_states(self, tier: Tier, needs: Sequence[Need]) -> Iterator[torch.Tensor | DiskTensor]:
-        """Room for optimizer states that the plan has not counted, all zero, in the order of `needs`."""
+        """Allocate optimizer states that the plan has not counted, all zero, in the order of `needs`."""
         if tier is not Tier.NVME:
             return (self.more_host(*need).zero_() for need in needs)
         reserved = self._reserve(needs, self.options.optimizer.nvme_path, self._rank)

@@ -58,7 +58,7 @@ NOWHERE = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """The optimizer to build: live groups, and a rule for each (stepped by unit) or an instance (stepped once)."""
+    """Optimizer to build: live groups, and a rule for each (stepped by unit) or an instance (stepped once)."""
 
     name: str
     groups: Groups
@@ -347,8 +347,9 @@ def _of_name(name: str, params: dict[str, Any], groups: Groups, model: nn.Module
 
 
 def _defaults(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Every hyperparameter that a rule reads: the config's, or its default. What only has a notice or a refusal is
-    nothing that a rule reads.
+    """Return every hyperparameter that a rule reads: the config's, or its default.
+
+    Keys that only have a notice or a refusal are left out, because no rule reads them.
     """
     read = [key for key, entry in entries(kind).items() if not (entry.key.notice or entry.key.refused)]
     return {key: params.get(key, entries(kind)[key].default) for key in read}

@@ -57,17 +57,17 @@ def _hyperparameters() -> frozenset[str]:
 
 
 def check_of_kind(kind: type) -> Check:
-    """The check of groups whose keys are those of a section of the config."""
+    """Return the check of groups whose keys are those of a section of the config."""
     return partial(read_group, kind)
 
 
 def check_of_rate(values: Mapping[str, Any], path: str) -> None:
-    """The check of groups of which only the class of the user knows more than the learning rate."""
+    """Return the check of groups of a user-defined class, of which only the learning rate is known."""
     read_group(SGDParams, {name: value for name, value in values.items() if name == "lr"}, path)
 
 
 def check_of_class(instance: torch.optim.Optimizer | None) -> Check | None:
-    """The check of groups that a class steps itself: what torch's classes annotate. Nothing is known of others."""
+    """Return the check of groups that a class steps itself, from annotations of torch's classes; None for others."""
     return partial(check_arguments, type(instance)) if is_torchs(instance) else None
 
 

@@ -103,7 +103,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 class _Replayed:
-    """A function whose later calls draw the random numbers of its first call from the tracked states."""
+    """Return a function whose later calls draw the random numbers of its first call from the tracked states."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
