@@ -237,11 +237,15 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         self._state = state
         # Masters as they are handed out, by store.
         self._handed_out: dict[ShardStore, torch.Tensor] = {}
-        # Masters that are held in another form, as they were after so many steps.
-        self._decoded: dict[ShardStore, tuple[int, torch.Tensor]] = {}
+        # Decoded copies of quantized or split masters, with the step they were read after. Weak references, so that a
+        # copy occupies the device only as long as the caller keeps it.
+        self._decoded: dict[ShardStore, tuple[int, weakref.ref[torch.Tensor]]] = {}
 
     def master_of(self, store: ShardStore) -> torch.Tensor:
-        """The tensor itself, or a copy: of one in another form the same until the next step, so that it is a key."""
+        """Return the master itself, or a decoded copy of a quantized or split one.
+
+        The copy is the same object until the next step for as long as the caller keeps it, so it can be a key.
+        """
         master = self._step.master_of(store)
         if isinstance(master, torch.Tensor):
             if store not in self._handed_out:
@@ -250,10 +254,11 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
             return self._handed_out[store]
         if is_on_disk(master):
             return read(master)
-        number, found = self._decoded.get(store, (-1, None))
+        number, reference = self._decoded.get(store, (-1, None))
+        found = reference() if reference is not None else None
         if found is None or number != self._step.num_steps:
             found = self._read(master)
-            self._decoded[store] = self._step.num_steps, found
+            self._decoded[store] = self._step.num_steps, weakref.ref(found)
         return found
 
     def master_or_file(self, store: ShardStore) -> Any:
@@ -261,7 +266,8 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         return self._step.master_of(store) if is_on_disk(store.master) else self.master_of(store)
 
     def _is_master(self, store: ShardStore, key: torch.Tensor) -> bool:
-        return self._handed_out.get(store) is key or self._decoded.get(store, (-1, None))[1] is key
+        decoded = self._decoded.get(store)
+        return self._handed_out.get(store) is key or (decoded is not None and decoded[1]() is key)
 
     def __getitem__(self, key: torch.Tensor) -> dict[str, Any]:
         self._step.wait_for_host()
