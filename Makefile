@@ -18,7 +18,7 @@ check: lint  ## before a commit, in under two minutes: lint, types, and one case
 	$(BIN)/python -m pytest -q -m 'not gpu and not slow' --first-cases $(ARGS)
 
 test: $(STAMP)  ## before a merge: the first tier of all tests, on real gloo ranks
-	$(BIN)/python -m pytest -q -m 'not gpu and not slow' $(ARGS)
+	$(BIN)/python tests/first_tier.py $(ARGS)
 
 test-of: $(STAMP)  ## the tests of one module: make test-of MODULE=onefold/comm/exchange.py
 	files=$$($(BIN)/python tests/which.py $(MODULE)) && $(BIN)/python -m pytest -q -m 'not gpu and not slow' $$files $(ARGS)

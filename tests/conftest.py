@@ -6,7 +6,8 @@ import gc
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,27 @@ def own_ranks() -> Iterator[Callable[..., list[Any]]]:
     def start_and_run(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
         pools.append(RankPool(world))
         return pools[-1].run(case, *args)
+
+    yield start_and_run
+    for pool in pools:
+        pool.stop()
+
+
+@pytest.fixture
+def side_by_side() -> Iterator[Callable[..., list[list[Any]]]]:
+    """`side_by_side(world_size, case, arguments)` runs a case once per tuple of arguments, each on ranks of its own.
+
+    For cases that break connections and spend their time waiting.
+    """
+    pools: list[RankPool] = []
+
+    def start_and_run(world: int, case: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+        # All ranks are forked before the first thread starts.
+        for _ in arguments:
+            pools.append(RankPool(world))
+            pools[-1].start()
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(lambda pool, args: pool.run(case, *args), pools, arguments))
 
     yield start_and_run
     for pool in pools:

@@ -45,7 +45,7 @@ class RankPool:
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `case(*args, **kwargs)` on every rank; the results in rank order."""
         if not self._ranks:
-            self._start()
+            self.start()
         for _, pipe in self._ranks:
             pipe.send((case, args, kwargs))
         results: list[Any] = [None] * self.world_size
@@ -74,7 +74,7 @@ class RankPool:
             raise RankError("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items())))
         return results
 
-    def _start(self) -> None:
+    def start(self) -> None:
         port = free_port()
         # Forking is fast, but CUDA cannot start in a fork of a process that has asked for it.
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")

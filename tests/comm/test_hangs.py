@@ -69,43 +69,38 @@ def stuck(kind: str, stage: int) -> Heard:
     return heard(act)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage", "words"),
-    [
-        ("engines", 2, ["rank 0 at onefold.initialize, engine 2", "rank 1 at reduction of", "the same engines"]),
-        more("engines", 3, ["rank 0 at onefold.initialize, engine 2", "rank 1 at the beginning of a pass"]),
-        more(
-            "barrier", 2, ["rank 1 at its own torch.distributed.barrier()", "test_hangs.py:", "rank 0 at reduction of"]
-        ),
-        ("barrier", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]),
-        more("all_reduce", 3, ["rank 1 at its own torch.distributed.all_reduce()", "test_hangs.py:"]),
-        (
-            "objects",
-            3,
-            ["rank 1 at its own torch.distributed.all_gather_object()", "rank 0 at the beginning of a pass"],
-        ),
-        (
-            "like a meeting",
-            3,
-            ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at the beginning of a pass"],
-        ),
-        more("like a meeting", 2, ["rank 1 at its own torch.distributed.all_gather()", "rank 0 at reduction of"]),
-        ("asynchronous", 3, ["rank 1 at its own wait()", "test_hangs.py:"]),
-        more(
-            "another group", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at the beginning of a pass"]
-        ),
-        ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "as many batches"]),
-        ("save", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at load_checkpoint"]),
-    ],
-)
-def test_a_hang_is_named_on_every_rank(own_ranks, kind, stage, words):
-    found = own_ranks(2, stuck, kind, stage)
-    for name, text, seconds, said in found:
-        assert name in ("Disagreement", "RuntimeError"), found  # a call of the program's own has the backend's error
-        told = text if name == "Disagreement" else said
-        assert [word for word in words if word not in told] == [], (name, text, said)
-        assert seconds < 15  # on a busy machine; the thread finds it within 5
-    assert "Disagreement" in {name for name, _, _, _ in found}, found
+AT_PASS = "rank 0 at the beginning of a pass"
+AT_REDUCTION = "rank 0 at reduction of"
+HANGS = [
+    ("engines", 2, ["rank 0 at onefold.initialize, engine 2", "rank 1 at reduction of", "the same engines"]),
+    ("barrier", 3, ["rank 1 at its own torch.distributed.barrier()", AT_PASS]),
+    ("objects", 3, ["rank 1 at its own torch.distributed.all_gather_object()", AT_PASS]),
+    ("like a meeting", 3, ["rank 1 at its own torch.distributed.all_gather()", AT_PASS]),
+    ("asynchronous", 3, ["rank 1 at its own wait()", "test_hangs.py:"]),
+    ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "as many batches"]),
+    ("save", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at load_checkpoint"]),
+]
+MORE_HANGS = [
+    ("engines", 3, ["rank 0 at onefold.initialize, engine 2", "rank 1 at the beginning of a pass"]),
+    ("barrier", 2, ["rank 1 at its own torch.distributed.barrier()", "test_hangs.py:", AT_REDUCTION]),
+    ("all_reduce", 3, ["rank 1 at its own torch.distributed.all_reduce()", "test_hangs.py:"]),
+    ("like a meeting", 2, ["rank 1 at its own torch.distributed.all_gather()", AT_REDUCTION]),
+    ("another group", 3, ["rank 1 at its own torch.distributed.barrier()", AT_PASS]),
+]
+
+
+@pytest.mark.parametrize("hangs", [HANGS, more(MORE_HANGS)])
+def test_a_hang_is_named_on_every_rank(side_by_side, hangs):
+    for (kind, stage, words), found in zip(
+        hangs, side_by_side(2, stuck, [(kind, stage) for kind, stage, _ in hangs]), strict=True
+    ):
+        for name, text, seconds, said in found:
+            # A call of the program's own has the backend's error.
+            assert name in ("Disagreement", "RuntimeError"), (kind, stage, found)
+            told = text if name == "Disagreement" else said
+            assert [word for word in words if word not in told] == [], (kind, stage, name, text, said)
+            assert seconds < 15, (kind, stage)  # on a busy machine; the thread finds it within 5
+        assert "Disagreement" in {name for name, _, _, _ in found}, (kind, stage, found)
 
 
 class Fragile(nn.Module):
@@ -170,11 +165,12 @@ def busy(kind: str) -> Heard:
     return heard(act)
 
 
-@pytest.mark.parametrize("kind", ["sleep", "computes", "collectives", "a slow collective"])
-def test_slow_ranks_are_not_stuck(own_ranks, kind):
-    for name, text, seconds, said in own_ranks(3, busy, kind):
-        assert (name, said) == ("", ""), text
-        assert seconds > 2.5  # others were waited for
+def test_slow_ranks_are_not_stuck(side_by_side):
+    kinds = ["sleep", "computes", "collectives", "a slow collective"]
+    for kind, found in zip(kinds, side_by_side(3, busy, [(kind,) for kind in kinds]), strict=True):
+        for name, text, seconds, said in found:
+            assert (name, said) == ("", ""), (kind, text)
+            assert seconds > 2.5, kind  # others were waited for
 
 
 def ours(what: str, *, lasts: bool = True) -> Note:
