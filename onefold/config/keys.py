@@ -69,6 +69,8 @@ class Key:
     """`auto` is a value of this key, read as None; elsewhere it means that the key was left out."""
     or_one: bool = False
     """A single value stands for a list of one."""
+    or_false: bool = False
+    """false is accepted and means that the key was left out."""
 
 
 def key(default: Any, doc: str, **rest: Any) -> Any:

@@ -144,7 +144,11 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
 
 
 def _present(entry: SectionKey, items: Sequence[_Item]) -> list[_Item]:
-    return [item for item in items if not is_absent(item.value, entry.key.auto)]
+    return [
+        item
+        for item in items
+        if not is_absent(item.value, entry.key.auto) and not (entry.key.or_false and item.value is False)
+    ]
 
 
 def _open(items: Sequence[_Item]) -> list[_Item] | None:

@@ -223,7 +223,7 @@ class ActivationCheckpointing:
         False, "Shard inputs over a group.", "there is no model-parallel group, so every rank keeps its inputs whole"
     )
     number_checkpoints: int | None = key(
-        None, "Checkpointed calls in one forward.", switch="contiguous_memory_optimization", minimum=1
+        None, "Checkpointed calls in one forward.", switch="contiguous_memory_optimization", minimum=1, or_false=True
     )
     contiguous_memory_optimization: bool = key(
         False, "Keep inputs in one buffer of `number_checkpoints` slots, which is then required."

@@ -595,6 +595,7 @@ def test_what_is_not_offered_loads_but_is_refused(given: dict[str, Any], path: s
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
         {"tensorboard": {"enabled": False, "output_path": ""}, "flops_profiler": {"enabled": False, "top_modules": 1}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+        {"activation_checkpointing": {"number_checkpoints": False}},
         zero(stage=2, offload_optimizer={"nvme_path": [], "ratio": None, "pipeline_read": None, "max_in_cpu": 0}),
         {"onefold": {"device_memory": None, "host_memory": "auto", "delayed_host_step": False}},
         {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1, "comms_logger": {"enabled": False}},
