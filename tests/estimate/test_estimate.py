@@ -15,31 +15,31 @@ from models import Net, batches, config, more, net, start
 from rich.text import Text
 from torch import nn
 
-from onefold.cli.main import main
-from onefold.cli.terminal import lay_out
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
-from onefold.estimate.advice import advise
-from onefold.estimate.caching_allocator import CachingAllocator
-from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, Traffic, forecast, settings_for
-from onefold.estimate.machines import GB, adjust, cpu_ranks, find_machine
-from onefold.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
-from onefold.estimate.on_cuda import attend_backward
-from onefold.estimate.op_times import OpTimer
-from onefold.estimate.rehearsal import META, rehearse
-from onefold.estimate.shapes import SHAPES, known_shape
-from onefold.estimate.step_bench import measure_host
-from onefold.estimate.textbook import (
+from onefold.plan import Tier, count_bytes
+from onefold.tools.bench.link_bench import LinkRates, measure_links
+from onefold.tools.bench.offload_bench import Measured
+from onefold.tools.cli.main import main
+from onefold.tools.cli.terminal import lay_out
+from onefold.tools.estimate.advice import advise
+from onefold.tools.estimate.caching_allocator import CachingAllocator
+from onefold.tools.estimate.forecast import DEFAULT_CONFIG, Question, Setting, Traffic, forecast, settings_for
+from onefold.tools.estimate.machines import GB, adjust, cpu_ranks, find_machine
+from onefold.tools.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
+from onefold.tools.estimate.on_cuda import attend_backward
+from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.rehearsal import META, rehearse
+from onefold.tools.estimate.shapes import SHAPES, known_shape
+from onefold.tools.estimate.step_bench import measure_host
+from onefold.tools.estimate.textbook import (
     MOMENTS,
     MOMENTS_AND_MASTER,
     count_as_textbook,
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
 )
-from onefold.estimate.work import OpCall
-from onefold.plan import Tier, count_bytes
-from onefold.report.link_bench import LinkRates, measure_links
-from onefold.report.offload_bench import Measured
+from onefold.tools.estimate.work import OpCall
 
 # -- the rehearsal beside the run --------------------------------------------------------------------------------------
 

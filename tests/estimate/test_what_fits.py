@@ -21,14 +21,16 @@ from torch import nn
 from benchmarks.shapes import Block, Decoder, GatedMLP
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
-from onefold.estimate import formulas
-from onefold.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
-from onefold.estimate.formulas import Case
-from onefold.estimate.machines import GB, Gpu, Machine, find_machine
-from onefold.estimate.models import ModelSource, find_model
-from onefold.estimate.rehearsal import META, rehearse
-from onefold.estimate.to_javascript import UntranslatableError, translate, translate_module
-from onefold.estimate.what_fits import (
+from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
+from onefold.plan.table import TABLE
+from onefold.tools.estimate import formulas
+from onefold.tools.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
+from onefold.tools.estimate.formulas import Case
+from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine
+from onefold.tools.estimate.models import ModelSource, find_model
+from onefold.tools.estimate.rehearsal import META, rehearse
+from onefold.tools.estimate.to_javascript import UntranslatableError, translate, translate_module
+from onefold.tools.estimate.what_fits import (
     CHOICES,
     DEFAULTS,
     FORMATS,
@@ -40,8 +42,6 @@ from onefold.estimate.what_fits import (
     page,
     settings,
 )
-from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.table import TABLE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "what-fits.html"
