@@ -917,21 +917,21 @@ MUTATIONS = [
     # -- what fits -----------------------------------------------------------------------------------------------
     Mutation(
         "what-fits-masters",
-        "onefold/tools/estimate/formulas.py",
+        "docs/tools/formulas.py",
         "whole = 0 if is_parameter else 4 * stepped(case)",
         "whole = 4 * stepped(case)",
         "test_what_fits.py -k model_states",
     ),
     Mutation(
         "what-fits-kept",
-        "onefold/tools/estimate/formulas.py",
+        "docs/tools/formulas.py",
         "MAX_REUSE / 2 - head_weights(case)",
         "MAX_REUSE - head_weights(case)",
         "test_what_fits.py -k large_blocks",
     ),
     Mutation(
         "what-fits-floor",
-        "onefold/tools/estimate/to_javascript.py",
+        "docs/tools/to_javascript.py",
         'return f"Math.floor({self._expression(left)} / {self._expression(right)})"',
         'return f"Math.trunc({self._expression(left)} / {self._expression(right)})"',
         "test_what_fits.py -k every_construct",

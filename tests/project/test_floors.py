@@ -216,7 +216,7 @@ BUDGETS = {
     "plan": 1_700,
     "report": 1_600,
     "runtime": 4_250,
-    "tools": 9_400,
+    "tools": 8_500,
     "top": 1_850,
     "utils": 550,
 }

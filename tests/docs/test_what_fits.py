@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 from html import unescape
 from pathlib import Path
@@ -18,19 +19,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.shapes import Block, Decoder, GatedMLP
-from onefold.comm.nodes import Nodes
-from onefold.config import load_config
-from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.table import TABLE
-from onefold.tools.estimate import formulas
-from onefold.tools.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
-from onefold.tools.estimate.formulas import Case
-from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine
-from onefold.tools.estimate.models import ModelSource, find_model
-from onefold.tools.estimate.rehearsal import META, rehearse
-from onefold.tools.estimate.to_javascript import UntranslatableError, translate, translate_module
-from onefold.tools.estimate.what_fits import (
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "tools"))  # the generator is not installed
+
+import formulas
+from formulas import Case
+from to_javascript import UntranslatableError, translate, translate_module
+from what_fits import (
     CHOICES,
     DEFAULTS,
     FORMATS,
@@ -43,8 +37,17 @@ from onefold.tools.estimate.what_fits import (
     settings,
 )
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "what-fits.html"
+from benchmarks.shapes import Block, Decoder, GatedMLP
+from onefold.comm.nodes import Nodes
+from onefold.config import load_config
+from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
+from onefold.plan.table import TABLE
+from onefold.tools.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
+from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine
+from onefold.tools.estimate.models import ModelSource, find_model
+from onefold.tools.estimate.rehearsal import META, rehearse
+
+PAGE = Path(__file__).parents[2] / "docs" / "what-fits.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
 

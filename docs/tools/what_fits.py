@@ -1,24 +1,24 @@
-"""Writes docs/what-fits.html, a page on which people try shapes, machines and settings:
-`python -m onefold.tools.estimate.what_fits > docs/what-fits.html`.
+"""Write docs/what-fits.html, a page for trying shapes, machines and settings. `make docs` runs this script.
 
-The template `what_fits.html` has the page and its script, `formulas` the arithmetic; here is what both are about: the
-controls, their values, and which formula each line of a table shows.
+The template `what_fits.html` has the page and its script, `formulas.py` the arithmetic. This file defines the controls,
+their values, and the formula behind each row of a table.
 """
 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+import formulas
+from to_javascript import translate_module
 
 from onefold.plan import Placement
 from onefold.plan.forms import BLOCK, SIGNED, SPLIT_8, SPLIT_16
 from onefold.plan.table import TABLE
-from onefold.tools.estimate import formulas
 from onefold.tools.estimate.forecast import DEFAULT_CONFIG, settings_for
 from onefold.tools.estimate.machines import GB, GPUS, find_machine
 from onefold.tools.estimate.shapes import SHAPES
-from onefold.tools.estimate.to_javascript import translate_module
 
 DEFAULTS: dict[str, Any] = {
     **SHAPES["Llama 7B"],
@@ -120,7 +120,7 @@ def page() -> str:
         "config": DEFAULT_CONFIG,
         "kinds": {"gpu": GPU_KINDS, "host": HOST_KINDS, "nvme": NVME_KINDS},
     }
-    template = files("onefold.tools.estimate").joinpath("what_fits.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     text = template.replace("@@facts@@", json.dumps(facts, separators=(",", ":")))
     return text.replace("@@formulas@@", translate_module(formulas))
 
