@@ -31,7 +31,7 @@ ELSEWHERE = {
     "comm/collective.py": "runtime/exactness",
     "comm/consensus.py": "engine/alike",
     "comm/exchange.py": "runtime/exactness",
-    "comm/imagined.py": "estimate/estimate",
+    "comm/fake_group.py": "estimate/estimate",
     "comm/kernels.py": "gpu/gpu_codec",
     "comm/mesh.py": "cli/nodes cli/launch",
     "comm/native.py": "gpu/gpu gpu/gpu_ranks",

@@ -3,7 +3,7 @@
 [Note: one formula, two languages]
 These functions are written once, here, and `to_javascript` turns them into the page's script. So they are plain:
 numbers and flags of a `Case`, local names, sums and products, comparisons, choices, and calls of each other. The tests
-hold them against the plan (`count_bytes`) and against rehearsals of a step; `onefold plan` is exact where this is a
+hold them against the plan (`count_bytes`) and against dry runs of a step; `onefold plan` is exact where this is a
 formula.
 
 [Note: the fullest moment]

@@ -42,10 +42,10 @@ from onefold.comm.nodes import Nodes
 from onefold.config import load_config
 from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.table import TABLE
+from onefold.tools.estimate.dry_run import META, dry_run
 from onefold.tools.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
 from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine
 from onefold.tools.estimate.models import ModelSource, find_model
-from onefold.tools.estimate.rehearsal import META, rehearse
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-fits.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -219,7 +219,7 @@ def config_of(values: dict[str, Any]) -> dict[str, Any]:
 def planned(values: dict[str, Any]) -> tuple[Case, dict[Tier, Any]]:
     case = case_of(values)
     config, world = load_config(config_of(values)), case.gpus * case.nodes
-    found = rehearse(model_of(case), config, Nodes.of_size(case.gpus, world))
+    found = dry_run(model_of(case), config, Nodes.of_size(case.gpus, world))
     plan = replace(make_plan(config, world), accumulates=case.accumulates)
     specs = assign_tiers([spec for unit in found.units for spec in unit], plan)
     return case, {tier: count_bytes(specs, plan, tier) for tier in Tier}
@@ -267,7 +267,7 @@ def test_split_masters_are_the_plans_in_every_tier(offload_optimizer, offload_pa
         assert said == pytest.approx(exact, rel=0.01, abs=1e6), name
 
 
-def rehearsed(values: dict[str, Any]) -> Any:
+def forecast_of(values: dict[str, Any]) -> Any:
     case = case_of(values)
 
     def loss_of(batch: int, length: int) -> Any:
@@ -284,12 +284,12 @@ def rehearsed(values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_gpu_at_its_fullest_is_as_rehearsed(seed):
+def test_the_peak_of_a_gpu_is_that_of_the_dry_run(seed):
     rng = random.Random(100 + seed)
-    # A rehearsal has all on the device, where a single rank in stage 3 is cut otherwise than with offload.
+    # A dry run has all on the device, where a single rank in stage 3 is cut otherwise than with offload.
     gpus = rng.choice([2, 8])
     values = random_values(rng, gpus=gpus, accumulation=1, precision="fp32" if seed == 7 else "bf16", stage=seed % 4)
-    case, found = case_of(values), rehearsed(values)
+    case, found = case_of(values), forecast_of(values)
     assert formulas.allocated(case) == pytest.approx(found.device.allocated, rel=0.1), values
     # What the allocator keeps is a share of that here, and replayed there.
     assert formulas.gpu_bytes(case) == pytest.approx(found.device.total, rel=0.15), values
@@ -306,7 +306,7 @@ def test_a_gpu_at_its_fullest_is_as_rehearsed(seed):
 def test_large_blocks_are_gathered_within_the_limits(name, recompute):
     """Sixteen blocks of a known shape: more than `stage3_max_live_parameters`."""
     values = {**DEFAULTS, **SHAPES[name], "layers": 16, "stage": 3, "recompute": recompute}
-    case, found = case_of(values), rehearsed(values)
+    case, found = case_of(values), forecast_of(values)
     assert found.device.gathered <= case.itemsize * formulas.MAX_LIVE
     assert formulas.gathered(case) == pytest.approx(found.device.gathered, rel=0.02)
     assert formulas.allocated(case) == pytest.approx(found.device.allocated, rel=0.1)

@@ -24,12 +24,12 @@ from onefold.tools.cli.main import main
 from onefold.tools.cli.terminal import lay_out
 from onefold.tools.estimate.advice import advise
 from onefold.tools.estimate.caching_allocator import CachingAllocator
+from onefold.tools.estimate.dry_run import META, dry_run
 from onefold.tools.estimate.forecast import DEFAULT_CONFIG, Question, Setting, Traffic, forecast, settings_for
 from onefold.tools.estimate.machines import GB, adjust, cpu_ranks, find_machine
 from onefold.tools.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
 from onefold.tools.estimate.on_cuda import attend_backward
 from onefold.tools.estimate.op_times import OpTimer
-from onefold.tools.estimate.rehearsal import META, rehearse
 from onefold.tools.estimate.shapes import SHAPES, known_shape
 from onefold.tools.estimate.step_bench import measure_host
 from onefold.tools.estimate.textbook import (
@@ -41,7 +41,7 @@ from onefold.tools.estimate.textbook import (
 )
 from onefold.tools.estimate.work import OpCall
 
-# -- the rehearsal beside the run --------------------------------------------------------------------------------------
+# -- the dry run and the run -------------------------------------------------------------------------------------------
 
 
 def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, int]], dict[str, int]]:
@@ -62,10 +62,10 @@ def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, in
     return rows, {name: getattr(held, name) for name in ("parameters", "masters", "states")}
 
 
-def rehearsed(document: dict[str, Any], nodes: Nodes) -> Any:
+def dry_run_of(document: dict[str, Any], nodes: Nodes) -> Any:
     with META:
         model, x = Net(), torch.zeros(4, 7, dtype=torch.long)
-    return rehearse(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
+    return dry_run(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -78,13 +78,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @covering(setting=SETTINGS, world=(2, 1, more(3), more(4)), strength=1)
-def test_a_rehearsal_sends_and_holds_what_the_run_does(on_ranks, setting, world):
+def test_a_dry_run_sends_and_holds_what_the_run_does(on_ranks, setting, world):
     extra = SETTINGS[setting]
     for stage in range(4):
         zero = {"stage3_param_persistence_threshold": 0, **extra.get("zero_optimization", {}), "stage": stage}
         document = {**config(stage), **extra, "zero_optimization": zero}
         rows, held = on_ranks(world, run_for_real, document)[0]
-        found = rehearsed(document, Nodes.of_size(world, world))
+        found = dry_run_of(document, Nodes.of_size(world, world))
         assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
         rest = count_bytes([spec for unit in found.units for spec in unit], found.plan, Tier.DEVICE)
         assert {name: getattr(rest, name) for name in held} == held
@@ -105,7 +105,7 @@ def test_over_two_nodes_too(on_ranks, zero):
     document = {**config(zero["stage"]), "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     document["onefold"] = {"node_size": 2}
     rows, _ = on_ranks(4, run_for_real, document)[0]
-    found = rehearsed(document, Nodes.of_size(2, 4))
+    found = dry_run_of(document, Nodes.of_size(2, 4))
     assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
 
 
@@ -116,7 +116,7 @@ def test_gradients_of_earlier_micro_steps_are_counted():
         document = {**config(1), "gradient_accumulation_steps": accumulation, "bf16": {"enabled": True}}
         with META:
             model, x = Chain(4, 1024), torch.empty(8, 1024, dtype=torch.bfloat16)
-        found = rehearse(model, load_config(document), Nodes((2,)), lambda call, x=x: call(x))
+        found = dry_run(model, load_config(document), Nodes((2,)), lambda call, x=x: call(x))
         peaks.append(max(moment.total for moment in found.trace.moments))
         assert all(moment.gradients <= moment.live for moment in found.trace.moments)
     assert peaks[1] - peaks[0] > 0.9 * 2 * 4 * 1024 * 1024  # whole in fp32, where one micro-step has them in bf16
@@ -140,7 +140,7 @@ def test_activations_are_those_that_autograd_keeps(rows):
     num, width = 6, 512
     with META:
         model, x = Chain(num, width), torch.empty(rows, width)
-    found = rehearse(model, load_config(config(0)), Nodes((1,)), lambda call: call(x))
+    found = dry_run(model, load_config(config(0)), Nodes((1,)), lambda call: call(x))
     kept = num * rows * width * 4  # each layer's output, which the next one's backward reads
     peak = max(moment.live - moment.gradients for moment in found.trace.moments)
     # Above what is kept: an output before its relu in forward; in backward a gradient and what comes of it.
@@ -609,7 +609,7 @@ def test_a_model_of_transformers_and_one_with_adapters(tmp_path):
     assert sizes[0].traffic.inside > 0
 
 
-def test_a_forward_that_cannot_be_rehearsed_is_told():
+def test_a_forward_that_fails_in_a_dry_run_is_reported():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -643,7 +643,7 @@ def test_deepspeeds_names_tell_the_plans_bytes(capsys):
 
 def test_shapes_alone_are_cut_into_blocks():
     source = from_shapes("a", {f"model.layers.{place}.weight": (8, 8) for place in range(4)})
-    found = rehearse(source.build(), load_config({**DEFAULT_CONFIG, "train_micro_batch_size_per_gpu": 1}), Nodes((2,)))
+    found = dry_run(source.build(), load_config({**DEFAULT_CONFIG, "train_micro_batch_size_per_gpu": 1}), Nodes((2,)))
     assert len(found.units) == 4
 
 
@@ -668,7 +668,7 @@ def _save(folder: str) -> None:
 
 
 def test_every_op_of_a_step_is_known_by_its_shapes_and_can_be_run_by_itself():
-    found = rehearsed(config(2), Nodes.of_size(1, 1))
+    found = dry_run_of(config(2), Nodes.of_size(1, 1))
     work = found.trace.work
     assert sum(work.calls.values()) == work.num_ops - 2 * sum(
         number for call, number in work.calls.items() if call.func is attend_backward

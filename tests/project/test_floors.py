@@ -152,7 +152,7 @@ def test_no_two_modules_have_one_name():
     assert many.keys() <= {"__init__.py", "__main__.py"}, many
 
 
-# Seams that classes of other files fill in; and what `comm/imagined.py` takes the talking out of, to run all the rest.
+# Seams that classes of other files fill in; and collectives that `comm/fake_group.py` runs without sending.
 SEAMS = {"CollectiveWrapper", "Group", "Exchange", "Native", "AllToAll"}
 
 
@@ -173,7 +173,7 @@ def is_seam(name: str, path: Path) -> bool:
 
 
 def test_config_ends_at_the_plan():
-    """Above `plan` only `initialize`, `zero.Init`, activation checkpointing and the rehearsal of a step, each an
+    """Above `plan` only `initialize`, `zero.Init`, activation checkpointing and the dry run of a step, each an
     entrance, read a Config.
     """
     for path in FILES:

@@ -1,5 +1,6 @@
-"""What a run will hold, send and take, before it: by rehearsing its step with the engine itself.
+"""Forecast the memory, traffic and time of a run, from a dry run of its step with the engine itself.
 
-`models` finds the model, `machines` the machine, `rehearsal` takes one imagined rank through a step (`trace` follows
-its memory, `caching_allocator` what the device makes of it), `forecast` puts it together and `advice` chooses.
+`models` finds the model and `machines` the machine. `dry_run` runs a step on one rank of a fake process group: `trace`
+records its memory, `caching_allocator` replays what torch's allocator makes of it. `forecast` adds up the results, and
+`advice` recommends a setting. `textbook` has DeepSpeed's table of model states, which needs no dry run.
 """

@@ -1,4 +1,4 @@
-"""What a setting will hold, send and take, on a machine: out of the rehearsal of its step and the plan's arithmetic."""
+"""What a setting will hold, send and take, on a machine: out of the dry run of its step and the plan's arithmetic."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from onefold.plan import (
 )
 from onefold.plan.memory import bytes_of_step, passes_device
 from onefold.plan.table import TABLE
+from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
 from onefold.tools.estimate.models import ModelSource, build_once
 from onefold.tools.estimate.on_cuda import ATTENTION
 from onefold.tools.estimate.op_times import OpTimer
-from onefold.tools.estimate.rehearsal import Rehearsal, rehearse
 from onefold.tools.estimate.trace import MemoryMoment, PassTrace
 
 MIB = 1 << 20
@@ -239,33 +239,32 @@ def forecast(
     finds_batch: bool = True,
     timer: OpTimer | None = None,
 ) -> list[Forecast]:
-    """One for each setting; settings that differ in where states rest share a rehearsal. `finds_batch`: the largest
+    """One for each setting; settings that differ in where states rest share a dry run. `finds_batch`: the largest
     micro-batch too. `timer`: ops are timed by it, and are not guessed from a machine's rates.
     """
-    rehearsed: dict[str, Rehearsal] = {}
+    dry_runs: dict[str, DryRun] = {}
     found: list[Forecast] = []
 
-    def rehearsal_of(setting: Setting, micro_batch: int) -> Rehearsal:
+    def dry_run_of(setting: Setting, micro_batch: int) -> DryRun:
         offloads = [name in setting.zero for name in ("offload_optimizer", "offload_param")]
         zero = {key: value for key, value in setting.zero.items() if not key.startswith("offload")}
         key = f"{zero} {offloads} {micro_batch}"
-        if key not in rehearsed:
+        if key not in dry_runs:
             tell(f"{setting.name}, micro-batch {micro_batch}", len(found), len(settings))
-            rehearsed[key] = _rehearse(question, setting, micro_batch, uses_nccl=uses_nccl)
-        return rehearsed[key]
+            dry_runs[key] = _dry_run(question, setting, micro_batch, uses_nccl=uses_nccl)
+        return dry_runs[key]
 
     for setting in settings:
-        rehearsal = rehearsal_of(setting, question.micro_batch or 1)
-        each = _forecast(question, setting, rehearsal, timer)
+        each = _forecast(question, setting, dry_run_of(setting, question.micro_batch or 1), timer)
         if finds_batch and each.step is not None:
-            largest = _largest_batch(question, each, lambda batch, of=setting: rehearsal_of(of, batch))  # type: ignore[misc]
+            largest = _largest_batch(question, each, lambda batch, of=setting: dry_run_of(of, batch))  # type: ignore[misc]
             each = replace(each, largest_batch=largest)
         found.append(each)
     tell("", len(settings), len(settings))
     return found
 
 
-def _rehearse(question: Question, setting: Setting, micro_batch: int, *, uses_nccl: bool) -> Rehearsal:
+def _dry_run(question: Question, setting: Setting, micro_batch: int, *, uses_nccl: bool) -> DryRun:
     machine, source = question.machine, question.model
     config = load_config(question.document(setting, micro_batch))
     loss_of = None
@@ -274,7 +273,7 @@ def _rehearse(question: Question, setting: Setting, micro_batch: int, *, uses_nc
     nodes = Nodes.of_size(machine.gpus, machine.world)
     model = build_once(source.name, source.build)
     try:
-        return rehearse(model, config, nodes, loss_of, vocabulary=source.vocabulary, uses_nccl=uses_nccl)
+        return dry_run(model, config, nodes, loss_of, vocabulary=source.vocabulary, uses_nccl=uses_nccl)
     except (PlanError, ConfigError):
         raise
     except Exception as error:  # whatever a model of the user's may raise
@@ -285,7 +284,7 @@ def _rehearse(question: Question, setting: Setting, micro_batch: int, *, uses_nc
         ) from error
 
 
-def _forecast(question: Question, setting: Setting, found: Rehearsal, timer: OpTimer | None = None) -> Forecast:
+def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTimer | None = None) -> Forecast:
     machine, micro_batch = question.machine, question.micro_batch or 1
     config = load_config(question.document(setting, micro_batch))
     plan, specs = _place(question, config, found)
@@ -314,7 +313,7 @@ def _forecast(question: Question, setting: Setting, found: Rehearsal, timer: OpT
     return Forecast(setting, *held, traffic, crossing, seconds, step, shown, None, shortages, spare, is_tight)
 
 
-def _place(question: Question, config: Config, found: Rehearsal) -> tuple[Plan, list[FlatParamSpec]]:
+def _place(question: Question, config: Config, found: DryRun) -> tuple[Plan, list[FlatParamSpec]]:
     """Return the plan of a setting and where its shards are stored."""
     machine = question.machine
     plan = replace(make_plan(config, machine.world), accumulates=found.plan.accumulates, node_size=machine.gpus)
@@ -322,7 +321,7 @@ def _place(question: Question, config: Config, found: Rehearsal) -> tuple[Plan, 
     return plan, assign_tiers(flat, plan, host_bytes=int(machine.host_memory * HOST_SHARE) // machine.gpus)
 
 
-def _device_bytes(question: Question, found: Rehearsal, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
+def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
     rest = count_bytes(specs, plan)
     on_device = plan.gradients.tier is Tier.DEVICE
     # Reduced gradients that leave for the host are on the device only while they are on their way.
@@ -371,7 +370,7 @@ def _passing_through(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
     return UNDER_WAY * sum(min(each, CHUNK_BYTES) for each in largest.values())
 
 
-def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:
+def _traffic(found: DryRun, machine: Machine) -> Traffic | None:
     if found.traffic is None:
         return None
     rows = [row for row in found.traffic.rows() if row.operation != "meet"]
@@ -382,7 +381,7 @@ def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:
 
 def _times(
     question: Question,
-    found: Rehearsal,
+    found: DryRun,
     plan: Plan,
     specs: Sequence[FlatParamSpec],
     crossing: Crossing,
@@ -447,7 +446,7 @@ _HOST_OVER_BYTES = 5
 _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 
 
-def _largest_batch(question: Question, each: Forecast, rehearsal_of: Callable[[int], Rehearsal]) -> int:
+def _largest_batch(question: Question, each: Forecast, dry_run_of: Callable[[int], DryRun]) -> int:
     """Return the largest micro-batch that fits: with one more sequence it does not (see [Note: another batch without
     another dry run]).
     """
@@ -458,12 +457,12 @@ def _largest_batch(question: Question, each: Forecast, rehearsal_of: Callable[[i
     if device.total - device.activations - device.logits - device.gradients - device.gathered > memory:
         return 0
     config = load_config(question.document(each.setting, given))
-    plan, specs = _place(question, config, rehearsal_of(given))
+    plan, specs = _place(question, config, dry_run_of(given))
     known = {given: device.total}
 
     def needed(batch: int) -> int:
         if batch not in known:
-            found = _rehearsal_at(batch, given, rehearsal_of)
+            found = _dry_run_at(batch, given, dry_run_of)
             known[batch] = _device_bytes(question, found, plan, specs).total
         return known[batch]
 
@@ -488,12 +487,12 @@ def _largest_batch(question: Question, each: Forecast, rehearsal_of: Callable[[i
     return fits
 
 
-def _rehearsal_at(batch: int, given: int, rehearsal_of: Callable[[int], Rehearsal]) -> Rehearsal:
+def _dry_run_at(batch: int, given: int, dry_run_of: Callable[[int], DryRun]) -> DryRun:
     """Return what a dry run of another micro-batch would find, without it where two others say enough."""
     bases = [(given, 2 * given)] if batch > 1 else []
     bases += [(2, 3)] if given == 1 and batch > 1 else []
     for one, two in bases:
-        low, high = rehearsal_of(one), rehearsal_of(two)
+        low, high = dry_run_of(one), dry_run_of(two)
         if batch in (one, two):
             return low if batch == one else high
         assert low.tape is not None
@@ -503,4 +502,4 @@ def _rehearsal_at(batch: int, given: int, rehearsal_of: Callable[[int], Rehearsa
             assert low.trace is not None
             replayed = low.tape.replay(sizes)
             return replace(low, trace=PassTrace(replayed, low.trace.work))
-    return rehearsal_of(batch)
+    return dry_run_of(batch)

@@ -17,8 +17,8 @@ from torch import nn
 from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.plan.cut import cut
+from onefold.tools.estimate.dry_run import META, LossOf
 from onefold.tools.estimate.machines import PlanError
-from onefold.tools.estimate.rehearsal import META, LossOf
 from onefold.tools.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
 
 # Of a model that is only a number of parameters.

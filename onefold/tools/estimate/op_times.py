@@ -1,4 +1,4 @@
-"""How long the ops of a rehearsed step take on this machine: each distinct one is run here, on tensors of its shapes.
+"""How long the ops of a dry run take on this machine: each distinct one is run here, on tensors of its shapes.
 
 [Note: seconds of a pass]
 A GPU computes what its host has launched, so a pass takes as long as the slower of them. The device's seconds are those

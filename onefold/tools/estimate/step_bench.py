@@ -21,8 +21,8 @@ from torch import nn
 
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
+from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.op_times import OpTimer
-from onefold.tools.estimate.rehearsal import Rehearsal, rehearse
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -62,14 +62,14 @@ class BenchModel:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         return torch.zeros(1, self.tokens, self.width, dtype=dtype, device=device)
 
-    def rehearse(self) -> Rehearsal:
+    def dry_run(self) -> DryRun:
         with torch.device("meta"):
             model = self.build()
 
         def loss_of(call: Any) -> Any:
             return call(self.inputs("meta")).float().sum()
 
-        return rehearse(model, load_config(CONFIG), Nodes.of_size(1, 1), loss_of)
+        return dry_run(model, load_config(CONFIG), Nodes.of_size(1, 1), loss_of)
 
 
 SMALL, MIDDLE = BenchModel(width=64, blocks=12, tokens=8), BenchModel(width=512, blocks=4, tokens=256)
@@ -91,7 +91,7 @@ class _TransformerBlock(nn.Module):
 
 
 def measure_host() -> HostSeconds:
-    found = SMALL.rehearse()
+    found = SMALL.dry_run()
     assert found.trace is not None
     passes, step = _steps_of(SMALL, processes=1)
     return HostSeconds(passes / found.trace.work.num_ops, step / sum(len(unit) for unit in found.units))
@@ -100,7 +100,7 @@ def measure_host() -> HostSeconds:
 def measure_contention(ranks: int) -> float:
     """How many times as long ops take while so many ranks compute on the cores of this host, as each by itself."""
     threads, before = max(1, (os.cpu_count() or 1) // ranks), torch.get_num_threads()
-    found = MIDDLE.rehearse()
+    found = MIDDLE.dry_run()
     assert found.trace is not None
     torch.set_num_threads(threads)
     try:

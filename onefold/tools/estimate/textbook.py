@@ -17,8 +17,8 @@ from onefold.config import load_config
 from onefold.log import format_bytes
 from onefold.plan import ModelBytes, Placement, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.table import TABLE
+from onefold.tools.estimate.dry_run import dry_run
 from onefold.tools.estimate.models import ModelSource, from_number
-from onefold.tools.estimate.rehearsal import rehearse
 
 MOMENTS, MOMENTS_AND_MASTER = 8, 12
 
@@ -63,7 +63,7 @@ def model_state_bytes(
         "zero_optimization": zero,
     }
     config, world = load_config(document), gpus_per_node * nodes
-    found = rehearse(source.build(), config, Nodes.of_size(gpus_per_node, world))
+    found = dry_run(source.build(), config, Nodes.of_size(gpus_per_node, world))
     plan = make_plan(config, world)
     specs = assign_tiers([spec for unit in found.units for spec in unit], plan)
     return {tier: count_bytes(specs, plan, tier) for tier in Tier}

@@ -1,7 +1,7 @@
-"""A step before it is run: the engine itself, on one imagined rank of a job of any size, with tensors without memory.
+"""Run a step of the engine dry: on one rank of a fake process group, with meta tensors.
 
-Nothing of the runtime is described a second time. Units, prefetch, buckets, reductions in flight and what the ledger
-counts are those of the run, because they are its code.
+The runtime is not modelled a second time. Units, prefetching, buckets, reductions in flight and the ledger's counts are
+those of the real run, because the same code runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import ImaginedGroup, Ledger
+from onefold.comm import FakeGroup, Ledger
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, solve_batch
 from onefold.engine import Engine
@@ -27,34 +27,34 @@ from onefold.tools.estimate.on_cuda import as_on_cuda
 from onefold.tools.estimate.trace import AllocationMode, MemoryAccount, PassTrace, Tape, record_allocation
 
 LossOf = Callable[[Callable[..., Any]], torch.Tensor]
-"""Calls a model, or an engine in its place, with a batch of the size in question: the loss."""
+"""A function that calls a model or an engine with a batch of the size in question, and returns the loss."""
 
 META = torch.device("meta")
-# Nothing is computed.
+# The arguments of a step that computes nothing.
 _NO_STEP = Step(0, 1.0, ())
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """One step of one rank: what its passes allocate and compute, and what it sends."""
+class DryRun:
+    """One step of one rank: the memory and the ops of its passes, and its traffic."""
 
     plan: Plan
     units: list[list[FlatParamSpec]]
     trace: PassTrace | None
-    """Of a micro-step that a step follows; None where no batch was given."""
+    """The last micro-step and the step after it; None if no batch was given."""
     traffic: Ledger | None
-    """Of a whole step."""
+    """The traffic of a whole step; None if no batch was given."""
     pools: int = 0
-    """What pools keep from step to step where ranks are CPUs."""
+    """Bytes that buffer pools keep from step to step on CPU ranks."""
     matrix_flops: float = 0.0
-    """Of an optimizer that works on whole matrices, in a step;"""
+    """Floating-point operations of a whole-matrix optimizer in one step."""
     matrix_bytes: int = 0
-    """and what it keeps of them from step to step."""
+    """Bytes that a whole-matrix optimizer keeps from step to step."""
     tape: Tape | None = None
     """The allocations behind `trace`."""
 
 
-def rehearse(
+def dry_run(
     model: nn.Module,
     config: Config,
     nodes: Nodes,
@@ -62,34 +62,35 @@ def rehearse(
     *,
     vocabulary: int | None = None,
     uses_nccl: bool = True,
-) -> Rehearsal:
-    """Take a model on the meta device through a step. States that the config offloads are taken to be anywhere but on
-    the device: where they rest follows from the plan, and is no part of this.
+) -> DryRun:
+    """Run two steps of a model on the meta device, and return what the second one allocates and sends.
+
+    Offloaded states are only left out of the device's memory here. Their tier follows from the plan's arithmetic.
     """
     world = nodes.num_ranks
     settings = _on_device(config)
     plan = make_plan(settings, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = choose(None, settings.optimizer, trained, model) if trained and settings.optimizer is not None else None
-    group = ImaginedGroup.of(nodes, plan.num_replicas, as_nccl=uses_nccl)
+    group = FakeGroup.of(nodes, plan.num_replicas, as_nccl=uses_nccl)
     offloads = config.zero_optimization.offload_optimizer.device != "none"
     if offloads:
         plan = replace(plan, gradients=replace(plan.gradients, placement=make_plan(config, world).gradients.placement))
     if config.zero_optimization.offload_param.device != "none":
-        plan = replace(plan, shards_on_one_rank=True)  # what rests on the host is gathered from there, whoever is alone
+        plan = replace(plan, shards_on_one_rank=True)  # offloaded parameters are gathered on one rank too
     elif offloads and plan.num_shards == 1:
-        # There is no master on the device to cast from, so the only rank holds its parameters as they are.
+        # No master is on the device to cast from, so the only rank stores its parameters unsharded.
         plan = replace(plan, parameters=replace(plan.parameters, placement=Placement.REPLICATED))
     batch = solve_batch(settings, world)
     engine = Engine(model, plan, batch, chosen, group, META, config=settings.raw)
     try:
         units = [[param.spec for param in unit.params] for unit in engine.state.schedule.units]
         if loss_of is None:
-            return Rehearsal(engine.plan, units, None, None)
+            return DryRun(engine.plan, units, None, None)
         trace, traffic, tape, account = None, Ledger(), Tape(), MemoryAccount(CachingAllocator())
-        for tensor in _at_rest(engine, with_states=not offloads):
+        for tensor in _stored_tensors(engine, with_states=not offloads):
             record_allocation(tape, account, "rest", tensor.nbytes, is_resting=True)
-        for _ in range(2):  # the first pass is negotiated; the second is as all later ones
+        for _ in range(2):  # the first step negotiates the order; the second is like all later ones
             before = engine.ledger.copy()
             trace = _step_with_passes(engine, loss_of, account, tape, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
@@ -97,14 +98,14 @@ def rehearse(
         step = engine.state.step
         matrices = step.matrices if step is not None else None
         flops, kept = (matrices.flops(step.groups), matrices.planned_kept()) if step and matrices else (0.0, 0)
-        return Rehearsal(engine.plan, units, trace, traffic, pools, flops, kept, tape)
+        return DryRun(engine.plan, units, trace, traffic, pools, flops, kept, tape)
     finally:
         engine.destroy()
 
 
 def _on_device(config: Config) -> Config:
-    """With everything on the device, and without records and monitors: nobody is to hear of what is not run."""
-    zero, nobody = config.zero_optimization, Config()
+    """Return the config without offload, and without records and monitors: a dry run writes no files."""
+    zero, defaults = config.zero_optimization, Config()
     return replace(
         config,
         zero_optimization=replace(
@@ -112,16 +113,16 @@ def _on_device(config: Config) -> Config:
             offload_optimizer=replace(zero.offload_optimizer, device="none"),
             offload_param=replace(zero.offload_param, device="none"),
         ),
-        onefold=replace(config.onefold, report=None, trace=nobody.onefold.trace),
-        tensorboard=nobody.tensorboard,
-        csv_monitor=nobody.csv_monitor,
-        wandb=nobody.wandb,
-        comet=nobody.comet,
+        onefold=replace(config.onefold, report=None, trace=defaults.onefold.trace),
+        tensorboard=defaults.tensorboard,
+        csv_monitor=defaults.csv_monitor,
+        wandb=defaults.wandb,
+        comet=defaults.comet,
     )
 
 
-def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
-    """What lies on the device between steps."""
+def _stored_tensors(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
+    """Yield the tensors that are stored on the device between steps."""
     for param in (param for unit in engine.state.schedule.units for param in unit.params):
         if param.stays_unsharded:
             yield param.full
@@ -141,7 +142,7 @@ def _step_with_passes(
     *,
     offloads: bool,
 ) -> PassTrace:
-    """All micro-steps of a step, and the step, looked at op by op."""
+    """Run all micro-steps of a step, and the step, and record them op by op."""
     schedule, window = engine.state.schedule, engine.state.window
     params = [param for unit in schedule.units for param in unit.params]
     sharded = [param for unit in schedule.sharded for param in unit.sharded]
@@ -159,7 +160,7 @@ def _step_with_passes(
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:
-    """What a step sends and allocates, and nothing of what it computes."""
+    """Perform the communication and the allocations of a step without its arithmetic."""
     schedule = engine.state.schedule
     schedule.in_flight.finish_reductions()
     schedule.meet_for_step([] if schedule.alone else [0, 0, 0, 0])
