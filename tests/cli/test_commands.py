@@ -132,7 +132,7 @@ def test_help_keeps_to_the_width_of_the_terminal(width: int, monkeypatch: pytest
         assert max(map(len, text.splitlines())) <= width, path
     assert "exit codes:" in texts["onefold"]
     words = " ".join(texts["train"].split())
-    assert "Fine-tune a Hugging Face model on your data, or train a small built-in GPT, on every GPU or on two" in words
+    assert "or train a small built-in GPT. Runs on every GPU, or as two processes on a machine without GPUs." in words
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from onefold.tools.cli.commands import UsageError
 from onefold.tools.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
 from onefold.tools.cli.main import build_parser, main
 from onefold.tools.cli.ranks import Job, first_failure
+from onefold.tools.cli.usage import UsageError
 
 pytestmark = pytest.mark.program
 

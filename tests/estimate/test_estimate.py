@@ -489,7 +489,7 @@ def test_small_models_are_shown_in_mb(capsys):
         (["--params", "7e9", "--machine", "8*A100"], "known are"),
         (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
         (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
-        (["--params", "7e30", "--machine", "H100"], "--params 7e30: this is more than can be planned"),
+        (["--params", "7e30", "--machine", "H100"], "--params 7e30: is too large"),
         (["--params", "nan", "--machine", "H100"], "--params nan: must be above 0"),
         (["--params", "7GB", "--machine", "H100"], "--params 7GB: '7GB' is not a number of parameters"),
         (["--params", "7B", "--machine", "H100", "--gpu-memory", "80Gb"], "'80Gb' is not a size"),

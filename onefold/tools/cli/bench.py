@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from onefold.log import parse_bytes, parse_count
-from onefold.tools.cli.commands import UsageError, read_number
 from onefold.tools.cli.terminal import fail, fails_on, print_table, print_text, progress_bar
+from onefold.tools.cli.usage import UsageError, read_number
 
 if TYPE_CHECKING:
     from onefold.tools.bench.offload_bench import Cost, Measured

@@ -22,8 +22,8 @@ from onefold.checkpoint.tools import export as exporting
 from onefold.checkpoint.tools.audit import Damage, bytes_under, spell, unpublished_bytes
 from onefold.checkpoint.tools.export import find_checkpoint
 from onefold.log import format_bytes
-from onefold.tools.cli.commands import UsageError
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
+from onefold.tools.cli.usage import UsageError
 
 # Damages of one file that are printed.
 _SHOWN_DAMAGES = 10

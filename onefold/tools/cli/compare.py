@@ -11,9 +11,9 @@ from typing import Any
 
 from onefold.config import load_config, solve_batch
 from onefold.log import format_bytes
-from onefold.tools.cli.commands import CPU_RANKS, UsageError
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
 from onefold.tools.cli.trials import Trial, TrialJob, split_settings
+from onefold.tools.cli.usage import CPU_RANKS, UsageError
 from onefold.tools.train.options import TrainOptions, check_inputs, prepare_config
 
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from onefold.tools.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 from onefold.tools.cli.ranks import Job, python_command, run_ranks
+from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
 Slots = tuple[int, ...]
 Nodes = dict[str, Slots]

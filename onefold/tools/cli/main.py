@@ -1,4 +1,4 @@
-"""The `onefold` command: parses the arguments, then imports and runs the command that was asked for."""
+"""Run the `onefold` command: parse the arguments, then import and run the chosen command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from itertools import groupby
 from typing import NoReturn
 
 import onefold
-from onefold.tools.cli.commands import COMMANDS, Command, UsageError, check_folder, loading_torch
+from onefold.tools.cli.commands import COMMANDS, Command
+from onefold.tools.cli.usage import UsageError, check_folder, loading_torch
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -24,36 +25,36 @@ EPILOG = """\
 examples:
   onefold train --model llama/ --data rows.jsonl --lora   fine-tune a Hugging Face model and save the adapter
   onefold train                                           train a small GPT on a CPU, in under two minutes
-  onefold plan --params 7e9 --machine 8xA100              what fits there, and which setting to take
+  onefold plan --params 7e9 --machine 8xA100              show what fits, and which setting to choose
   onefold launch --nproc 2 train.py                       run your own script on two ranks
   onefold watch runs/a                                    show a job while it runs: loss, memory, traffic
   onefold report runs/a                                   write one page about a run
-  onefold export checkpoints weights                      write a checkpoint's weights, whole, for other tools
-  onefold import-deepspeed checkpoints out                turn DeepSpeed's checkpoint into onefold's
+  onefold export checkpoints weights                      write a checkpoint's unsharded weights for other tools
+  onefold import-deepspeed checkpoints out                convert a DeepSpeed checkpoint
   onefold ckpt ls checkpoints                             list checkpoints, and whether they are complete
-  onefold bench tiers                                     measure bus, host and disk, and what offloading would cost
-  onefold env                                             show versions, devices, memory, and what onefold will use
+  onefold bench tiers                                     measure bus, host and disk, and the cost of offloading
+  onefold env                                             show versions, devices, memory, and the backend in use
 
 exit codes:
-  0    the command did its work
-  1    the work failed
-  2    wrong use, or an input that is not there
+  0    success
+  1    failure
+  2    wrong use, or a missing input
   130  stopped by Ctrl-C
-  `launch` and `train` end with the exit code of the rank that failed.
+  `launch` and `train` return the exit code of the rank that failed.
 
 `onefold COMMAND --help` describes a command.
 """
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fill descriptions and examples to the same width as the options."""
+    """A formatter that wraps descriptions and examples to the same width as the options."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_fill(text.splitlines(), width))
 
 
 def _fill(lines: Iterable[str], width: int) -> Iterator[str]:
-    """Wrap prose, and keep indented lines apart."""
+    """Wrap prose, and keep the columns of indented lines."""
     for is_columns, found in groupby(lines, key=lambda line: line.startswith(" ") if line else None):
         block = list(found)
         if is_columns is None:
@@ -63,7 +64,7 @@ def _fill(lines: Iterable[str], width: int) -> Iterator[str]:
 
 
 def _fill_columns(lines: Sequence[str], width: int) -> Iterator[str]:
-    """Keep lines such as `command    meaning`; where one is too long, put the meaning of each below its command."""
+    """Keep lines such as `command    meaning`. If one is too long, put each meaning below its command."""
     too_wide = max(map(len, lines)) > width
     for line in lines:
         margin, text = line[: len(line) - len(line.lstrip())], line.strip()
@@ -105,6 +106,7 @@ def _nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def build_parser() -> Parser:
+    """Return the parser of all commands."""
     parser = Parser(
         prog="onefold",
         description="Train with every byte of model state held once, from the DeepSpeed configs you already have.",
@@ -132,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         exit_code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as `| head` has
+    except BrokenPipeError:  # the reader ended first, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
@@ -154,7 +156,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (BrokenPipeError, KeyboardInterrupt):
         raise
     except Exception as error:
-        # UsageError, ConfigError, DataError: onefold's own, with a message for the person who typed the command.
+        # onefold's own errors (UsageError, ConfigError, DataError) have a message for the user.
         if not (isinstance(error, ValueError) and type(error).__module__.startswith("onefold.")):
             return _fail_unexpectedly(error)
         print(f"onefold: {error}", file=sys.stderr)
@@ -170,13 +172,13 @@ def _import(command: Command) -> Callable[[argparse.Namespace], int]:
 
 
 def _fail_unexpectedly(error: Exception) -> int:
-    """Say in one line what no command expected; with ONEFOLD_TRACEBACK=1 raise it, for a bug report."""
+    """Print an unexpected error in one line, or raise it if ONEFOLD_TRACEBACK=1 asks for a traceback."""
     if os.environ.get("ONEFOLD_TRACEBACK", "0") not in ("", "0"):
         raise error
     text = " ".join(str(error).split())
     print(
-        f"onefold: {type(error).__name__}: {text[:500]}\nThis is a bug of onefold. ONEFOLD_TRACEBACK=1 shows where it "
-        "happens.",
+        f"onefold: {type(error).__name__}: {text[:500]}\nThis is a bug in onefold. Set ONEFOLD_TRACEBACK=1 to see the "
+        "traceback.",
         file=sys.stderr,
     )
     return EXIT_FAILED

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from onefold.config import load_config
 from onefold.log import parse_bytes, parse_count, parse_rate, set_up_logging
-from onefold.tools.cli.commands import UsageError, read_number
 from onefold.tools.cli.terminal import fails_on, print_table, print_text, progress_bar
+from onefold.tools.cli.usage import UsageError, read_number
 from onefold.tools.estimate.machines import GB, MAX_GPUS, Machine, adjust, find_machine
 from onefold.tools.estimate.shapes import classify_model
 

@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 
 from onefold.config import check_built, load_config
-from onefold.tools.cli.commands import CPU_RANKS
 from onefold.tools.cli.ranks import Job, python_command, run_ranks
+from onefold.tools.cli.usage import CPU_RANKS
 from onefold.tools.train.options import TrainOptions, check_inputs, default_out, prepare_config
 from onefold.tools.train.tokens import check_first_rows
 

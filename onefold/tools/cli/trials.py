@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from onefold.report.run_file import RunFile, RunFileError, StepRow
-from onefold.tools.cli.commands import UsageError, loading_torch
+from onefold.tools.cli.usage import UsageError, loading_torch
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from onefold.tools.estimate.forecast import Setting

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from onefold.config import load_config
 from onefold.log import format_bytes
 from onefold.report.run_file import RunFile
-from onefold.tools.cli.commands import CPU_RANKS, UsageError
 from onefold.tools.cli.compare import job_of, train_options
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
 from onefold.tools.cli.trials import Trial, TrialJob, split_settings
+from onefold.tools.cli.usage import CPU_RANKS, UsageError
 from onefold.tools.train.options import check_inputs
 
 if TYPE_CHECKING:  # arguments are checked before torch is loaded

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from onefold.log import format_bytes
 from onefold.report.run_file import RunFile, StepRow
-from onefold.tools.cli.commands import UsageError
 from onefold.tools.cli.terminal import fails_on
+from onefold.tools.cli.usage import UsageError
 from onefold.tools.pages.page import duration, title_of
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
