@@ -804,7 +804,7 @@ MUTATIONS = [
     ),
     Mutation(
         "plan-states-on-disk-alone",
-        "onefold/tools/estimate/forecast.py",
+        "onefold/tools/estimate/question.py",
         'found["stage 3 + optimizer nvme"] = {**whole, "offload_optimizer": nvme}',
         "pass",
         "test_estimate.py -k decisions_of_the_tutorials",

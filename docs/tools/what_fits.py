@@ -16,8 +16,8 @@ from to_javascript import translate_module
 from onefold.plan import Placement
 from onefold.plan.forms import BLOCK, SIGNED, SPLIT_8, SPLIT_16
 from onefold.plan.table import TABLE
-from onefold.tools.estimate.forecast import DEFAULT_CONFIG, settings_for
 from onefold.tools.estimate.machines import GB, GPUS, find_machine
+from onefold.tools.estimate.question import DEFAULT_CONFIG, settings_for
 from onefold.tools.estimate.shapes import SHAPES
 
 DEFAULTS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from onefold.tools.cli.terminal import progress_bar
 from onefold.tools.cli.trials import Trial, TrialJob, parse_setting, split_settings
 from onefold.tools.cli.tune import Knob, knobs_of
 from onefold.tools.cli.usage import UsageError
-from onefold.tools.estimate.forecast import Setting
+from onefold.tools.estimate.question import Setting
 
 BOTH = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 

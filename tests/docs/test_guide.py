@@ -32,9 +32,10 @@ from onefold.optim.loss_scale import DynamicLossScale, LossScaleError
 from onefold.plan import make_plan
 from onefold.tools.cli.commands import COMMANDS
 from onefold.tools.cli.main import build_parser, main
-from onefold.tools.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast
+from onefold.tools.estimate.forecast import forecast
 from onefold.tools.estimate.machines import GB, find_machine
 from onefold.tools.estimate.models import find_model
+from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting
 
 pytestmark = pytest.mark.program
 

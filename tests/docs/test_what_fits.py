@@ -43,9 +43,10 @@ from onefold.config import load_config
 from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.table import TABLE
 from onefold.tools.estimate.dry_run import META, dry_run
-from onefold.tools.estimate.forecast import DEFAULT_CONFIG, FRAGMENTATION, PROCESS, Question, Setting, forecast
+from onefold.tools.estimate.forecast import FRAGMENTATION, PROCESS, forecast
 from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine
 from onefold.tools.estimate.models import ModelSource, find_model
+from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-fits.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -25,20 +25,19 @@ from onefold.tools.cli.terminal import lay_out
 from onefold.tools.estimate.advice import advise
 from onefold.tools.estimate.caching_allocator import CachingAllocator
 from onefold.tools.estimate.dry_run import META, dry_run
-from onefold.tools.estimate.forecast import DEFAULT_CONFIG, Question, Setting, Traffic, forecast, settings_for
+from onefold.tools.estimate.forecast import Traffic, forecast
 from onefold.tools.estimate.machines import GB, adjust, cpu_ranks, find_machine
-from onefold.tools.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
-from onefold.tools.estimate.on_cuda import attend_backward
-from onefold.tools.estimate.op_times import OpTimer
-from onefold.tools.estimate.shapes import SHAPES, known_shape
-from onefold.tools.estimate.step_bench import measure_host
-from onefold.tools.estimate.textbook import (
-    MOMENTS,
-    MOMENTS_AND_MASTER,
-    count_as_textbook,
+from onefold.tools.estimate.model_states import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
 )
+from onefold.tools.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
+from onefold.tools.estimate.on_cuda import attend_backward
+from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting, settings_for
+from onefold.tools.estimate.shapes import SHAPES, known_shape
+from onefold.tools.estimate.step_bench import measure_host
+from onefold.tools.estimate.textbook import MOMENTS, MOMENTS_AND_MASTER, count_as_textbook
 from onefold.tools.estimate.work import OpCall
 
 # -- the dry run and the run -------------------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ def test_a_setting_that_rounds_is_recommended_with_the_fastest_exact_one():
     question = Question(from_number(10**9), find_machine("2xA100"), DEFAULT_CONFIG)
     wires = Setting("stage 3 + qwZ + qgZ", {"stage": 3, "zero_quantized_gradients": True})
     (one,) = forecast(question, [Setting("stage 3", {"stage": 3})])
-    exact = replace(one, step=3.47, traffic=Traffic(9, 0, 1), seconds={"links across": 3.4})
+    exact = replace(one, step=3.47, traffic=Traffic(9, 0, 1), seconds={"node links": 3.4})
     said = advise(question, [exact, replace(exact, setting=wires, step=1.1)])
     assert said.setting == wires.name
     assert "It rounds weights and gradients" in said.reason
@@ -496,7 +495,7 @@ def test_small_models_are_shown_in_mb(capsys):
         (["--params", "7B", "--machine", "H100", "--host-memory", "inf"], "must be above 0"),
         (["--params", "7B", "--machine", "H100", "--nvme=-1"], "--nvme -1: must be 0 or more"),
         (["--params", "7B", "--machine", "H100", "--link", "50Gb/s"], "write a number with a unit, as in 50GB/s"),
-        (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: this is more"),
+        (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: is too large"),
         (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs: at most 65,536"),
         (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "a file cannot be written there"),
         (["--params", "7B", "--machine", "H100", "--config", "/dev/zero"], "so it is not a config"),
@@ -723,7 +722,7 @@ def test_cpu_ranks_are_a_machine_of_what_was_measured():
     question = Question(find_model("tiny"), machine, {**DEFAULT_CONFIG, "bf16": {"enabled": False}}, 1, 32)
     (found,) = forecast(question, [Setting("2", {"stage": 2})], uses_nccl=False, finds_batch=False)
     assert found.step == pytest.approx(sum(found.seconds.values())), "cores do one thing at a time"
-    assert found.seconds["links inside"] > found.traffic.calls * 1e-3
+    assert found.seconds["GPU links"] > found.traffic.calls * 1e-3
 
 
 def test_what_steps_by_its_own_class_is_stepped_by_the_host() -> None:
@@ -733,9 +732,9 @@ def test_what_steps_by_its_own_class_is_stepped_by_the_host() -> None:
     for name in ("AdamW", "NAdam"):
         settings = {**DEFAULT_CONFIG, "optimizer": {"type": name, "params": {"lr": 1e-3}}}
         (found[name],) = forecast(Question(find_model("25m"), find_machine("H100"), settings, 2, 128), [setting])
-    assert "states over the bus" in found["AdamW"].seconds
-    assert "states over the bus" not in found["NAdam"].seconds
-    assert found["NAdam"].crossing.down < found["AdamW"].crossing.down
+    assert "state transfer" in found["AdamW"].seconds
+    assert "state transfer" not in found["NAdam"].seconds
+    assert found["NAdam"].offload_traffic.down < found["AdamW"].offload_traffic.down
 
 
 def test_states_of_host_and_disk_share_the_bus_and_not_its_chunks() -> None:
@@ -748,9 +747,9 @@ def test_states_of_host_and_disk_share_the_bus_and_not_its_chunks() -> None:
         config = {**DEFAULT_CONFIG, "onefold": {"offloaded_step": "device"}}
         found += forecast(Question(find_model("25m"), machine, config, 2, 128), [setting], finds_batch=False)
     on_disk, mixed, on_host = found
-    assert len({round(each.seconds["states over the bus"], 9) for each in found}) == 1
+    assert len({round(each.seconds["state transfer"], 9) for each in found}) == 1
     for each in found:
         assert each.step is not None
-        beside = [each.seconds[name] for name in ("computation", "bus") if name in each.seconds]
-        assert each.step >= max(beside) + each.seconds["states over the bus"]
+        beside = [each.seconds[name] for name in ("computation", "host bus") if name in each.seconds]
+        assert each.step >= max(beside) + each.seconds["state transfer"]
     assert mixed.device.workspace > max(on_disk.device.workspace, on_host.device.workspace)

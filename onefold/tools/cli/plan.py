@@ -25,9 +25,10 @@ from onefold.tools.estimate.shapes import classify_model
 
 if TYPE_CHECKING:
     from onefold.tools.estimate.advice import Advice
-    from onefold.tools.estimate.forecast import Forecast, Question
+    from onefold.tools.estimate.forecast import Forecast
     from onefold.tools.estimate.models import ModelSource
     from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.question import Question
 
 SEQUENCE_LENGTH = 2048
 MB = 1_000_000
@@ -43,7 +44,8 @@ def plan(options: argparse.Namespace) -> int:
     check(options)
     print(f"planning {name} ...", file=sys.stderr, flush=True)
     from onefold.tools.estimate.advice import advise
-    from onefold.tools.estimate.forecast import forecast, settings_for
+    from onefold.tools.estimate.forecast import forecast
+    from onefold.tools.estimate.question import settings_for
 
     question = ask(options)
     with progress_bar("plan", in_bytes=False) as tell:
@@ -116,7 +118,7 @@ def check(options: argparse.Namespace) -> None:
 def ask(options: argparse.Namespace) -> Question:
     """Return what was typed as a question, checked against the model and the machine."""
     from onefold.config import solve_batch
-    from onefold.tools.estimate.forecast import DEFAULT_CONFIG, Question
+    from onefold.tools.estimate.question import DEFAULT_CONFIG, Question
 
     document = dict(DEFAULT_CONFIG)
     if options.config:
@@ -280,8 +282,8 @@ def _show_memory(found: list[Forecast], machine: Machine) -> None:
 
 def _show_traffic(found: list[Forecast]) -> None:
     sent = {id(each): (each.traffic.inside, each.traffic.across) for each in found if each.traffic is not None}
-    moved = {id(each): (*sent[id(each)], each.crossing.down + each.crossing.up) for each in found}
-    disk = {id(each): (each.crossing.read, each.crossing.written) for each in found}
+    moved = {id(each): (*sent[id(each)], each.offload_traffic.down + each.offload_traffic.up) for each in found}
+    disk = {id(each): (each.offload_traffic.read, each.offload_traffic.written) for each in found}
     unit = _unit([value for each in found for value in (*moved[id(each)], *disk[id(each)])])
     rows: list[Sequence[str | Text]] = []
     for each in found:
@@ -293,8 +295,6 @@ def _show_traffic(found: list[Forecast]) -> None:
 
 
 def _show_seconds(found: list[Forecast]) -> None:
-    from onefold.tools.estimate.forecast import LABELS
-
     names = list(dict.fromkeys(name for each in found for name in each.seconds))
     rows: list[Sequence[str | Text]] = []
     for each in found:
@@ -303,8 +303,8 @@ def _show_seconds(found: list[Forecast]) -> None:
             Text(_seconds(each.seconds[name]) if name in each.seconds else "-", "bold" if name == each.bound_by else "")
             for name in names
         ]
-        rows.append((each.setting.name, *busy, Text(_seconds(each.step), "bold"), LABELS[str(each.bound_by)]))
-    heads = ("setting", *(f">{LABELS[name]}" for name in names), ">step", "bound by")
+        rows.append((each.setting.name, *busy, Text(_seconds(each.step), "bold"), str(each.bound_by)))
+    heads = ("setting", *(f">{name}" for name in names), ">step", "bound by")
     _print_filled(heads, rows, "Seconds per step that each resource is busy: estimates")
 
 
@@ -335,7 +335,7 @@ def _same_rows(found: list[Forecast], machine: Machine) -> list[str]:
     """Say why rows are the same, where they are."""
     groups: dict[Any, list[Forecast]] = {}
     for each in found:
-        facts = (each.device, each.host, each.host_node, each.nvme, each.traffic, each.crossing, each.step)
+        facts = (each.device, each.host, each.host_node, each.nvme, each.traffic, each.offload_traffic, each.step)
         groups.setdefault(facts, []).append(each)
     said = []
     for same in (group for group in groups.values() if len(group) > 1):

@@ -16,7 +16,7 @@ from onefold.report.run_file import RunFile, RunFileError, StepRow
 from onefold.tools.cli.usage import UsageError, loading_torch
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
-    from onefold.tools.estimate.forecast import Setting
+    from onefold.tools.estimate.question import Setting
 
 # Steps that are not timed: the first compiles, allocates and agrees on an order.
 WARMUP = 2
@@ -205,5 +205,5 @@ def split_settings(text: str, nvme_path: str | None) -> Sequence[Setting]:
     if not found:
         raise UsageError("--stages: name at least one, as in 0,1,2,3,3+cpu")
     with loading_torch():
-        from onefold.tools.estimate.forecast import Setting
+        from onefold.tools.estimate.question import Setting
     return [Setting(name, zero) for name, zero in found.items()]

@@ -27,7 +27,7 @@ from onefold.tools.cli.usage import CPU_RANKS, UsageError
 from onefold.tools.train.options import check_inputs
 
 if TYPE_CHECKING:  # arguments are checked before torch is loaded
-    from onefold.tools.estimate.forecast import Setting
+    from onefold.tools.estimate.question import Setting
 
 # A change must gain so much to be taken: less is noise.
 _GAIN = 1.02

@@ -1,4 +1,4 @@
-"""Which setting to take, in a sentence, and what to change where none fits."""
+"""Recommend a setting, or what to change if none fits."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onefold.config import load_config
-from onefold.tools.estimate.forecast import LABELS, MARGIN, Forecast, Question
+from onefold.tools.estimate.forecast import MARGIN, Forecast
 from onefold.tools.estimate.machines import GB
+from onefold.tools.estimate.question import Question
 
-# Settings that take about as long are told apart by what they send and hold.
+# Settings whose times differ by less are compared by their traffic and memory.
 _ABOUT = 1.03
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The setting to take, if there is one, and why; otherwise what would help."""
+    """The recommended setting and the reason; without a setting, what would make one fit."""
 
     setting: str | None
     reason: str
 
 
 def advise(question: Question, found: Sequence[Forecast]) -> Advice:
-    """Of two settings that are alike in everything take the later one, which shards more; of those that are about as
-    fast one that leaves some memory.
+    """Recommend the fastest setting that fits.
+
+    Among settings of about the same speed, prefer those that round nothing, leave free memory, and send and store less.
+    Among equal ones, prefer the last, which shards most.
     """
     fitting = [each for each in found if each.fits]
     if not fitting:
@@ -31,33 +34,37 @@ def advise(question: Question, found: Sequence[Forecast]) -> Advice:
     if fitting[0].step is None:
         best = min(fitting, key=lambda each: (each.is_tight, found.index(each)))
         if question.machine.world > 1:
-            best = min(fitting, key=lambda each: (_below(each), each.is_tight, _sends(each), -found.index(each)))
+            best = min(
+                fitting,
+                key=lambda each: (_offloaded_bytes(each), each.is_tight, _traffic_rank(each), -found.index(each)),
+            )
         return Advice(best.setting.name, _why(question, best, found))
     fastest = min(each.step or 0.0 for each in fitting)
     close = [each for each in fitting if (each.step or 0.0) <= fastest * _ABOUT]
     best = min(
         close,
-        key=lambda each: (_is_rounded(each), each.is_tight, _sent(each), each.device.total, -found.index(each)),
+        key=lambda each: (_is_rounded(each), each.is_tight, _bytes_moved(each), each.device.total, -found.index(each)),
     )
     return Advice(best.setting.name, _why(question, best, found))
 
 
-def _sent(each: Forecast) -> int:
-    moved = each.crossing.down + each.crossing.up + each.crossing.read + each.crossing.written
+def _bytes_moved(each: Forecast) -> int:
+    offload = each.offload_traffic
+    moved = offload.down + offload.up + offload.read + offload.written
     return moved + (each.traffic.inside + each.traffic.across if each.traffic else 0)
 
 
 def _is_rounded(each: Forecast) -> bool:
-    """Whether what travels is quantized: losses are then not those of other settings."""
+    """Return whether gradients are sent quantized, so that losses differ from those of other settings."""
     return "zero_quantized_gradients" in each.setting.zero
 
 
-def _below(each: Forecast) -> int:
+def _offloaded_bytes(each: Forecast) -> int:
     return each.host.total + each.nvme
 
 
-def _sends(each: Forecast) -> tuple[int, int]:
-    """Without a forward nothing is known of traffic but its order: parameters that are sharded travel most."""
+def _traffic_rank(each: Forecast) -> tuple[int, int]:
+    """Return a sort key for traffic without a forward: sharded parameters cause the most."""
     return int(each.setting.shards_parameters), each.device.total
 
 
@@ -69,7 +76,7 @@ def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
         ]
         text += f" and is {'the fastest that fits' if others else 'as fast as any that fits'}"
         text += f" (about {best.step:.2g} s/step" if best.step < 0.1 else f" (about {best.step:.2f} s/step"
-        text += f", bound by {LABELS[str(best.bound_by)]})"
+        text += f", bound by {best.bound_by})"
     simpler = [each for each in found[: found.index(best)] if not each.fits]
     tight = [each for each in found[: found.index(best)] if each.is_tight and not best.is_tight]
     if tight:
@@ -89,7 +96,7 @@ def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
             one = min(exact, key=lambda each: each.step or 0.0)
             text += f"; the fastest exact setting is {one.setting.name} (about {one.step:.2f} s/step)"
         text += "."
-    if best.is_tight or _below(best):
+    if best.is_tight or _offloaded_bytes(best):
         text += _hint_at_recomputing(question, best)
     return text
 
@@ -102,7 +109,7 @@ def _hint_at_recomputing(question: Question, each: Forecast) -> str:
 
 
 def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
-    """Return the setting that lacks least, and what would make it fit."""
+    """Name the setting with the smallest shortage, and what would make it fit."""
     closest = min(found, key=lambda each: sum(shortage.lack for shortage in each.shortages))
     lacking = _listed(each.amount for each in closest.shortages)
     text = f"nothing fits. Closest is {closest.setting.name}, short by {lacking}."
@@ -119,7 +126,7 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
     if in_fp32:
         where = "each GPU" if device.states else "the host, for each GPU"
         text += f" onefold.state_dtype int8 takes {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states off {where}."
-    # What is named here makes the plan fit when it is given back to the command.
+    # Given these options, the command finds that the setting fits.
     options = {"GPU": "--gpu-memory", "host": "--host-memory", "NVMe": "--nvme"}
     wanted = _listed(f"{-(-each.needed // GB)} GB of {_name(each.resource)}" for each in closest.shortages)
     flags = " ".join(f"{options[each.resource]} {-(-each.needed // GB)}" for each in closest.shortages)

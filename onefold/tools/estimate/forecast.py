@@ -1,11 +1,10 @@
-"""What a setting will hold, send and take, on a machine: out of the dry run of its step and the plan's arithmetic."""
+"""Forecast memory, traffic and time of settings on a machine, from dry runs and the plan's arithmetic."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from onefold.comm.exchange import ACROSS
 from onefold.comm.nodes import Nodes
@@ -16,7 +15,6 @@ from onefold.plan import (
     Crossing,
     FlatParamSpec,
     ModelBytes,
-    Placement,
     Plan,
     Tier,
     assign_tiers,
@@ -25,82 +23,71 @@ from onefold.plan import (
     make_plan,
 )
 from onefold.plan.memory import bytes_of_step, passes_device
-from onefold.plan.table import TABLE
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
-from onefold.tools.estimate.models import ModelSource, build_once
+from onefold.tools.estimate.models import build_once
 from onefold.tools.estimate.on_cuda import ATTENTION
 from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.question import Question, Setting
 from onefold.tools.estimate.trace import MemoryMoment, PassTrace
 
 MIB = 1 << 20
-# Of cuBLAS, which torch's allocator hands out on the first product.
+# The workspace of cuBLAS, which is allocated at the first matrix product.
 WORKSPACE = 8 * MIB + 128 * 1024
-# What lies outside torch's allocator: the CUDA context with the kernels that are loaded, and NCCL's channels.
+# Memory outside torch's allocator: the CUDA context with its loaded kernels, and the channels of NCCL.
 CONTEXT, NCCL = 840 * MIB, 400 * MIB
-# Blocks that the allocator keeps and cannot use, as a share of what is allocated at the peak. What it reserves beyond
-# that depends on the order of allocations; torch gives it back before it runs out.
+# Blocks that the allocator holds and cannot use, as a share of the allocated bytes at the peak. Further reserved blocks
+# depend on the order of allocations; torch frees them before it runs out of memory.
 FRAGMENTATION = 0.05
-# A process before there is a model, on its host.
+# Host memory of a process before it has a model.
 PROCESS = 600 * MIB
-# The host keeps some memory for itself.
+# The share of host memory that a job may use.
 HOST_SHARE = 0.9
-# A setting that leaves less of a GPU's memory is tight: the allocator may reserve more than a dry run knows.
+# A setting that leaves a smaller share of a GPU's memory is tight, because the allocator may reserve more than planned.
 MARGIN = 0.05
-# The search for the largest micro-batch ends here.
+# The limit of the search for the largest micro-batch.
 LARGEST_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """One GPU at its fullest moment, by kind."""
+    """Bytes of one GPU at its peak, by kind."""
 
     parameters: int
-    """At rest, with their secondary shards,"""
+    """Stored parameters, with secondary shards."""
     gathered: int
-    """and unsharded for a while."""
+    """Parameters that are unsharded temporarily."""
     gradients: int
     masters: int
     states: int
     activations: int
-    """With temporaries,"""
+    """Activations and temporaries, without logits."""
     logits: int
-    """what is as wide as the vocabulary aside."""
+    """Tensors as wide as the vocabulary."""
     workspace: int
     reserve: int
-    """What the allocator cannot use (`FRAGMENTATION`)."""
+    """Bytes that the allocator holds and cannot use (`FRAGMENTATION`)."""
     context: int
-    """CUDA's own, and NCCL's buffers."""
+    """The CUDA context and the buffers of NCCL."""
 
     @property
     def allocated(self) -> int:
-        """What `torch.cuda.max_memory_allocated` will say."""
+        """The forecast of `torch.cuda.max_memory_allocated`."""
         return self.total - self.reserve - self.context
 
     @property
     def total(self) -> int:
+        """The forecast of the memory that the driver reports."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a step: what one rank sends inside its node, what leaves a node, and messages of one rank."""
+    """Traffic of one step: bytes sent by a rank inside its node, bytes sent by a node to others, calls of a rank."""
 
     inside: int
     across: int
     calls: int
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A choice of stage, offload and wires: what is written under `zero_optimization`."""
-
-    name: str
-    zero: dict[str, Any]
-
-    @property
-    def shards_parameters(self) -> bool:
-        return TABLE[self.zero["stage"]][0] is Placement.SHARDED
 
 
 @dataclass(frozen=True)
@@ -111,13 +98,14 @@ class Shortage:
     """GPU, host or NVMe."""
     lack: int
     needed: int
-    """Bytes that the machine would have to have for it to fit; of the host more than are used (`HOST_SHARE`)."""
+    """Bytes that the machine must have for the setting to fit; for the host, more than are used (`HOST_SHARE`)."""
 
     def __str__(self) -> str:
         return f"short by {self.amount}"
 
     @property
     def amount(self) -> str:
+        """The missing amount of the resource, as text."""
         name = self.resource if self.resource == "NVMe" else f"{self.resource} memory"
         lack = f"{self.lack / GB:.1f} GB" if self.lack >= GB // 20 else f"{max(self.lack // 1_000_000, 1)} MB"
         return f"{lack} of {name}"
@@ -125,101 +113,44 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one setting needs and takes."""
+    """Memory, traffic and time of one setting."""
 
     setting: Setting
     device: DeviceBytes
     host: ModelBytes
-    """Of one rank; a node has as many times that,"""
+    """Host memory of one rank."""
     host_node: int
-    """which is so much, processes with it."""
+    """Host memory of a node, with its processes."""
     nvme: int
-    """Of a node."""
+    """NVMe bytes of a node."""
     traffic: Traffic | None
-    crossing: Crossing
+    offload_traffic: Crossing
+    """Host-device and NVMe traffic of one rank in a step."""
     seconds: dict[str, float]
-    """What each resource is busy in a step; empty where there is no forward."""
+    """Seconds per step that each resource is busy; empty without a forward."""
     step: float | None
     micro_batch: int | None
     largest_batch: int | None
-    """The largest that fits, or one of at least `LARGEST_BATCH`; 0: none does; None: there is no forward."""
+    """The largest micro-batch that fits, at most about `LARGEST_BATCH`; 0 if none fits; None without a forward."""
     shortages: tuple[Shortage, ...]
     spare: int
-    """Bytes of each GPU that are left; below 0 where it does not fit."""
+    """Free bytes of each GPU; negative if the setting does not fit."""
     is_tight: bool
-    """It fits, and leaves less than `MARGIN` of the GPU's memory."""
+    """Whether it fits, but leaves less than `MARGIN` of the GPU's memory."""
 
     @property
     def fits(self) -> bool:
+        """Whether the machine has enough of every resource."""
         return not self.shortages
 
     @property
     def bound_by(self) -> str | None:
+        """The resource that is busy longest."""
         return max(self.seconds, key=self.seconds.__getitem__) if self.seconds else None
 
 
-def settings_for(machine: Machine) -> list[Setting]:
-    """Every stage, offload and ZeRO++ setting that this machine can have."""
-    cpu = {"device": "cpu", "pin_memory": True}
-    nvme = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
-    found: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
-    found |= {f"stage {stage} + optimizer cpu": {"stage": stage, "offload_optimizer": cpu} for stage in (2, 3)}
-    whole: dict[str, Any] = {"stage": 3}
-    found["stage 3 + optimizer, param cpu"] = {**whole, "offload_optimizer": cpu, "offload_param": cpu}
-    if machine.nvme:
-        found["stage 3 + optimizer nvme"] = {**whole, "offload_optimizer": nvme}
-        found["stage 3 + optimizer nvme, param cpu"] = {**whole, "offload_optimizer": nvme, "offload_param": cpu}
-        found["stage 3 + optimizer, param nvme"] = {**whole, "offload_optimizer": nvme, "offload_param": nvme}
-    if machine.nodes > 1 and machine.gpus > 1:
-        near = {"zero_hpz_partition_size": machine.gpus}
-        wires = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-        found |= {"stage 3 + hpZ": {**whole, **near}, "stage 3 + qwZ + qgZ": {**whole, **wires}}
-        found["stage 3 + ZeRO++ (all three)"] = {**whole, **near, **wires}
-    return [Setting(name, {**zero, "overlap_comm": True}) for name, zero in found.items()]
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked: a model on a machine, with a config as the base, a micro-batch and a length."""
-
-    model: ModelSource
-    machine: Machine
-    config: dict[str, Any]
-    micro_batch: int | None = None
-    sequence_length: int | None = None
-
-    def document(self, setting: Setting, micro_batch: int) -> dict[str, Any]:
-        base = {key: value for key, value in self.config.items() if key not in _BATCH}
-        zero = {key: value for key, value in base.get("zero_optimization", {}).items() if key not in _CHOSEN}
-        accumulation = self.config.get("gradient_accumulation_steps", 1)
-        return {
-            **base,
-            "zero_optimization": {**zero, **setting.zero},
-            "train_micro_batch_size_per_gpu": micro_batch,
-            "gradient_accumulation_steps": accumulation if isinstance(accumulation, int) else 1,
-        }
-
-
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_CHOSEN = (
-    "stage",
-    "overlap_comm",
-    "offload_optimizer",
-    "offload_param",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-)
-DEFAULT_CONFIG: dict[str, Any] = {
-    "bf16": {"enabled": True},
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-}
-
-
 def assumptions(question: Question) -> list[str]:
-    """What was taken for granted, for people."""
+    """Return the assumptions behind a forecast, as sentences for the user."""
     said = [*question.model.notes]
     if question.model.loss_of is not None:
         said += [ATTENTION, "data-dependent checks in forward (e.g. on masks) are assumed to pass"]
@@ -239,8 +170,10 @@ def forecast(
     finds_batch: bool = True,
     timer: OpTimer | None = None,
 ) -> list[Forecast]:
-    """One for each setting; settings that differ in where states rest share a dry run. `finds_batch`: the largest
-    micro-batch too. `timer`: ops are timed by it, and are not guessed from a machine's rates.
+    """Return a forecast for each setting.
+
+    Settings that differ only in the tier of their states share a dry run. With `finds_batch` the largest micro-batch
+    that fits is searched, too. With a `timer` the ops are timed on this machine instead of estimated from its rates.
     """
     dry_runs: dict[str, DryRun] = {}
     found: list[Forecast] = []
@@ -276,11 +209,11 @@ def _dry_run(question: Question, setting: Setting, micro_batch: int, *, uses_ncc
         return dry_run(model, config, nodes, loss_of, vocabulary=source.vocabulary, uses_nccl=uses_nccl)
     except (PlanError, ConfigError):
         raise
-    except Exception as error:  # whatever a model of the user's may raise
+    except Exception as error:  # a user's model may raise anything
         raise PlanError(
             f"{source.name}: its step does not run on tensors without values ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}). A forward that looks at values cannot be planned; --params plans model "
-            "states alone."
+            f"{' '.join(str(error).split())}). A forward that depends on values cannot be planned; use --params to "
+            "plan model states alone."
         ) from error
 
 
@@ -294,9 +227,9 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
     host_node = machine.gpus * (on_host.total + PROCESS)
     nvme = machine.gpus * on_disk.total
     micro_steps = config.gradient_accumulation_steps or 1
-    crossing = count_crossing(specs, plan, micro_steps, device_casts=True)
+    offload = count_crossing(specs, plan, micro_steps, device_casts=True)
     traffic = _traffic(found, machine)
-    seconds, step = _times(question, found, plan, specs, crossing, traffic, micro_steps, timer)
+    seconds, step = _times(question, found, plan, specs, offload, traffic, micro_steps, timer)
     shortages = tuple(
         Shortage(resource, used - has, math.ceil(used / share))
         for resource, used, has, share in (
@@ -310,11 +243,11 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
     spare = machine.gpu.memory - device.total
     is_tight = not shortages and spare < MARGIN * machine.gpu.memory
     held = (device, on_host, host_node, nvme)
-    return Forecast(setting, *held, traffic, crossing, seconds, step, shown, None, shortages, spare, is_tight)
+    return Forecast(setting, *held, traffic, offload, seconds, step, shown, None, shortages, spare, is_tight)
 
 
 def _place(question: Question, config: Config, found: DryRun) -> tuple[Plan, list[FlatParamSpec]]:
-    """Return the plan of a setting and where its shards are stored."""
+    """Return the plan of a setting, and its flat parameters with their tiers."""
     machine = question.machine
     plan = replace(make_plan(config, machine.world), accumulates=found.plan.accumulates, node_size=machine.gpus)
     flat = [spec for unit in found.units for spec in unit]
@@ -324,42 +257,43 @@ def _place(question: Question, config: Config, found: DryRun) -> tuple[Plan, lis
 def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
     rest = count_bytes(specs, plan)
     on_device = plan.gradients.tier is Tier.DEVICE
-    # Reduced gradients that leave for the host are on the device only while they are on their way.
+    # Offloaded gradients are on the device only until they are copied to the host.
     largest = max((spec.layout.total * spec.dtype.itemsize for spec in specs if spec.trainable), default=0)
-    # On one rank a micro-step's gradient is the sum.
+    # On one rank without accumulation the gradient needs no separate sum.
     apart = plan.num_shards > 1 or plan.accumulates
     reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable and apart), default=0)
     in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
 
     def gradients_of(moment: MemoryMoment) -> int:
-        if question.machine.is_cpu:  # pools keep what a GPU's allocator has for other uses
+        if question.machine.is_cpu:  # CPU ranks keep gradient buffers in pools
             return rest.gradients + found.pools
         return moment.gradients if on_device else min(moment.gradients, in_flight)
 
     if found.trace is None or not found.trace.moments:
-        fullest = MemoryMoment(0, 0, 0, 0, 0)
+        peak = MemoryMoment(0, 0, 0, 0, 0)
         gradients, activations = rest.gradients + rest.largest_slot, 0
     else:
-        fullest = max(found.trace.moments, key=lambda moment: moment.total - moment.gradients + gradients_of(moment))
-        gradients = gradients_of(fullest)
-        activations = fullest.live - fullest.gradients - fullest.logits + fullest.unsplit
+        peak = max(found.trace.moments, key=lambda moment: moment.total - moment.gradients + gradients_of(moment))
+        gradients = gradients_of(peak)
+        activations = peak.live - peak.gradients - peak.logits + peak.unsplit
     kinds = {
         "parameters": rest.parameters,
-        "gathered": fullest.gathered,
+        "gathered": peak.gathered,
         "gradients": gradients,
         "masters": rest.masters,
         "states": rest.states + found.matrix_bytes,
         "activations": activations,
-        "logits": fullest.logits,
-        "workspace": (WORKSPACE if found.trace is not None else 0) + _passing_through(question.machine, plan, specs),
+        "logits": peak.logits,
+        "workspace": (WORKSPACE if found.trace is not None else 0) + _streamed_chunks(question.machine, plan, specs),
     }
     reserve = int(sum(kinds.values()) * FRAGMENTATION)
     return DeviceBytes(**kinds, reserve=reserve, context=CONTEXT + (NCCL if question.machine.world > 1 else 0))
 
 
-def _passing_through(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec]) -> int:
-    """Chunks of states on the device, where these rest below it and the device steps them: those of the host, and those
-    of a disk, have memory of their own.
+def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec]) -> int:
+    """Return the device memory for chunks of offloaded states that are streamed through the GPU.
+
+    States from the host and states from NVMe have separate chunks.
     """
     largest = {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
@@ -384,7 +318,7 @@ def _times(
     found: DryRun,
     plan: Plan,
     specs: Sequence[FlatParamSpec],
-    crossing: Crossing,
+    offload: Crossing,
     traffic: Traffic | None,
     micro_steps: int,
     timer: OpTimer | None,
@@ -403,7 +337,7 @@ def _times(
         if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
             through[spec.residency.states] += bytes_of_step(spec)
         elif spec.trainable:
-            slower = _HOST_OVER_BYTES if spec.kept.forms and spec.residency.offloads_states else 1
+            slower = _QUANTIZED_SLOWDOWN if spec.kept.forms and spec.residency.offloads_states else 1
             stepped[spec.residency.offloads_states] += slower * (
                 spec.layout.shard_size if plan.shards_states else spec.layout.total
             )
@@ -413,46 +347,34 @@ def _times(
     host_step = stepped[True] * machine.gpus / machine.adam
     seconds = {
         "computation": passes + device_step,
-        "links inside": traffic.inside / (0.8 * gpu.link) + traffic.calls * machine.call if machine.gpus > 1 else 0.0,
-        "links across": traffic.across / (0.8 * machine.across) if machine.nodes > 1 else 0.0,
-        "bus": (max(crossing.down, crossing.up) - sum(through.values())) / gpu.bus,
-        "states over the bus": sum(through.values()) / gpu.bus,
-        "host's step": host_step,
-        "disk": (crossing.read + crossing.written) * machine.gpus / machine.disk,
+        "GPU links": traffic.inside / (0.8 * gpu.link) + traffic.calls * machine.call if machine.gpus > 1 else 0.0,
+        "node links": traffic.across / (0.8 * machine.across) if machine.nodes > 1 else 0.0,
+        "host bus": (max(offload.down, offload.up) - sum(through.values())) / gpu.bus,
+        "state transfer": sum(through.values()) / gpu.bus,
+        "CPU step": host_step,
+        "disk": (offload.read + offload.written) * machine.gpus / machine.disk,
     }
     seconds = {name: value for name, value in seconds.items() if value}
-    beside = [value for name, value in seconds.items() if name not in ("states over the bus", "host's step", "disk")]
-    # The host's thread also sees to what comes from a disk and passes through the device.
+    in_passes = [value for name, value in seconds.items() if name not in ("state transfer", "CPU step", "disk")]
+    # The thread of the host step also streams states from NVMe through the GPU.
     by_thread = host_step + through[Tier.NVME] / gpu.bus
     after = max(sum(through.values()) / gpu.bus, by_thread, seconds.get("disk", 0.0))
-    if (not plan.overlap and machine.world > 1) or machine.is_cpu:  # cores do not exchange while they compute
-        return seconds, sum(beside) + after
-    return seconds, max(beside) + after
+    if (not plan.overlap and machine.world > 1) or machine.is_cpu:  # CPU ranks do not overlap communication
+        return seconds, sum(in_passes) + after
+    return seconds, max(in_passes) + after
 
 
-LABELS = {
-    "computation": "computation",
-    "links inside": "GPU links",
-    "links across": "node links",
-    "bus": "host bus",
-    "states over the bus": "state transfer",
-    "host's step": "CPU step",
-    "disk": "disk",
-}
-"""The keys of `Forecast.seconds`, for people."""
-# A host steps states in fewer bytes so many times slower than fp32 (`python -m benchmarks.host_step --forms-only`).
-_HOST_OVER_BYTES = 5
-# Bytes that an element's update reads and writes on a device.
+# How many times slower the host steps quantized states than fp32 (`python -m benchmarks.host_step --forms-only`).
+_QUANTIZED_SLOWDOWN = 5
+# Bytes per element that an update on the device reads and writes.
 _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 
 
 def _largest_batch(question: Question, each: Forecast, dry_run_of: Callable[[int], DryRun]) -> int:
-    """Return the largest micro-batch that fits: with one more sequence it does not (see [Note: another batch without
-    another dry run]).
-    """
+    """Return the largest micro-batch that fits, see [Note: another batch without another dry run]."""
     given, memory = question.micro_batch or 1, question.machine.gpu.memory
     if any(shortage.resource != "GPU" for shortage in each.shortages):
-        return 0  # the micro-batch changes the memory of a GPU alone
+        return 0  # a smaller micro-batch frees GPU memory only
     device = each.device
     if device.total - device.activations - device.logits - device.gradients - device.gathered > memory:
         return 0
@@ -478,7 +400,7 @@ def _largest_batch(question: Question, each: Forecast, dry_run_of: Callable[[int
         fits, too_large = 1, given
     halves = False
     while too_large - fits > 1:
-        # Memory grows nearly in proportion, so a line through both ends leads close; a half makes sure of an end.
+        # Memory grows almost linearly, so interpolation comes close; bisection guarantees that the search ends.
         share = 0.5 if halves else (memory - needed(fits)) / (needed(too_large) - needed(fits))
         middle = min(max(fits + int((too_large - fits) * share), fits + 1), too_large - 1)
         before = too_large - fits
@@ -488,7 +410,7 @@ def _largest_batch(question: Question, each: Forecast, dry_run_of: Callable[[int
 
 
 def _dry_run_at(batch: int, given: int, dry_run_of: Callable[[int], DryRun]) -> DryRun:
-    """Return what a dry run of another micro-batch would find, without it where two others say enough."""
+    """Return the dry run of another micro-batch, derived from two others where possible."""
     bases = [(given, 2 * given)] if batch > 1 else []
     bases += [(2, 3)] if given == 1 and batch > 1 else []
     for one, two in bases:
