@@ -46,7 +46,7 @@ format: $(STAMP)
 
 docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fits.html from the formulas
 	$(BIN)/python -m onefold.config.document > docs/config.md
-	$(BIN)/python -m onefold.estimate.what_fits > docs/what-fits.html
+	$(BIN)/python docs/tools/what_fits.py > docs/what-fits.html
 
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
 	$(BIN)/python -m benchmarks.compare $(ARGS)

@@ -69,11 +69,12 @@ class Case:
 
 def predict(case: Case, *, on_gpu: bool, here: bool = False) -> dict[str, Any]:
     """`here`: for this machine, as it was tuned, with ops timed on it; else for an H200 by its data sheet."""
-    from onefold.estimate.forecast import Question, Setting, forecast
-    from onefold.estimate.machines import adjust, cpu_ranks, find_machine, this_machine
-    from onefold.estimate.models import from_factory
-    from onefold.estimate.op_times import OpTimer
-    from onefold.report.offload_bench import load_measured
+    from onefold.tools.bench.offload_bench import load_measured
+    from onefold.tools.estimate.forecast import forecast
+    from onefold.tools.estimate.machines import adjust, cpu_ranks, find_machine, this_machine
+    from onefold.tools.estimate.models import from_factory
+    from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.question import Question, Setting
 
     machine, timer = adjust(find_machine("H200"), gpus=case.ranks), None
     if here:

@@ -23,7 +23,7 @@ from onefold.optim import steppers
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
 from onefold.plan.forms import SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
-from onefold.report.offload_bench import OneGroup
+from onefold.tools.bench.offload_bench import OneGroup
 
 Update = Callable[[slice], None]
 

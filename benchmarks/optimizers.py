@@ -72,7 +72,7 @@ def run(trial: Trial, options: argparse.Namespace) -> dict[str, float | str]:
             },
         }
         Path(folder, "ds_config.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "onefold.cli.main", "train", "--config", f"{folder}/ds_config.json"]
+        command = [sys.executable, "-m", "onefold.tools.cli.main", "train", "--config", f"{folder}/ds_config.json"]
         command += ["--preset", options.preset, "--steps", str(options.steps), "--out", f"{folder}/out"]
         command += ["--sample-length", "0", "--ranks", str(options.ranks), "--seed", str(trial.seed)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -15,7 +15,7 @@ Kernels = Any
 """A module of kernels."""
 
 
-class _Imagined:
+class _MetaKernels:
     """Kernels for tensors without memory: there is nothing to do."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -41,7 +41,7 @@ def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[torch.T
         return found
 
     def find(tensor: torch.Tensor) -> Kernels | None:
-        return load() if tensor.is_cuda else _Imagined() if tensor.is_meta else None
+        return load() if tensor.is_cuda else _MetaKernels() if tensor.is_meta else None
 
     find.forget = load.cache_clear  # type: ignore[attr-defined]
     return find

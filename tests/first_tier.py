@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ON_ONE_CORE = ("cli", "config", "docs", "estimate", "plan", "project", "report", "train")
+ON_ONE_CORE = ("bench", "cli", "config", "docs", "estimate", "pages", "plan", "project", "report", "train")
 FIRST_TIER = ("-q", "-m", "not gpu and not slow")
 NOTHING_CHOSEN = 5
 

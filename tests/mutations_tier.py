@@ -263,7 +263,7 @@ TIER_MUTATIONS = [
     # A number of parameters that 32 does not divide.
     Mutation(
         "tier-remainder-of-parameters",
-        "onefold/estimate/models.py",
+        "onefold/tools/estimate/models.py",
         "num_parameters // _NUM_BLOCKS + (place < num_parameters % _NUM_BLOCKS)",
         "num_parameters // _NUM_BLOCKS",
         "test_estimate.py test_what_fits.py",
@@ -271,7 +271,7 @@ TIER_MUTATIONS = [
     # Accumulation: the loss that `train` shows.
     Mutation(
         "tier-train-loss-of-micro-steps",
-        "onefold/train/loop.py",
+        "onefold/tools/train/loop.py",
         "loss_sum[None] / (accumulation * world_size)",
         "loss_sum[None] / world_size",
         "test_train.py test_run_record.py",
@@ -279,7 +279,7 @@ TIER_MUTATIONS = [
     # A rank that a signal has killed.
     Mutation(
         "tier-killed-rank-not-blamed",
-        "onefold/cli/ranks.py",
+        "onefold/tools/cli/ranks.py",
         "return ended_by_agent, when - 1 if failure.exitcode < 0 else when",
         "return ended_by_agent, when",
         "test_launch.py test_nodes.py test_exits.py",

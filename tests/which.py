@@ -1,8 +1,8 @@
 """Which tests to run for a module: `python tests/which.py onefold/comm/exchange.py`, or `make test-of MODULE=...`.
 
-The tests of a package are in the folder of its name: those of `onefold/comm` in `tests/comm`. `ELSEWHERE` names the
-files in other folders that see a module broken, and all files for modules that belong to no package. Before a merge all
-tests run anyway.
+The tests of a package are in the folder of its name: those of `onefold/comm` in `tests/comm`, those of
+`onefold/tools/cli` in `tests/cli`. `ELSEWHERE` names the files in other folders that see a module broken, and all files
+for modules that belong to no package. Before a merge all tests run anyway.
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ ELSEWHERE = {
     "checkpoint/saving/rank_writer.py": "offload/offload_cases",
     "checkpoint/saving/saver.py": "offload/offload_cases",
     "checkpointing.py": "runtime/checkpointing runtime/stage3",
-    "cli/checkpoint_commands.py": "checkpoint/ckpt_command checkpoint/export checkpoint/deepspeed_import",
-    "cli/plan.py": "estimate/estimate docs/guide",
-    "cli/reports.py": "report/report_page",
-    "cli/terminal.py": "checkpoint/ckpt_command checkpoint/export",
-    "cli/train.py": "train/train",
     "comm/agreement.py": "runtime/stage3 runtime/cases",
     "comm/board.py": "checkpoint/checkpoints checkpoint/checkpoint_faults",
     "comm/clocks.py": "report/timeline",
     "comm/collective.py": "runtime/exactness",
     "comm/consensus.py": "engine/alike",
     "comm/exchange.py": "runtime/exactness",
-    "comm/imagined.py": "estimate/estimate",
+    "comm/fake_group.py": "estimate/estimate",
     "comm/kernels.py": "gpu/gpu_codec",
     "comm/mesh.py": "cli/nodes cli/launch",
     "comm/native.py": "gpu/gpu gpu/gpu_ranks",
@@ -92,15 +87,21 @@ ELSEWHERE = {
     "pool.py": "plan/memory runtime/exactness runtime/stage3",
     "recorder.py": "report/timeline",
     "report/describe.py": "engine/engine comm/wires_cases",
-    "report/link_bench.py": "estimate/estimate",
-    "report/offload_bench.py": "cli/bench_tiers",
     "report/run_file.py": "cli/watch",
     "runtime/flat_param.py": "comm/wires offload/offload",
     "runtime/hooks.py": "compat/huggingface",
     "runtime/order.py": "comm/wires_cases",
     "runtime/unit_spans.py": "report/timeline",
     "start.py": "engine/engine runtime/zero",
-    "train/loop.py": "report/run_record",
+    "tools/bench/link_bench.py": "estimate/estimate",
+    "tools/cli/checkpoint_commands.py": "checkpoint/ckpt_command checkpoint/export checkpoint/deepspeed_import",
+    "tools/cli/plan.py": "estimate/estimate docs/guide",
+    "tools/cli/reports.py": "pages/report_page",
+    "tools/cli/terminal.py": "checkpoint/ckpt_command checkpoint/export",
+    "tools/cli/train.py": "train/train",
+    "tools/env_report.py": "cli/env_report",
+    "tools/train/loop.py": "report/run_record",
+    "train.py": "train/train",
     "utils/": "runtime/zero offload/offload_cases checkpoint/checkpoints engine/engine",
     "utils/zero_to_fp32.py": "checkpoint/export",
     "version.py": "cli/env_report",
@@ -109,12 +110,18 @@ ELSEWHERE = {
 }
 
 
+def package_of(name: str) -> str:
+    """Return the package of a module below `onefold/`; those of `tools/` count as packages of their own."""
+    parts = Path(name).parts
+    return parts[1] if parts[0] == "tools" else parts[0]
+
+
 def tests_of(module: str) -> list[str]:
     """Return the folder and the files of `tests/` for a module, by its path; none where nothing is known of it."""
     name = module.removeprefix("./").removeprefix("onefold/")
     if not (ROOT / "onefold" / name).exists():
         return []
-    package = Path(name).parts[0]
+    package = package_of(name)
     folders = [f"tests/{package}"] if (ROOT / "tests" / package).is_dir() else []
     table = ELSEWHERE.get(name) or ELSEWHERE.get(f"{package}/", "")
     others = [Path(test) for test in table.split()]

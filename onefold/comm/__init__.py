@@ -20,7 +20,7 @@ from onefold.comm.collective import (
 )
 from onefold.comm.consensus import Item, agree, agree_in_meeting
 from onefold.comm.exchange import Exchange
-from onefold.comm.imagined import ImaginedGroup, imagine
+from onefold.comm.fake_group import FakeGroup, make_fake_collective
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
 from onefold.comm.native import AllToAll, Native
@@ -37,10 +37,10 @@ __all__ = [
     "Disagreement",
     "ErrorFeedback",
     "Exchange",
+    "FakeGroup",
     "Gathering",
     "Group",
     "Guard",
-    "ImaginedGroup",
     "Item",
     "Ledger",
     "Native",
@@ -82,8 +82,8 @@ def make_collective(
         return Quantized(make_collective(kind, group, ledger, device, None, node_sums), wires, device)
     if kind == "auto" and 1 < len(group.nodes.sizes) < group.size:
         return TwoLevel(make_collective("exchange", group, ledger, device), group, device, node_sums)
-    if group.is_imagined:
-        return imagine(kind, group, ledger, device)
+    if group.is_fake:
+        return make_fake_collective(kind, group, ledger, device)
     staged = device.type == "cuda" and not group.uses_nccl
     if kind == "native" and staged:
         raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")

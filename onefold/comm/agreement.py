@@ -25,7 +25,7 @@ class Agreement:
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
         self.group = group
-        self.guard = Guard() if group.is_imagined else Guard(group.host_group, group.process_group)
+        self.guard = Guard() if group.is_fake else Guard(group.host_group, group.process_group)
         self._ledger = ledger
 
     def meet(self, what: str, row: Sequence[int], meanwhile: Callable[[], None] | None = None) -> list[list[int]]:
@@ -41,7 +41,7 @@ class Agreement:
         """Every rank's small vector, on the host, as rows in rank order."""
         if self.group.size == 1:
             return mine.unsqueeze(0)
-        if self.group.is_imagined:
+        if self.group.is_fake:
             self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
             return mine.repeat(self.group.size, 1)
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
@@ -66,7 +66,7 @@ class Agreement:
         """One rank's text, on all of them."""
         data = bytearray(text.encode())
         length = self.meet(what, [len(data)])[rank][0]
-        if self.group.size == 1 or self.group.is_imagined or not length:
+        if self.group.size == 1 or self.group.is_fake or not length:
             return text if length else ""
         told = torch.frombuffer(data, dtype=torch.uint8) if self.group.rank == rank else None
         told = told if told is not None else torch.empty(length, dtype=torch.uint8)

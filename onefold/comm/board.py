@@ -32,7 +32,7 @@ class Board:
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
         self._prefix = f"onefold/board/{name}/"
-        alone = group.size == 1 or group.is_imagined
+        alone = group.size == 1 or group.is_fake
         self._store = HashStore() if alone else dist.distributed_c10d._get_default_store()
         self._mutex = threading.Lock()
         self._beat = 0

@@ -201,7 +201,7 @@ class Lane:
 
 def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger) -> None:
     """Take one rank's values, in place."""
-    if group.size == 1 or group.is_imagined or tensor.numel() == 0:
+    if group.size == 1 or group.is_fake or tensor.numel() == 0:
         return
     staged = tensor.to(group.device).contiguous()
     wire = staged.view(torch.uint8) if staged.dtype in _AS_BYTES and staged.dim() else staged

@@ -35,7 +35,7 @@ class Exchange:
         self._pool = Pool(device)
         # Exchanges in flight between two ranks are told apart by tag, over all engines of a group; all ranks start
         # them in one order.
-        self._tags = count() if group.is_imagined else _tags.setdefault(group.process_group, count())
+        self._tags = count() if group.is_fake else _tags.setdefault(group.process_group, count())
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         if self.group.size == 1:

@@ -180,8 +180,8 @@ class Group:
     replicas: int = 1
     """How many groups of neighbouring ranks hold a model state each, sharded over the ranks of the group (MiCS)."""
 
-    is_imagined: ClassVar[bool] = False
-    """Whether nobody else is there, and other ranks are held to do what this one does (`comm/imagined.py`)."""
+    is_fake: ClassVar[bool] = False
+    """Whether this is a fake process group, in which the other ranks do not exist (`comm/fake_group.py`)."""
 
     @cached_property
     def rank(self) -> int:

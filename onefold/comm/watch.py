@@ -511,7 +511,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 class _NoWatch:
-    """Where other ranks are imagined, no wait lasts and nothing is lost."""
+    """The guard of a fake process group, in which no rank waits for another."""
 
     size, verdict = 1, None
     store: Any = None

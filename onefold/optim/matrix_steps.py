@@ -305,8 +305,8 @@ class MatrixSteps:
         host: HostMatrices | None,
     ) -> None:
         self._rules, self._in_flight, self._host = rules, in_flight, host
-        # Nothing is computed where ranks are imagined: matrices only travel.
-        self._computes = not in_flight.collective.group.is_imagined
+        # A dry run computes nothing: matrices are only exchanged.
+        self._computes = not in_flight.collective.group.is_fake
         self._tiler = MatrixTiler(rules)
         group = in_flight.collective.group
         self._shard, self._first = group.shard, group.rank - group.shard

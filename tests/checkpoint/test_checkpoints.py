@@ -1618,7 +1618,7 @@ def launch(folder: Path, program: str, *arguments: str, nproc: int = 2, timeout:
     """Run a program on real ranks; its exit code and everything it said."""
     path = folder / "program.py"
     path.write_text(program)
-    starter = ["-m", "onefold.cli.main", "launch", "--nproc", str(nproc)] if nproc > 1 else []
+    starter = ["-m", "onefold.tools.cli.main", "launch", "--nproc", str(nproc)] if nproc > 1 else []
     command = [sys.executable, *starter, str(path), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

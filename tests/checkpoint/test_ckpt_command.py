@@ -19,7 +19,7 @@ from onefold.checkpoint.format.manifest import RANGE_BYTES, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import Slot, write_shard
 from onefold.checkpoint.tools import audit
 from onefold.checkpoint.tools.audit import spell
-from onefold.cli.main import main
+from onefold.tools.cli.main import main
 
 TAGS = ["global_step6", "global_step4", "global_step2"]
 Command = Callable[..., tuple[int, str, str]]

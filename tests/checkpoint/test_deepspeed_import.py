@@ -26,8 +26,8 @@ from covering import covering
 from onefold.checkpoint.deepspeed.torch_files import RefusedPickle, StandIn, read_torch_file
 from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, import_deepspeed, read_checkpoint
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader
-from onefold.cli.main import main
 from onefold.optim.loss_scale import DynamicLossScale
+from onefold.tools.cli.main import main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 SPEC = importlib.util.spec_from_file_location("deepspeed_fixture_model", FIXTURES / "model.py")

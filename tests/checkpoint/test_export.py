@@ -24,8 +24,8 @@ from onefold.checkpoint.format.manifest import Manifest, join_parts
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot, write_shard
 from onefold.checkpoint.tools.export import DTYPES, ExportError, export
-from onefold.cli.main import main as onefold_command
 from onefold.runtime import unsharded
+from onefold.tools.cli.main import main as onefold_command
 from onefold.utils import safe_get_full_fp32_param
 from onefold.utils.zero_to_fp32 import (
     LazyTensor,

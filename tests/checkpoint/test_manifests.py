@@ -38,7 +38,7 @@ from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.loading.load import MisfitError
 from onefold.checkpoint.tools import audit
 from onefold.checkpoint.tools.export import export
-from onefold.cli.main import main as command
+from onefold.tools.cli.main import main as command
 from onefold.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 OnRanks = Callable[..., list[Any]]

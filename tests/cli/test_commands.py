@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from onefold.cli.commands import COMMANDS
-from onefold.cli.main import build_parser, main
 from onefold.log import parse_bytes, parse_count, parse_rate
+from onefold.tools.cli.commands import COMMANDS
+from onefold.tools.cli.main import build_parser, main
 
 pytestmark = pytest.mark.program
 
@@ -49,9 +49,9 @@ def test_a_group_without_its_command_shows_the_help(path: str, capsys: pytest.Ca
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys\n"
-        "from onefold.cli.main import build_parser\n"
+        "from onefold.tools.cli.main import build_parser\n"
         "build_parser().format_help()\n"
-        "import onefold.cli.ranks\n"
+        "import onefold.tools.cli.ranks\n"
         "heavy = {'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -87,7 +87,7 @@ def test_validation_does_not_wait_for_torch(tmp_path: Path) -> None:
     ]
     code = (
         "import sys\n"
-        "from onefold.cli.main import main\n"
+        "from onefold.tools.cli.main import main\n"
         f"for arguments in {wrong!r}:\n"
         "    print(main(arguments), 'torch' in sys.modules, flush=True)\n"
     )
@@ -132,12 +132,12 @@ def test_help_keeps_to_the_width_of_the_terminal(width: int, monkeypatch: pytest
         assert max(map(len, text.splitlines())) <= width, path
     assert "exit codes:" in texts["onefold"]
     words = " ".join(texts["train"].split())
-    assert "Fine-tune a Hugging Face model on your data, or train a small built-in GPT, on every GPU or on two" in words
+    assert "or train a small built-in GPT. Runs on every GPU, or as two processes on a machine without GPUs." in words
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
     for arguments in (["--help"], ["env", "--json"]):
-        command = [sys.executable, "-u", "-m", "onefold.cli.main", *arguments]
+        command = [sys.executable, "-u", "-m", "onefold.tools.cli.main", *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -160,7 +160,7 @@ MISTAKES = [
 def test_mistakes_do_not_wait_for_torch() -> None:
     code = (
         "import sys\n"
-        "from onefold.cli.main import main\n"
+        "from onefold.tools.cli.main import main\n"
         f"for arguments in {MISTAKES!r}:\n"
         "    assert main(arguments) == 2, arguments\n"
         "    assert 'torch' not in sys.modules, arguments\n"
@@ -171,7 +171,17 @@ def test_mistakes_do_not_wait_for_torch() -> None:
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
-    command = [sys.executable, "-m", "onefold.cli.main", "plan", "--params", "7B", "--machine", "8xA100", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "onefold.tools.cli.main",
+        "plan",
+        "--params",
+        "7B",
+        "--machine",
+        "8xA100",
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stderr is not None

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from onefold.cli.commands import UsageError
-from onefold.cli.compare import recommend
-from onefold.cli.main import main
-from onefold.cli.terminal import progress_bar
-from onefold.cli.trials import Trial, TrialJob, parse_setting, split_settings
-from onefold.cli.tune import Knob, knobs_of
 from onefold.config import load_config
-from onefold.estimate.forecast import Setting
 from onefold.report.run_file import MemoryRow, StepRow
+from onefold.tools.cli.compare import recommend
+from onefold.tools.cli.main import main
+from onefold.tools.cli.terminal import progress_bar
+from onefold.tools.cli.trials import Trial, TrialJob, parse_setting, split_settings
+from onefold.tools.cli.tune import Knob, knobs_of
+from onefold.tools.cli.usage import UsageError
+from onefold.tools.estimate.question import Setting
 
 BOTH = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 

@@ -10,8 +10,8 @@ import shutil
 import torch
 
 import onefold
-from onefold import env_report
-from onefold.cli.main import main
+from onefold.tools import env_report
+from onefold.tools.cli.main import main
 
 
 def test_the_json_holds_versions_and_what_will_be_used(capsys):

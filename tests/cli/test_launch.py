@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from onefold.cli.commands import UsageError
-from onefold.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
-from onefold.cli.main import build_parser, main
-from onefold.cli.ranks import Job, first_failure
+from onefold.tools.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
+from onefold.tools.cli.main import build_parser, main
+from onefold.tools.cli.ranks import Job, first_failure
+from onefold.tools.cli.usage import UsageError
 
 pytestmark = pytest.mark.program
 
@@ -27,7 +27,7 @@ NODES = {"node1": (0, 1, 2, 3), "node2": (0, 1)}
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "onefold.cli.main", *arguments],
+        [sys.executable, "-m", "onefold.tools.cli.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -186,7 +186,8 @@ def test_ranks_that_cannot_meet_are_one_message() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code = f"from onefold.cli.ranks import Job, run_ranks\nprint(run_ranks(['true'], Job(1, master_port={port})))\n"
+        job = f"Job(1, master_port={port})"
+        code = f"from onefold.tools.cli.ranks import Job, run_ranks\nprint(run_ranks(['true'], {job}))\n"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "1\n", done.stderr
     lines = [line for line in done.stderr.splitlines() if not line.startswith("[W")]  # of torch's C++

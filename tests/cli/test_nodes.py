@@ -71,7 +71,7 @@ def test_a_job_over_two_hosts_equals_one_on_a_single_host(hosts, tmp_path):
     alone, joined = tmp_path / "alone", tmp_path / "joined"
     alone.mkdir()
     joined.mkdir()
-    launch = [sys.executable, "-m", "onefold.cli.main", "launch"]
+    launch = [sys.executable, "-m", "onefold.tools.cli.main", "launch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*launch, "--nproc", "2", str(script), str(alone)], env=environment, timeout=120, check=True)
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from records import end, facts, row, write_run
 
-from onefold.cli.main import main
-from onefold.cli.watch_run import line_of_now, rows_of, silence, sparkline
 from onefold.report.plan_report import TrafficRow
 from onefold.report.run_file import RunFile, line_of, write_line
+from onefold.tools.cli.main import main
+from onefold.tools.cli.watch_run import line_of_now, rows_of, silence, sparkline
 
 pytestmark = pytest.mark.program
 
-COMMAND = [sys.executable, "-m", "onefold.cli.main", "watch"]
+COMMAND = [sys.executable, "-m", "onefold.tools.cli.main", "watch"]
 
 
 def steps(num: int, **more: object) -> list[str]:
@@ -148,7 +148,7 @@ def test_on_a_terminal_it_draws_and_ends(tmp_path):
 
 def test_reading_a_record_needs_no_torch():
     code = (
-        "import sys, onefold.cli.watch_run, onefold.cli.reports\n"
+        "import sys, onefold.tools.cli.watch_run, onefold.tools.cli.reports\n"
         "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

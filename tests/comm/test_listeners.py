@@ -69,6 +69,6 @@ def addresses(folder: Path, *command: str) -> list[set[str]]:
 def test_one_rank_and_launched_ranks_listen_on_loopback_only(tmp_path):
     (alone,) = addresses(tmp_path, "-W", "error")
     assert alone <= LOOPBACK
-    for found in addresses(tmp_path, "-m", "onefold.cli.main", "launch", "--nproc", "2"):
+    for found in addresses(tmp_path, "-m", "onefold.tools.cli.main", "launch", "--nproc", "2"):
         assert found
         assert found <= LOOPBACK

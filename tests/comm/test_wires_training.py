@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import config, more, rank, start
 
-from onefold.train.gpt import GPT, GPTConfig
+from onefold.tools.train.gpt import GPT, GPTConfig
 
 STEPS = 300
 LAST = 20

@@ -26,15 +26,16 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.cli.commands import COMMANDS
-from onefold.cli.main import build_parser, main
 from onefold.config import ConfigError, load_config
-from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast
-from onefold.estimate.machines import GB, find_machine
-from onefold.estimate.models import find_model
 from onefold.offload import host_memory, swap_folder
 from onefold.optim.loss_scale import DynamicLossScale, LossScaleError
 from onefold.plan import make_plan
+from onefold.tools.cli.commands import COMMANDS
+from onefold.tools.cli.main import build_parser, main
+from onefold.tools.estimate.forecast import forecast
+from onefold.tools.estimate.machines import GB, find_machine
+from onefold.tools.estimate.models import find_model
+from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting
 
 pytestmark = pytest.mark.program
 
@@ -86,7 +87,7 @@ def run(command: str, folder: Path) -> list[str]:
     assert program == "onefold"
     if arguments[0] == "launch":
         done = subprocess.run(
-            [sys.executable, "-m", "onefold.cli.main", *arguments],
+            [sys.executable, "-m", "onefold.tools.cli.main", *arguments],
             cwd=folder, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -343,7 +344,7 @@ def test_the_error_of_ranks_that_wait_for_each_other(tmp_path):
         "    engine.backward(engine(torch.randn(4, 64)).square().mean())\n"
         "    engine.step()\n"
     )
-    command = [sys.executable, "-m", "onefold.cli.main", "launch", "--nproc", "2", "train.py"]
+    command = [sys.executable, "-m", "onefold.tools.cli.main", "launch", "--nproc", "2", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert block("text", "hang") in done.stdout + done.stderr

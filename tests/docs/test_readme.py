@@ -23,7 +23,7 @@ def test_the_example_runs_and_learns(tmp_path):
     assert len(example.strip().splitlines()) <= 16
     script = tmp_path / "example.py"
     script.write_text(f"{example}\n    if step == 0:\n        first = loss.item()\nassert loss.item() < 0.9 * first\n")
-    command = [sys.executable, "-m", "onefold.cli.main", "launch", "--nproc", "2", str(script)]
+    command = [sys.executable, "-m", "onefold.tools.cli.main", "launch", "--nproc", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -15,33 +15,32 @@ from models import Net, batches, config, more, net, start
 from rich.text import Text
 from torch import nn
 
-from onefold.cli.main import main
-from onefold.cli.terminal import lay_out
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
-from onefold.estimate.advice import advise
-from onefold.estimate.caching_allocator import CachingAllocator
-from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, Traffic, forecast, settings_for
-from onefold.estimate.machines import GB, adjust, cpu_ranks, find_machine
-from onefold.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
-from onefold.estimate.on_cuda import attend_backward
-from onefold.estimate.op_times import OpTimer
-from onefold.estimate.rehearsal import META, rehearse
-from onefold.estimate.shapes import SHAPES, known_shape
-from onefold.estimate.step_bench import measure_host
-from onefold.estimate.textbook import (
-    MOMENTS,
-    MOMENTS_AND_MASTER,
-    count_as_textbook,
+from onefold.plan import Tier, count_bytes
+from onefold.tools.bench.link_bench import LinkRates, measure_links
+from onefold.tools.bench.offload_bench import Measured
+from onefold.tools.cli.main import main
+from onefold.tools.cli.terminal import lay_out
+from onefold.tools.estimate.advice import advise
+from onefold.tools.estimate.caching_allocator import CachingAllocator
+from onefold.tools.estimate.dry_run import META, dry_run
+from onefold.tools.estimate.forecast import Traffic, forecast
+from onefold.tools.estimate.machines import GB, adjust, cpu_ranks, find_machine
+from onefold.tools.estimate.model_states import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
 )
-from onefold.estimate.work import OpCall
-from onefold.plan import Tier, count_bytes
-from onefold.report.link_bench import LinkRates, measure_links
-from onefold.report.offload_bench import Measured
+from onefold.tools.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
+from onefold.tools.estimate.on_cuda import attend_backward
+from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting, settings_for
+from onefold.tools.estimate.shapes import SHAPES, known_shape
+from onefold.tools.estimate.step_bench import measure_host
+from onefold.tools.estimate.textbook import MOMENTS, MOMENTS_AND_MASTER, count_as_textbook
+from onefold.tools.estimate.work import OpCall
 
-# -- the rehearsal beside the run --------------------------------------------------------------------------------------
+# -- the dry run and the run -------------------------------------------------------------------------------------------
 
 
 def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, int]], dict[str, int]]:
@@ -62,10 +61,10 @@ def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, in
     return rows, {name: getattr(held, name) for name in ("parameters", "masters", "states")}
 
 
-def rehearsed(document: dict[str, Any], nodes: Nodes) -> Any:
+def dry_run_of(document: dict[str, Any], nodes: Nodes) -> Any:
     with META:
         model, x = Net(), torch.zeros(4, 7, dtype=torch.long)
-    return rehearse(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
+    return dry_run(model, load_config(document), nodes, lambda call: call(x, x), uses_nccl=False)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -78,13 +77,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @covering(setting=SETTINGS, world=(2, 1, more(3), more(4)), strength=1)
-def test_a_rehearsal_sends_and_holds_what_the_run_does(on_ranks, setting, world):
+def test_a_dry_run_sends_and_holds_what_the_run_does(on_ranks, setting, world):
     extra = SETTINGS[setting]
     for stage in range(4):
         zero = {"stage3_param_persistence_threshold": 0, **extra.get("zero_optimization", {}), "stage": stage}
         document = {**config(stage), **extra, "zero_optimization": zero}
         rows, held = on_ranks(world, run_for_real, document)[0]
-        found = rehearsed(document, Nodes.of_size(world, world))
+        found = dry_run_of(document, Nodes.of_size(world, world))
         assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
         rest = count_bytes([spec for unit in found.units for spec in unit], found.plan, Tier.DEVICE)
         assert {name: getattr(rest, name) for name in held} == held
@@ -105,7 +104,7 @@ def test_over_two_nodes_too(on_ranks, zero):
     document = {**config(zero["stage"]), "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     document["onefold"] = {"node_size": 2}
     rows, _ = on_ranks(4, run_for_real, document)[0]
-    found = rehearsed(document, Nodes.of_size(2, 4))
+    found = dry_run_of(document, Nodes.of_size(2, 4))
     assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
 
 
@@ -116,7 +115,7 @@ def test_gradients_of_earlier_micro_steps_are_counted():
         document = {**config(1), "gradient_accumulation_steps": accumulation, "bf16": {"enabled": True}}
         with META:
             model, x = Chain(4, 1024), torch.empty(8, 1024, dtype=torch.bfloat16)
-        found = rehearse(model, load_config(document), Nodes((2,)), lambda call, x=x: call(x))
+        found = dry_run(model, load_config(document), Nodes((2,)), lambda call, x=x: call(x))
         peaks.append(max(moment.total for moment in found.trace.moments))
         assert all(moment.gradients <= moment.live for moment in found.trace.moments)
     assert peaks[1] - peaks[0] > 0.9 * 2 * 4 * 1024 * 1024  # whole in fp32, where one micro-step has them in bf16
@@ -140,7 +139,7 @@ def test_activations_are_those_that_autograd_keeps(rows):
     num, width = 6, 512
     with META:
         model, x = Chain(num, width), torch.empty(rows, width)
-    found = rehearse(model, load_config(config(0)), Nodes((1,)), lambda call: call(x))
+    found = dry_run(model, load_config(config(0)), Nodes((1,)), lambda call: call(x))
     kept = num * rows * width * 4  # each layer's output, which the next one's backward reads
     peak = max(moment.live - moment.gradients for moment in found.trace.moments)
     # Above what is kept: an output before its relu in forward; in backward a gradient and what comes of it.
@@ -310,7 +309,7 @@ def test_a_setting_that_rounds_is_recommended_with_the_fastest_exact_one():
     question = Question(from_number(10**9), find_machine("2xA100"), DEFAULT_CONFIG)
     wires = Setting("stage 3 + qwZ + qgZ", {"stage": 3, "zero_quantized_gradients": True})
     (one,) = forecast(question, [Setting("stage 3", {"stage": 3})])
-    exact = replace(one, step=3.47, traffic=Traffic(9, 0, 1), seconds={"links across": 3.4})
+    exact = replace(one, step=3.47, traffic=Traffic(9, 0, 1), seconds={"node links": 3.4})
     said = advise(question, [exact, replace(exact, setting=wires, step=1.1)])
     assert said.setting == wires.name
     assert "It rounds weights and gradients" in said.reason
@@ -489,14 +488,14 @@ def test_small_models_are_shown_in_mb(capsys):
         (["--params", "7e9", "--machine", "8*A100"], "known are"),
         (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
         (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
-        (["--params", "7e30", "--machine", "H100"], "--params 7e30: this is more than can be planned"),
+        (["--params", "7e30", "--machine", "H100"], "--params 7e30: is too large"),
         (["--params", "nan", "--machine", "H100"], "--params nan: must be above 0"),
         (["--params", "7GB", "--machine", "H100"], "--params 7GB: '7GB' is not a number of parameters"),
         (["--params", "7B", "--machine", "H100", "--gpu-memory", "80Gb"], "'80Gb' is not a size"),
         (["--params", "7B", "--machine", "H100", "--host-memory", "inf"], "must be above 0"),
         (["--params", "7B", "--machine", "H100", "--nvme=-1"], "--nvme -1: must be 0 or more"),
         (["--params", "7B", "--machine", "H100", "--link", "50Gb/s"], "write a number with a unit, as in 50GB/s"),
-        (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: this is more"),
+        (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: is too large"),
         (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs: at most 65,536"),
         (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "a file cannot be written there"),
         (["--params", "7B", "--machine", "H100", "--config", "/dev/zero"], "so it is not a config"),
@@ -609,7 +608,7 @@ def test_a_model_of_transformers_and_one_with_adapters(tmp_path):
     assert sizes[0].traffic.inside > 0
 
 
-def test_a_forward_that_cannot_be_rehearsed_is_told():
+def test_a_forward_that_fails_in_a_dry_run_is_reported():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -643,7 +642,7 @@ def test_deepspeeds_names_tell_the_plans_bytes(capsys):
 
 def test_shapes_alone_are_cut_into_blocks():
     source = from_shapes("a", {f"model.layers.{place}.weight": (8, 8) for place in range(4)})
-    found = rehearse(source.build(), load_config({**DEFAULT_CONFIG, "train_micro_batch_size_per_gpu": 1}), Nodes((2,)))
+    found = dry_run(source.build(), load_config({**DEFAULT_CONFIG, "train_micro_batch_size_per_gpu": 1}), Nodes((2,)))
     assert len(found.units) == 4
 
 
@@ -668,7 +667,7 @@ def _save(folder: str) -> None:
 
 
 def test_every_op_of_a_step_is_known_by_its_shapes_and_can_be_run_by_itself():
-    found = rehearsed(config(2), Nodes.of_size(1, 1))
+    found = dry_run_of(config(2), Nodes.of_size(1, 1))
     work = found.trace.work
     assert sum(work.calls.values()) == work.num_ops - 2 * sum(
         number for call, number in work.calls.items() if call.func is attend_backward
@@ -723,7 +722,7 @@ def test_cpu_ranks_are_a_machine_of_what_was_measured():
     question = Question(find_model("tiny"), machine, {**DEFAULT_CONFIG, "bf16": {"enabled": False}}, 1, 32)
     (found,) = forecast(question, [Setting("2", {"stage": 2})], uses_nccl=False, finds_batch=False)
     assert found.step == pytest.approx(sum(found.seconds.values())), "cores do one thing at a time"
-    assert found.seconds["links inside"] > found.traffic.calls * 1e-3
+    assert found.seconds["GPU links"] > found.traffic.calls * 1e-3
 
 
 def test_what_steps_by_its_own_class_is_stepped_by_the_host() -> None:
@@ -733,9 +732,9 @@ def test_what_steps_by_its_own_class_is_stepped_by_the_host() -> None:
     for name in ("AdamW", "NAdam"):
         settings = {**DEFAULT_CONFIG, "optimizer": {"type": name, "params": {"lr": 1e-3}}}
         (found[name],) = forecast(Question(find_model("25m"), find_machine("H100"), settings, 2, 128), [setting])
-    assert "states over the bus" in found["AdamW"].seconds
-    assert "states over the bus" not in found["NAdam"].seconds
-    assert found["NAdam"].crossing.down < found["AdamW"].crossing.down
+    assert "state transfer" in found["AdamW"].seconds
+    assert "state transfer" not in found["NAdam"].seconds
+    assert found["NAdam"].offload_traffic.down < found["AdamW"].offload_traffic.down
 
 
 def test_states_of_host_and_disk_share_the_bus_and_not_its_chunks() -> None:
@@ -748,9 +747,9 @@ def test_states_of_host_and_disk_share_the_bus_and_not_its_chunks() -> None:
         config = {**DEFAULT_CONFIG, "onefold": {"offloaded_step": "device"}}
         found += forecast(Question(find_model("25m"), machine, config, 2, 128), [setting], finds_batch=False)
     on_disk, mixed, on_host = found
-    assert len({round(each.seconds["states over the bus"], 9) for each in found}) == 1
+    assert len({round(each.seconds["state transfer"], 9) for each in found}) == 1
     for each in found:
         assert each.step is not None
-        beside = [each.seconds[name] for name in ("computation", "bus") if name in each.seconds]
-        assert each.step >= max(beside) + each.seconds["states over the bus"]
+        beside = [each.seconds[name] for name in ("computation", "host bus") if name in each.seconds]
+        assert each.step >= max(beside) + each.seconds["state transfer"]
     assert mixed.device.workspace > max(on_disk.device.workspace, on_host.device.workspace)

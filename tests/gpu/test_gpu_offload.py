@@ -18,7 +18,7 @@ from onefold.optim.device_pass import DevicePass, PassingShard
 from onefold.optim.rules import AdamRule
 from onefold.optim.steppers import StateWindow, Step, Tiler
 from onefold.plan import Tier
-from onefold.report.offload_bench import OneGroup
+from onefold.tools.bench.offload_bench import OneGroup
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,14 +32,15 @@ from torch import nn
 
 import onefold
 from onefold.config import ConfigError
-from onefold.estimate.forecast import DEFAULT_CONFIG, Question, Setting, forecast
-from onefold.estimate.machines import adjust, find_machine
-from onefold.estimate.models import find_model
 from onefold.optim import host_step
 from onefold.optim.choose import check_shardable, choose
 from onefold.optim.matrix_rules import POLAR_EXPRESS, QUINTIC, orthogonalize
 from onefold.plan import Layout
 from onefold.plan.matrices import Matrix, MatrixError, choose_owners, count_sent, holders, matrices_of
+from onefold.tools.estimate.forecast import forecast
+from onefold.tools.estimate.machines import adjust, find_machine
+from onefold.tools.estimate.models import find_model
+from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting
 from onefold.utils import safe_get_full_optimizer_state
 
 WIDTH = 48  # a matrix of which lies on several ranks

@@ -9,6 +9,7 @@ import pytest
 import which
 
 PACKAGE = which.ROOT / "onefold"
+AREAS = (PACKAGE, PACKAGE / "tools")
 TESTS = which.ROOT / "tests"
 FILES = {path.name: path for path in TESTS.rglob("test_*.py")}
 # Folders that belong to no package.
@@ -36,14 +37,14 @@ def test_every_module_has_tests(module):
 def test_every_line_is_of_a_module_and_names_other_folders():
     assert [name for name in which.ELSEWHERE if not (PACKAGE / name).exists()] == []
     for module, tests in which.ELSEWHERE.items():
-        own = f"{module.partition('/')[0]}/"
+        own = f"{which.package_of(module)}/"
         assert [test for test in tests.split() if test.startswith(own)] == []
 
 
 def test_every_folder_of_tests_is_a_packages():
     """Names of files are unique: tests import cases from each other by name, and other tools name them by file."""
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))}
-    assert {name for name in folders - OTHERS if not (PACKAGE / name).is_dir()} == set()
+    assert {name for name in folders - OTHERS if not any((area / name).is_dir() for area in AREAS)} == set()
     names = Counter(path.name for path in TESTS.rglob("*.py") if "fixtures" not in path.parts)
     assert [name for name, count in names.items() if count > 1] == []
 

@@ -18,7 +18,7 @@ import onefold
 from onefold.config import load_config
 from onefold.runtime import handle_of, unsharded_shape
 from onefold.runtime.unit import ParameterState
-from onefold.train.options import TrainOptions, prepare_config
+from onefold.tools.train.options import TrainOptions, prepare_config
 from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -641,7 +641,7 @@ import subprocess
 import sys
 from pathlib import Path
 import torch, onefold
-from onefold.train.gpt import GPT, PRESETS
+from onefold.tools.train.gpt import GPT, PRESETS
 
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
@@ -670,7 +670,7 @@ def test_building_takes_a_shard_and_a_few_units(tmp_path):
     """A real process a rank, and its high-water mark: 120M parameters over two ranks."""
     script = tmp_path / "build.py"
     script.write_text(BUILD)
-    command = [sys.executable, "-m", "onefold.cli.main", "launch", "--nproc", "2", str(script), str(tmp_path)]
+    command = [sys.executable, "-m", "onefold.tools.cli.main", "launch", "--nproc", "2", str(script), str(tmp_path)]
     # What is freed goes back to the system at once, so that the mark shows what is held.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)

@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onefold.cli.main import main
 from onefold.report.run_file import RunFile
-from onefold.train.data import Corpus, DataError, load_corpus
-from onefold.train.gpt import GPT, PRESETS, GPTConfig
-from onefold.train.loop import count_steps
-from onefold.train.options import (
+from onefold.tools.cli.main import main
+from onefold.tools.train.data import Corpus, DataError, load_corpus
+from onefold.tools.train.gpt import GPT, PRESETS, GPTConfig
+from onefold.tools.train.loop import count_steps
+from onefold.tools.train.options import (
     PRESET_NAMES,
     OptionError,
     TrainOptions,
@@ -30,7 +30,7 @@ from onefold.train.options import (
     prepare_config,
     write_settings,
 )
-from onefold.train.tokens import ALPACA_HEAD, ALPACA_INPUT, Lines, Tokens, check_first_rows
+from onefold.tools.train.tokens import ALPACA_HEAD, ALPACA_INPUT, Lines, Tokens, check_first_rows
 
 pytestmark = pytest.mark.program
 
@@ -258,7 +258,7 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
 def start(*arguments: str) -> subprocess.Popen[str]:
     preset = () if {"--model", "--resume"} & {*arguments} else ("--preset", "tiny")
     return subprocess.Popen(
-        [sys.executable, "-m", "onefold.cli.main", "train", *preset, *arguments],
+        [sys.executable, "-m", "onefold.tools.cli.main", "train", *preset, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from onefold.cli.commands import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
-from onefold.cli.launch import choose, launch, limit, parse_choice, parse_hostfile, read_hostfile
+from onefold.tools.cli.launch import choose, launch, limit, parse_choice, parse_hostfile, read_hostfile
+from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
 DLTS_HOSTFILE = DEFAULT_HOSTFILE
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")

@@ -31,7 +31,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 __getattr__, __dir__ = names(
     __name__,
     same(
-        "onefold.estimate.textbook",
+        "onefold.tools.estimate.model_states",
         "estimate_zero3_model_states_mem_needs_all_live",
         "estimate_zero3_model_states_mem_needs_all_cold",
     ),

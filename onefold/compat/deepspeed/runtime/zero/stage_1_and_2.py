@@ -31,7 +31,7 @@ def split_half_float_double(tensors: list[torch.Tensor]) -> list[list[torch.Tens
 __getattr__, __dir__ = names(
     __name__,
     same(
-        "onefold.estimate.textbook",
+        "onefold.tools.estimate.model_states",
         "estimate_zero2_model_states_mem_needs_all_live",
         "estimate_zero2_model_states_mem_needs_all_cold",
     ),

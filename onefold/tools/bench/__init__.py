@@ -1,0 +1,1 @@
+"""Measurements of this machine: memory tiers, the links between ranks."""

@@ -1,0 +1,316 @@
+"""What `onefold export`, `onefold import-deepspeed` and `onefold ckpt` do with checkpoints on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from onefold.checkpoint.deepspeed.zero_checkpoint import import_deepspeed
+from onefold.checkpoint.format import folder
+from onefold.checkpoint.format.files import CheckpointError, RemovedError, replace_file
+from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
+from onefold.checkpoint.format.shard_files import TRIES
+from onefold.checkpoint.tools import audit
+from onefold.checkpoint.tools import export as exporting
+from onefold.checkpoint.tools.audit import Damage, bytes_under, spell, unpublished_bytes
+from onefold.checkpoint.tools.export import find_checkpoint
+from onefold.log import format_bytes
+from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
+from onefold.tools.cli.usage import UsageError
+
+# Damages of one file that are printed.
+_SHOWN_DAMAGES = 10
+
+
+@fails_on(CheckpointError, OSError)
+def export(options: argparse.Namespace) -> int:
+    with progress_bar("export") as tell:
+        exported = exporting.export(
+            options.checkpoint,
+            options.out,
+            tag=options.tag,
+            dtype=options.dtype,
+            file_format=options.format,
+            max_shard_size=options.max_shard_size,
+            exclude_frozen=options.exclude_frozen,
+            progress=tell,
+        )
+    size = f"{format_bytes(exported.nbytes)} of {options.dtype}"
+    print(f"{exported.num_tensors} tensors of {exported.checkpoint}, {size}:", *exported.files, sep="\n  ")
+    return 0
+
+
+@fails_on(ValueError, OSError)
+def import_checkpoint(options: argparse.Namespace) -> int:
+    with progress_bar("import") as tell:
+        found = import_deepspeed(options.source, options.out, options.tag, tell)
+    counters = found.source.state["counters"]
+    print(
+        f"{found.folder}: step {counters['global_steps']}, {len(found.source.parameters)} parameters, "
+        f"{format_bytes(found.nbytes)}, from stage {found.source.stage} on {found.source.world_size} ranks"
+    )
+    for key in found.left_out:
+        print(f"left out: client state {key!r} is not plain data")
+    return 0
+
+
+@fails_on(CheckpointError, OSError)
+def list_checkpoints(options: argparse.Namespace) -> int:
+    path = Path(options.dir)
+    latest, problem = folder.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
+    rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
+    if options.json:
+        facts = {"folder": str(path), "latest": latest, "problem_of_latest": problem, "checkpoints": rows}
+        print(json.dumps(facts, indent=2))
+        return 0
+    if rows:
+        print_table(("tag", "", ">steps", "saved", ">size", ">ranks", "state"), map(_cells, rows))
+    else:
+        print(f"{path} holds no checkpoint")
+    for row in rows:
+        for line in row["problems"]:
+            print(f"{row['tag']}: {line}")
+        if row["unpublished_bytes"]:
+            unpublished = f"{row['tag']}: {format_bytes(row['unpublished_bytes'])} of a save that is under way, or"
+            print(f"{unpublished} was killed (onefold ckpt rm {path} --leftovers)")
+    if problem:
+        print(problem)
+    return 0
+
+
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+    steps, ranks = ("" if row[key] is None else f"{row[key]:,}" for key in ("steps", "ranks"))
+    is_latest = "latest" if row["latest"] else ""
+    return row["tag"], is_latest, steps, _when(row["saved"]), format_bytes(row["bytes"]), ranks, row["state"]
+
+
+def _when(saved: str | None) -> str:
+    """In the time of this place."""
+    return "" if saved is None else f"{datetime.fromisoformat(saved).astimezone():%Y-%m-%d %H:%M}"
+
+
+@fails_on(CheckpointError, OSError)
+def inspect_checkpoint(options: argparse.Namespace) -> int:
+    found = find_checkpoint(Path(options.dir), options.tag)
+    if found.manifest is None:
+        raise CheckpointError("; ".join(found.problems))
+    facts = audit.describe(found.folder, found.manifest, found.problems)
+    if options.tensors:
+        facts["tensors"] = audit.describe_tensors(found.manifest)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, text in _lines(facts):
+        print(f"{name:<16}{text}")
+    print()
+    print_table(("kind", ">tensors", ">elements", ">size", "dtypes"), map(_kind_cells, facts["kinds"]))
+    print()
+    print_table(("file", ">size"), ((file["name"], format_bytes(file["bytes"])) for file in facts["files"]))
+    if options.tensors:
+        print()
+        print_table(
+            ("tensor", "dtype", "shape", ">size"),
+            ((row["name"], row["dtype"], str(row["shape"]), format_bytes(row["bytes"])) for row in facts["tensors"]),
+        )
+    print(f"\nconfig\n{json.dumps(facts['config'], indent=2)}")
+    return 0
+
+
+def _kind_cells(kind: dict[str, Any]) -> Sequence[str]:
+    numbers = f"{kind['tensors']:,}", f"{kind['elements']:,}", format_bytes(kind["bytes"])
+    return kind["kind"], *numbers, ", ".join(kind["dtypes"])
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "tag", facts["tag"]
+    yield "folder", facts["folder"]
+    yield "saved", f"{_when(facts['saved'])}, by {facts['writer']}, on {_count(facts['ranks'], 'rank')}"
+    yield "size", f"{format_bytes(facts['bytes'])} in {_count(len(facts['files']), 'file')}"
+    yield "complete", "yes, by sizes and headers" if facts["complete"] else "NO"
+    for problem in facts["problems"]:
+        yield "", problem
+    for name, count in (facts["counters"] or {}).items():
+        yield name.replace("_", " "), f"{count:,}"
+    optimizer = facts["optimizer"] or {"name": "none", "num_steps": 0, "groups": []}
+    yield "optimizer", f"{optimizer['name']}, {optimizer['num_steps']:,} steps"
+    for index, group in enumerate(optimizer["groups"]):
+        values = ", ".join(f"{key} {spell(value)}" for key, value in group.items())
+        yield f"  group {index}", f"parameters {facts['parameters_by_group'].get(str(index), 0)}, {values}"
+    if "frozen" in facts["parameters_by_group"]:
+        yield "  frozen", f"parameters {facts['parameters_by_group']['frozen']}"
+    yield "left out", f"{len(facts['left_out'])} frozen parameters" if facts["left_out"] else "nothing"
+    yield "tied names", ", ".join(f"{alias} = {name}" for alias, name in facts["aliases"].items()) or "none"
+    for key in ("lr_scheduler", "loss_scale"):
+        yield key.replace("_", " "), _named(facts[key]) if facts[key] is not None else "none"
+    yield "client state", ", ".join(facts["client_state_keys"]) or "empty"
+
+
+def _named(state: Any) -> str:
+    """Spell a state on one line: of an object its names and values."""
+    if isinstance(state, dict) and not any(str(key).startswith("$") for key in state):
+        return ", ".join(f"{key} {spell(value)}" for key, value in state.items()) or "empty"
+    return spell(state)
+
+
+@fails_on(CheckpointError, OSError)
+def verify_checkpoints(options: argparse.Namespace) -> int:
+    path = Path(options.dir)
+    is_one = options.tag is not None or folder.is_tag_folder(path)
+    for left in reversed(range(TRIES)):
+        chosen = list_tags(path) if options.all and not is_one else []
+        chosen = chosen or [find_checkpoint(path, options.tag)]
+        if any(is_deepspeeds(found.folder) for found in chosen if found.manifest is None):
+            raise CheckpointError("; ".join(problem for found in chosen for problem in found.problems))
+        problem = None if is_one else folder.latest_of(path)[1]
+        try:
+            results = _verify(chosen)
+            break
+        except RemovedError:  # by a job's retention: what is the latest now, or what there is now
+            if is_one or not left:
+                raise
+    is_fine = not problem and not any(damages for _, damages in results)
+    if options.json:
+        rows = [
+            {
+                "tag": found.tag,
+                "folder": str(found.folder),
+                "ok": not damages,
+                "bytes": found.manifest.nbytes if found.manifest is not None else 0,
+                "damages": [damage.as_json() for damage in damages],
+            }
+            for found, damages in results
+        ]
+        print(json.dumps({"ok": is_fine, "problem_of_latest": problem, "checkpoints": rows}, indent=2))
+        return 0 if is_fine else 1
+    for found, damages in results:
+        if damages:
+            print(f"{found.tag}: DAMAGED in {_count(len(damages), 'place')}", *_by_file(damages), sep="\n  ")
+        elif found.manifest is None:
+            print(f"{found.tag}: nothing was published there")
+        else:
+            print(f"{found.tag}: fine, {format_bytes(found.manifest.nbytes)} are as they were saved")
+    if problem:
+        print(problem)
+    return 0 if is_fine else 1
+
+
+def _by_file(damages: Sequence[Damage]) -> Iterator[str]:
+    """Yield each damaged file once, and below it where."""
+    for file, found in groupby(damages, key=lambda damage: damage.file):
+        inside = list(found)
+        yield f"{file}:"
+        yield from (f"  {damage.text}" for damage in inside[:_SHOWN_DAMAGES])
+        if len(inside) > _SHOWN_DAMAGES:
+            yield f"  and {len(inside) - _SHOWN_DAMAGES} more (--json lists all)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, list[Damage]]]:
+    total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
+    done = 0
+    results = []
+    with progress_bar("verify") as tell:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            tell(found.tag, done, total)
+
+        for found in chosen:
+            # Among others, data that no manifest names is not damaged: it was never published.
+            unpublished = len(chosen) > 1 and not folder.is_tag_folder(found.folder)
+            results.append((found, [] if unpublished else list(audit.verify(found, advance))))
+    return results
+
+
+@fails_on(CheckpointError, OSError)
+def remove_checkpoints(options: argparse.Namespace) -> int:
+    """Everything that is to be refused is refused before anything is removed."""
+    save_dir = Path(options.dir)
+    if not options.tags and not options.leftovers:
+        raise UsageError("rm: name the tags to remove, or say --leftovers")
+    latest, _ = folder.latest_of(save_dir)
+    found = {entry.tag: entry for entry in list_tags(save_dir)}
+    for tag in options.tags:
+        _check_removable(save_dir, tag, found)
+    if latest in options.tags and not options.force:
+        raise UsageError(f"{latest} is what `latest` names, where a job would go on from: --force removes it")
+    chosen = [found[tag] for tag in dict.fromkeys(options.tags)]
+    staying = [entry for entry in found.values() if entry.tag not in options.tags]
+    unclean = [entry for entry in staying if unpublished_bytes(entry)] if options.leftovers else []
+    if not chosen and not unclean:
+        print(f"{save_dir}: nothing is left over")
+        return 0
+    for entry in chosen:
+        print(f"{entry.tag}: {format_bytes(bytes_under(entry.folder))}{', damaged' if entry.problems else ''}")
+    for entry in unclean:
+        print(f"{entry.tag}: {format_bytes(unpublished_bytes(entry))} that no manifest names")
+    if not options.yes and not _confirm(f"remove from {save_dir}?"):
+        print("nothing was removed")
+        return 1
+    if latest in options.tags:
+        _name_another(save_dir, [entry.tag for entry in staying if not entry.problems])
+    for entry in chosen:
+        _remove(entry)
+    for entry in unclean:
+        _clean(entry)
+    return 0
+
+
+def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
+    if tag not in found:
+        why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
+        there = f"; there are: {', '.join(found)}" if found else ""
+        raise UsageError(f"{save_dir / tag} {why}: not touched{there}")
+    if found[tag].manifest is None and not data_folders(found[tag].folder):
+        raise UsageError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
+
+
+def _name_another(save_dir: Path, complete: Sequence[str]) -> None:
+    """Before the tag goes, so that `latest` never names what is not there."""
+    if complete:
+        replace_file(save_dir / LATEST, complete[0].encode())
+        print(f"{LATEST}: names {complete[0]} now")
+    else:
+        (save_dir / LATEST).unlink()
+        print(f"{LATEST}: removed, for no complete checkpoint stays")
+
+
+def _remove(found: FoundCheckpoint) -> None:
+    folder.remove(found.folder)
+    print(f"{found.tag}: removed")
+    stays = sorted(entry.name for entry in found.folder.iterdir()) if found.folder.exists() else []
+    for name in stays:
+        why = "is being written" if name in data_folders(found.folder) else "is not onefold's"
+        print(f"{found.tag}: {name} {why} and stays")
+
+
+def _clean(found: FoundCheckpoint) -> None:
+    before = unpublished_bytes(found)
+    folder.clean(found.folder)
+    after = unpublished_bytes(found)
+    print(f"{found.tag}: {format_bytes(before - after)} removed")
+    if after:
+        print(f"{found.tag}: {format_bytes(after)} are being written and stay")
+    if found.manifest is None:
+        with suppress(OSError):  # not empty
+            found.folder.rmdir()
+
+
+def _confirm(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("there is nobody to ask: say --yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False

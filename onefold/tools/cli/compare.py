@@ -1,0 +1,177 @@
+"""What `onefold compare` does: run the same job in several settings, and say which to take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from onefold.config import load_config, solve_batch
+from onefold.log import format_bytes
+from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
+from onefold.tools.cli.trials import Trial, TrialJob, split_settings
+from onefold.tools.cli.usage import CPU_RANKS, UsageError
+from onefold.tools.train.options import TrainOptions, check_inputs, prepare_config
+
+
+@fails_on(OSError)
+def compare(options: argparse.Namespace) -> int:
+    check_inputs(train_options(options))
+    settings = split_settings(options.stages, options.nvme_path)
+    import torch
+
+    if options.largest_batch and not torch.cuda.is_available():
+        raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
+    job, micro_batch = job_of(options)
+    found: list[Trial] = []
+    with progress_bar("compare", in_bytes=False, in_lines=True) as tell:
+        # Round by round, so that a machine that is busy for a while is so for all settings.
+        total = len(settings) * options.rounds
+        for place, setting in enumerate(settings):
+            tell(f"{setting.name}, round 1 of {options.rounds}", place, total)
+            if options.largest_batch:
+                found.append(job.run_with_largest_batch(setting, micro_batch, options.max_batch))
+            else:
+                found.append(job.run(setting, micro_batch))
+        for round in range(2, options.rounds + 1):
+            for place, trial in enumerate(found):
+                tell(
+                    f"{trial.setting.name}, round {round} of {options.rounds}", (round - 1) * len(found) + place, total
+                )
+                if trial.outcome == "done":
+                    found[place] = job.repeat(trial, round)
+    facts = {"micro_batch": micro_batch, "steps": job.steps, "rounds": options.rounds}
+    facts["settings"] = [_facts(each) for each in found]
+    facts["recommendation"] = recommend(found)
+    (job.folder / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        show(found)
+        print(f"\n{facts['recommendation']}\n")
+        plot = draw(found, job.folder)
+        print(f"plot: {plot}" if plot else "no plot: it needs matplotlib (pip install 'onefold[plots]')")
+        print(f"logs, records and compare.json in {job.folder}")
+    return 0 if any(each.outcome == "done" for each in found) else 1
+
+
+def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
+    """What all runs share, and the micro-batch that was asked for."""
+    flags: list[str] = []
+    for name in ("preset", "model", "lora", "sequence_length"):
+        value = getattr(options, name)
+        if value:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    import torch
+
+    prepared = prepare_config(train_options(options), on_gpus=torch.cuda.is_available())
+    settings = load_config(prepared.document)
+    ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
+    micro_batch = options.batch or solve_batch(settings, ranks).micro
+    folder = Path(options.out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-trials"))
+    return TrialJob(prepared.document, tuple(flags), options.ranks, options.steps, folder), micro_batch
+
+
+def train_options(options: argparse.Namespace) -> TrainOptions:
+    return TrainOptions(
+        config=options.config,
+        preset=options.preset or TrainOptions.preset,
+        model=options.model,
+        lora=options.lora or 0,
+        sequence_length=options.sequence_length,
+        out=options.out,
+    )
+
+
+def _facts(trial: Trial) -> dict[str, Any]:
+    found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "said": trial.said}
+    if trial.outcome == "done":
+        found |= {
+            "step_seconds": trial.step_seconds,
+            "step_seconds_spread": list(trial.spread),
+            "samples_per_second": trial.samples_per_second,
+            "peak_bytes": trial.peak,
+            "sent_bytes": trial.sent,
+            "largest_batch": trial.largest_batch,
+            "losses": [row.loss for row in trial.steps],
+            "memory": [row.memory.device_allocated or row.memory.host_resident for row in trial.steps],
+        }
+    return found
+
+
+def show(found: Sequence[Trial]) -> None:
+    rows = []
+    for trial in found:
+        if trial.outcome != "done":
+            rows.append((trial.setting.name, "-", "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.said}"))
+            continue
+        low, high = trial.spread
+        rows.append((
+            trial.setting.name, f"{trial.step_seconds:.3f}", f"{low:.3f}..{high:.3f}",
+            f"{trial.samples_per_second:.1f}",
+            format_bytes(trial.peak), format_bytes(trial.sent) if trial.sent else "-",
+            f"{trial.steps[-1].loss:.5f}" if trial.steps[-1].loss is not None else "-",
+            f"largest micro-batch {trial.largest_batch}" if trial.largest_batch else "",
+        ))  # fmt: skip
+    heads = ("stage", ">s/step", ">min..max", ">samples/s", ">peak", ">sent/step", ">last loss", "")
+    rounds = max((len(trial.rounds) for trial in found), default=0)
+    over = f"median and spread of {rounds} rounds" if rounds > 1 else "median and spread of the steps of one round"
+    print_table(heads, rows, f"the first rank, without its first steps: {over}")
+
+
+def recommend(found: Sequence[Trial]) -> str:
+    """Name the fastest setting that ran; of those that the noise does not tell from it, the smallest."""
+    done = [trial for trial in found if trial.outcome == "done"]
+    if not done:
+        return f"None of these runs: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
+    fastest = min(done, key=lambda trial: trial.step_seconds)
+    close = [trial for trial in done if trial.spread[0] <= fastest.spread[1]]
+    best = min(close, key=lambda trial: trial.peak)
+    text = f"Take {best.setting.name}: {best.step_seconds:.3f} s/step and {format_bytes(best.peak)} at the peak"
+    if len(close) > 1:
+        names = ", ".join(trial.setting.name for trial in close)
+        text += f". There is no difference in speed beyond the noise between {names}; {best.setting.name} takes the "
+        text += "least memory of them"
+    others = [trial for trial in done if trial is not best]
+    if others:
+        smallest = min(others, key=lambda trial: trial.peak)
+        if smallest.peak < best.peak * 0.97:
+            less, longer = format_bytes(best.peak - smallest.peak), smallest.step_seconds / best.step_seconds
+            text += f". Where memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
+    lost = [trial.setting.name for trial in found if trial.outcome == "out of memory"]
+    if lost:
+        text += f". Out of memory: {', '.join(lost)}"
+    losses = {trial.steps[-1].loss for trial in done}
+    if len(done) > 1:
+        same = len(losses) == 1
+        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not explain"
+    return f"{text}."
+
+
+def draw(found: Sequence[Trial], folder: Path) -> Path | None:
+    """Plot memory over time and samples per second of all runs. Return None if matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    done = [trial for trial in found if trial.outcome == "done"]
+    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    memory, speed = figure.subplots(1, 2)
+    for trial in done:
+        held = [(row.memory.device_allocated or row.memory.host_resident) / 1e6 for row in trial.steps]
+        memory.plot([row.step for row in trial.steps], held, label=trial.setting.name, linewidth=1.4)
+    memory.set(title="memory at the step (MB)", xlabel="step", ylim=(0, None))
+    memory.legend(frameon=False, fontsize="small")
+    speed.bar([trial.setting.name for trial in done], [trial.samples_per_second for trial in done], color="#2f6fc1")
+    speed.set(title="samples per second")
+    for axes in (memory, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    path = folder / "compare.png"
+    figure.savefig(path)
+    return path

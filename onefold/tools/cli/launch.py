@@ -1,0 +1,240 @@
+"""What `onefold launch` does: find this node's place in the job, then start its ranks.
+
+Hostfiles, `--include` and `--exclude` are in DeepSpeed's formats. A node is a machine, and a slot one of its GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from onefold.tools.cli.ranks import Job, python_command, run_ranks
+from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
+
+Slots = tuple[int, ...]
+Nodes = dict[str, Slots]
+
+LINE = re.compile(r"^(?P<node>\S+)\s+slots=(?P<slots>\d+)$")
+
+
+def launch(options: argparse.Namespace) -> int:
+    if options.module and options.no_python:
+        raise UsageError("--module is for Python and --no_python is for everything else: give one of them")
+    if not options.module and not options.no_python and not Path(options.script).is_file():
+        raise UsageError(f"{options.script}: there is no such script (a module needs --module)")
+    if options.module and not _is_importable(options.script.partition(".")[0]):
+        raise UsageError(f"--module {options.script}: there is no such module")
+    if options.no_python and shutil.which(options.script) is None:
+        raise UsageError(f"{options.script}: there is no such program")
+    job, command = job_of_this_node(options), [options.script, *options.arguments]
+    check_port(job)
+    if not options.quiet:
+        ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
+        print(f"onefold: starting {ranks} of {options.script}", file=sys.stderr, flush=True)
+    if not options.no_python:
+        command = python_command(*command, is_module=options.module, local_rank=options.passes_local_rank)
+    return run_ranks(command, job)
+
+
+def _is_importable(package: str) -> bool:
+    """Whether the ranks will find this package: in the folder that they are started in, or where Python looks."""
+    names = (*sys.builtin_module_names, *sys.stdlib_module_names)
+    return package in names or PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
+
+
+def check_port(job: Job) -> None:
+    """Raise where the ranks cannot meet at the port that was given, because another process of this node has it."""
+    if job.master_port is None or job.node_rank != 0:
+        return
+    if not 0 < job.master_port < 65536:
+        raise UsageError(f"--master_port {job.master_port}: a port is from 1 to 65535")
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            probe.bind(("", job.master_port))
+            probe.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                other = "leave --master_port out to take a free one" if job.num_nodes == 1 else "give another"
+                raise UsageError(f"--master_port {job.master_port}: in use on this node; {other}") from error
+            if error.errno == errno.EACCES:
+                raise UsageError(f"--master_port {job.master_port}: this user may not open it") from error
+
+
+def job_of_this_node(options: argparse.Namespace) -> Job:
+    """From the flags, and the hostfile where there is one."""
+    for flag in ("num_gpus", "num_nodes"):
+        value = getattr(options, flag)
+        if value is not None and value < 1:
+            raise UsageError(f"--{flag} {value}: must be at least 1")
+    hostfile = options.hostfile or (DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else None)
+    if hostfile is not None:
+        return _in_hostfile(read_hostfile(hostfile), options)
+    num_nodes = options.num_nodes or 1
+    if num_nodes == 1:
+        return _alone(options)
+    if options.node_rank is None or options.master_addr is None:
+        raise UsageError(
+            f"--num_nodes {num_nodes} needs --node_rank (0 to {num_nodes - 1}, another on each node) and "
+            "--master_addr (node 0), or a --hostfile to find them in"
+        )
+    _check_node_rank(options.node_rank, num_nodes)
+    if options.include or options.exclude:
+        raise UsageError("--include and --exclude need a --hostfile when there are several nodes")
+    port = options.master_port or DEFAULT_PORT
+    num_ranks = options.num_gpus or _num_devices()
+    return Job(num_ranks, num_nodes, options.node_rank, options.master_addr, port, None, options.max_restarts)
+
+
+def _alone(options: argparse.Namespace) -> Job:
+    _check_node_rank(options.node_rank or 0, 1)
+    num_ranks, visible = options.num_gpus or _num_devices(), None
+    if options.include or options.exclude:
+        nodes = choose({"localhost": tuple(range(_num_devices()))}, options.include, options.exclude)
+        slots = limit(nodes, None, options.num_gpus)["localhost"]
+        num_ranks, visible = len(slots), ",".join(map(str, slots))
+    return Job(num_ranks, 1, 0, options.master_addr, options.master_port, visible, options.max_restarts)
+
+
+def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
+    nodes = limit(choose(listed, options.include, options.exclude), options.num_nodes, options.num_gpus)
+    names = list(nodes)
+    node_rank = options.node_rank if options.node_rank is not None else find_this_node(nodes)
+    master_addr = options.master_addr or (names[0] if len(names) > 1 else None)
+    if len(names) > 1 and node_rank in (None, 0):
+        others = "\n".join(f"  {name}: {_command_for(rank, master_addr)}" for rank, name in enumerate(names))
+        print(f"onefold: {len(names)} nodes take part; run on each of them:\n{others}", file=sys.stderr, flush=True)
+    if node_rank is None:
+        raise UsageError(f"this node is none of {', '.join(names)}; say which it is with --node_rank")
+    _check_node_rank(node_rank, len(names))
+    slots = nodes[names[node_rank]]
+    port = options.master_port or (DEFAULT_PORT if len(names) > 1 else None)
+    visible = ",".join(map(str, slots))
+    return Job(len(slots), len(names), node_rank, master_addr, port, visible, options.max_restarts)
+
+
+def _command_for(node_rank: int, master_addr: str | None) -> str:
+    """This command as node `node_rank` should run it."""
+    given = sys.argv[sys.argv.index("launch") + 1 :] if "launch" in sys.argv else sys.argv[1:]
+    added = [] if "--master_addr" in given else ["--master_addr", str(master_addr)]
+    if "--node_rank" in given:
+        given[given.index("--node_rank") + 1] = str(node_rank)
+    else:
+        added = ["--node_rank", str(node_rank), *added]
+    return shlex.join(["onefold", "launch", *added, *given])
+
+
+def _check_node_rank(node_rank: int, num_nodes: int) -> None:
+    if not 0 <= node_rank < num_nodes:
+        raise UsageError(f"--node_rank {node_rank}: with {num_nodes} node(s) it is from 0 to {num_nodes - 1}")
+
+
+def _num_devices() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def read_hostfile(path: str | Path) -> Nodes:
+    """Nodes in the order of the file, each with slots 0 to n-1. A line reads `node1 slots=8`; `#` starts a comment."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise UsageError(f"hostfile {path}: not a file")
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"hostfile {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"hostfile {path}: not a text file") from error
+    return parse_hostfile(lines, f"hostfile {path}")
+
+
+def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
+    nodes: Nodes = {}
+    for number, line in enumerate(lines, start=1):
+        line = line.split("#", 1)[0].strip()
+        if not line:
+            continue
+        match = LINE.match(line)
+        if match is None:
+            raise UsageError(f"{name}, line {number}: `{line}` is not of the form `node1 slots=8`")
+        if match["node"] in nodes:
+            raise UsageError(f"{name}, line {number}: {match['node']} stands there twice")
+        if len(match["slots"]) > 4:
+            raise UsageError(f"{name}, line {number}: {match['slots'][:20]} slots are more than a node has")
+        nodes[match["node"]] = tuple(range(int(match["slots"])))
+    if not nodes:
+        raise UsageError(f"{name} names no node")
+    return nodes
+
+
+def parse_choice(text: str) -> dict[str, Slots | None]:
+    """`node1:0,2@node2` as {node1: (0, 2), node2: None}; None stands for every slot."""
+    choice: dict[str, Slots | None] = {}
+    for part in text.split("@"):
+        node, colon, slots = part.strip().partition(":")
+        try:
+            chosen = tuple(sorted({int(slot) for slot in slots.split(",")})) if colon else None
+        except ValueError:
+            raise UsageError(f"`{part}` is not of the form `node1` or `node1:0,2` (several are joined by @)") from None
+        if not node or node in choice:
+            raise UsageError(f"`{text}`: each part between @ names one node, once")
+        choice[node] = chosen
+    return choice
+
+
+def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> Nodes:
+    """The nodes and slots that stay, in the order of the hostfile."""
+    if include and exclude:
+        raise UsageError("--include and --exclude say the same thing in two ways: give one of them")
+    choice = parse_choice(include or exclude) if include or exclude else {}
+    for node, slots in choice.items():
+        if node not in nodes:
+            raise UsageError(f"{node} is not among the nodes: {', '.join(nodes)}")
+        unknown = sorted(set(slots or ()) - set(nodes[node]))
+        if unknown:
+            raise UsageError(f"{node} has no slot {unknown[0]}, only {', '.join(map(str, nodes[node]))}")
+    kept: Nodes = {}
+    for node, slots in nodes.items():
+        listed = (choice[node] or slots) if node in choice else ()
+        if left := tuple(slot for slot in slots if (slot in listed) == bool(include)):
+            kept[node] = left
+    if not kept:
+        raise UsageError("no slot is left after --include / --exclude")
+    return kept
+
+
+def limit(nodes: Mapping[str, Slots], num_nodes: int | None, num_slots: int | None) -> Nodes:
+    """The first `num_nodes` nodes and of each the first `num_slots` slots."""
+    if num_nodes is not None and num_nodes > len(nodes):
+        raise UsageError(f"--num_nodes {num_nodes}, but there are only {len(nodes)} nodes: {', '.join(nodes)}")
+    kept = dict(list(nodes.items())[:num_nodes])
+    for node, slots in kept.items():
+        if num_slots is not None and num_slots > len(slots):
+            raise UsageError(f"--num_gpus {num_slots}, but {node} has only {len(slots)} slots")
+    return {node: slots[:num_slots] for node, slots in kept.items()}
+
+
+def find_this_node(nodes: Mapping[str, Slots]) -> int | None:
+    """The place of this node in the list: by its name, else by an address a name stands for; None if not there."""
+    own_names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
+    tests = (own_names.__contains__, _is_own_address)
+    return next((place for is_this_node in tests for place, node in enumerate(nodes) if is_this_node(node)), None)
+
+
+def _is_own_address(node: str) -> bool:
+    """A socket can be bound to an address only on the node that has it."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(node, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False

@@ -1,0 +1,209 @@
+"""Short real runs in processes of their own: what a setting does here, where failing is an answer too."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from onefold.report.run_file import RunFile, RunFileError, StepRow
+from onefold.tools.cli.usage import UsageError, loading_torch
+
+if TYPE_CHECKING:  # settings are checked before torch is loaded
+    from onefold.tools.estimate.question import Setting
+
+# Steps that are not timed: the first compiles, allocates and agrees on an order.
+WARMUP = 2
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|HostShortage|MemoryError|SIGKILL", re.IGNORECASE)
+
+
+def parse_setting(text: str, nvme_path: str | None = None) -> dict[str, Any]:
+    """Read a stage with what is offloaded, as it is typed: 0, 2, 3+cpu, 3+cpu+param, 3+nvme."""
+    stage, *extras = text.strip().split("+")
+    if stage not in ("0", "1", "2", "3"):
+        raise UsageError(
+            f"--stages {text}: expected a stage, 0 to 3, and what is offloaded, as in 3+cpu or 3+nvme+param"
+        )
+    zero: dict[str, Any] = {"stage": int(stage)}
+    device: dict[str, Any] | None = None
+    for extra in extras:
+        if extra == "cpu":
+            device = {"device": "cpu"}
+        elif extra == "nvme":
+            if nvme_path is None:
+                raise UsageError(f"--stages {text}: nvme needs a folder on the drive: give --nvme-path")
+            device = {"device": "nvme", "nvme_path": nvme_path}
+        elif extra != "param":
+            raise UsageError(f"--stages {text}: {extra!r} is not known; cpu, nvme and param are")
+    if device is not None:
+        zero["offload_optimizer"] = device
+    if "param" in extras:
+        if device is None or stage != "3":
+            raise UsageError(f"--stages {text}: param goes with stage 3 and with cpu or nvme, as in 3+cpu+param")
+        zero["offload_param"] = device
+    return zero
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one short run."""
+
+    setting: Setting
+    micro_batch: int
+    outcome: Literal["done", "out of memory", "failed"]
+    said: str = ""
+    """The last line of a run that failed."""
+    steps: tuple[StepRow, ...] = ()
+    largest_batch: int | None = None
+    rounds: tuple[float, ...] = ()
+    """Seconds per step of each round, where the run was repeated."""
+
+    @property
+    def timed(self) -> list[float]:
+        """Seconds of each step, without the first ones."""
+        return [row.seconds for row in self.steps[WARMUP:]] or [row.seconds for row in self.steps]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median over the rounds; of one round, over its steps."""
+        return statistics.median(self.rounds or self.timed)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The fastest and the slowest round; of one round, its fastest and slowest step."""
+        seconds = self.rounds if len(self.rounds) > 1 else self.timed
+        return min(seconds), max(seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.steps[-1].batch_samples / self.step_seconds
+
+    @property
+    def peak(self) -> int:
+        return max(row.memory.peak for row in self.steps)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the last step, between ranks."""
+        return sum(row.bytes for row in self.steps[-1].traffic if row.operation in ("gather", "reduce-scatter"))
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """What all trials share: a config as the base, the flags of `onefold train`, ranks, steps."""
+
+    document: dict[str, Any]
+    flags: tuple[str, ...]
+    ranks: int | None
+    steps: int
+    folder: Path
+    timeout: float = 1800.0
+    resumes: bool = False
+    """A run that the folder has the end of is not run again."""
+
+    def folder_of(self, setting: Setting, micro_batch: int, round: int = 1) -> Path:
+        name = f"{re.sub(r'[^0-9A-Za-z_.+=-]+', '-', setting.name)}-batch{micro_batch}"
+        return self.folder / (name if round == 1 else f"{name}-round{round}")
+
+    def run(self, setting: Setting, micro_batch: int, round: int = 1) -> Trial:
+        """Run `onefold train` once, in a separate folder, which is kept."""
+        folder = self.folder_of(setting, micro_batch, round)
+        kept, config = folder / "trial.json", folder / "ds_config.json"
+        document = json.dumps(self.config(setting, micro_batch), indent=2) + "\n"
+        facts = {"config": json.loads(document), "flags": list(self.flags), "ranks": self.ranks, "steps": self.steps}
+        if self.resumes and kept.exists():
+            before = json.loads(kept.read_text())
+            if before["job"] == facts:
+                steps = tuple(RunFile.read(folder).steps) if before["outcome"] == "done" else ()
+                return Trial(setting, micro_batch, before["outcome"], before["said"], steps)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (kept, folder / "run.jsonl"):
+            old.unlink(missing_ok=True)
+        config.write_text(document)
+        found = self._run(setting, micro_batch, folder, config)
+        kept.write_text(json.dumps({"job": facts, "outcome": found.outcome, "said": found.said}) + "\n")
+        return found
+
+    def _run(self, setting: Setting, micro_batch: int, folder: Path, config: Path) -> Trial:
+        command = [
+            sys.executable,
+            "-m",
+            "onefold.tools.cli.main",
+            "train",
+            "--config",
+            str(config),
+            "--out",
+            str(folder),
+        ]
+        command += ["--steps", str(self.steps), "--sample-length", "0", "--no-save", *self.flags]
+        command += ["--ranks", str(self.ranks)] if self.ranks is not None else []
+        log = folder / "log.txt"
+        with log.open("wb") as output:
+            try:
+                code = subprocess.run(
+                    command, stdout=output, stderr=output, timeout=self.timeout, check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return Trial(setting, micro_batch, "failed", f"no end after {self.timeout:.0f} s; see {log}")
+        if code == 0:
+            try:
+                return Trial(setting, micro_batch, "done", steps=tuple(RunFile.read(folder).steps))
+            except RunFileError as error:
+                return Trial(setting, micro_batch, "failed", str(error))
+        text = log.read_text(errors="replace")
+        kind: Literal["out of memory", "failed"] = "out of memory" if _OUT_OF_MEMORY.search(text) else "failed"
+        return Trial(setting, micro_batch, kind, _last_words(text) or f"exit code {code}; see {log}")
+
+    def repeat(self, trial: Trial, rounds: int) -> Trial:
+        """Run a trial once more, as round `rounds`. A failure then is the outcome of all."""
+        again = self.run(trial.setting, trial.micro_batch, rounds)
+        if again.outcome != "done":
+            return again
+        seconds = (*(trial.rounds or (trial.step_seconds,)), again.step_seconds)
+        return replace(again, largest_batch=trial.largest_batch, rounds=seconds)
+
+    def config(self, setting: Setting, micro_batch: int) -> dict[str, Any]:
+        """The base, with the setting in place of its own."""
+        # Where the config names the whole batch, that stays, and the accumulation follows from it.
+        follows = "gradient_accumulation_steps" if self.document.get("train_batch_size") is not None else None
+        kept = {key: value for key, value in self.document.items() if key != follows}
+        zero = {
+            key: value
+            for key, value in kept.get("zero_optimization", {}).items()
+            if key not in ("stage", "offload_optimizer", "offload_param")
+        }
+        return {**kept, "train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {**zero, **setting.zero}}
+
+    def run_with_largest_batch(self, setting: Setting, micro_batch: int, most: int) -> Trial:
+        """The run that was asked for, and how large a micro-batch may be: doubled until one fails."""
+        asked = self.run(setting, micro_batch)
+        if asked.outcome != "done":
+            return asked
+        largest = micro_batch
+        short = replace(self, steps=WARMUP)
+        while largest * 2 <= most and short.run(setting, largest * 2).outcome == "done":
+            largest *= 2
+        return replace(asked, largest_batch=largest)
+
+
+def _last_words(text: str) -> str:
+    """The line of a log that says most: of the error, if there is one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Shortage|Exception)\b", line)]
+    return (errors or lines or [""])[-1][:300]
+
+
+def split_settings(text: str, nvme_path: str | None) -> Sequence[Setting]:
+    """Read the settings of `--stages`. Mistakes are found before torch is loaded."""
+    found = {each.strip(): parse_setting(each, nvme_path) for each in text.split(",") if each.strip()}
+    if not found:
+        raise UsageError("--stages: name at least one, as in 0,1,2,3,3+cpu")
+    with loading_torch():
+        from onefold.tools.estimate.question import Setting
+    return [Setting(name, zero) for name, zero in found.items()]

@@ -1,0 +1,182 @@
+"""What `onefold tune` does: measure this machine, try settings by short real runs, write the config of the best.
+
+[Note: what is tried]
+First every setting with the micro-batch that was asked for; on GPUs then larger ones, doubled until one fails. Of the
+setting with the most samples a second the keys that move launches are tried one after the other, each with what was
+best so far: buckets, prefetch, and for states on the host how many of them stay on the device. Each run is kept in the
+folder, so that a search that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onefold.config import load_config
+from onefold.log import format_bytes
+from onefold.report.run_file import RunFile
+from onefold.tools.cli.compare import job_of, train_options
+from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
+from onefold.tools.cli.trials import Trial, TrialJob, split_settings
+from onefold.tools.cli.usage import CPU_RANKS, UsageError
+from onefold.tools.train.options import check_inputs
+
+if TYPE_CHECKING:  # arguments are checked before torch is loaded
+    from onefold.tools.estimate.question import Setting
+
+# A change must gain so much to be taken: less is noise.
+_GAIN = 1.02
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A key of `zero_optimization` and values to try."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    def applied_to(self, setting: Setting, value: Any) -> Setting:
+        zero = dict(setting.zero)
+        if self.key == "ratio":
+            zero["offload_optimizer"] = {**zero["offload_optimizer"], "ratio": value}
+        else:
+            zero[self.key] = value
+        return replace(setting, name=f"{setting.name} {self.key}={value:g}", zero=zero)
+
+
+# Values to try of each key that counts parameters.
+_BUCKETS = {"reduce_bucket_size": (5e7, 2e8)}
+_STAGE3_BUCKETS = {"stage3_prefetch_bucket_size": (0, 2e8), "stage3_max_live_parameters": (1e8, 3e9)}
+
+
+def knobs_of(setting: Setting, zero: Mapping[str, Any], trained: int, frozen: int = 0) -> Iterator[Knob]:
+    """Yield what is worth trying: the keys that this setting reads, with values that make a difference.
+
+    `zero` has the values of the setting now, `trained` and `frozen` count the model's parameters. A bucket that holds
+    all of them is the same as any larger one.
+    """
+    for key, values in (_BUCKETS | (_STAGE3_BUCKETS if setting.shards_parameters else {})).items():
+        num_parameters = trained if key in _BUCKETS else trained + frozen
+        sizes = {min(value, num_parameters): value for value in reversed(values)}
+        sizes.pop(min(zero[key], num_parameters), None)
+        if sizes:
+            yield Knob(key, tuple(reversed(sizes.values())))
+    if "offload_optimizer" in setting.zero:
+        yield Knob("ratio", (0.7, 0.4))
+
+
+@fails_on(OSError)
+def tune(options: argparse.Namespace) -> int:
+    if options.steps < 4:
+        raise UsageError(f"--steps {options.steps}: give at least 4, of which the first two are not timed")
+    check_inputs(train_options(options))
+    settings = split_settings(options.stages, options.nvme_path)
+    from onefold.tools.bench.link_bench import LinkError
+    from onefold.tools.estimate.step_bench import StepBenchError
+
+    return fails_on(LinkError, StepBenchError)(lambda options: _search(options, settings))(options)
+
+
+def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
+    import torch
+
+    from onefold.offload.host_memory import available_bytes
+    from onefold.tools.bench import offload_bench
+    from onefold.tools.estimate.step_bench import measure_contention, measure_host
+
+    job, micro_batch = job_of(options)
+    job = replace(job, resumes=True)
+    with progress_bar("tune", in_bytes=False, in_lines=True) as tell:
+        paths = [options.nvme_path] if options.nvme_path else []
+        ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
+        host = measure_host()
+        # More than caches hold, and not much of a small host.
+        size = min(1 << 30, available_bytes() // 8)
+        measured = offload_bench.measure(size, paths, tell, ranks)
+        contention = measure_contention(ranks) if not torch.cuda.is_available() else None
+        measured = replace(measured, launch=host.launch, boundary=host.boundary, contention=contention)
+        offload_bench.save_measured(measured)
+        found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
+        done = [trial for trial in found if trial.outcome == "done"]
+        best = max(done, key=lambda trial: trial.samples_per_second, default=None)
+        if best is not None and not options.no_knobs:
+            best = _turn_knobs(job, best, found, tell)
+    rows = [_facts(trial) for trial in found]
+    if best is None:
+        if options.json:
+            print(json.dumps({"best": None, "trials": rows, "written": None}, indent=2))
+        else:
+            show(found)
+        print(f"\nnone of these runs: {found[0].said}; logs are in {job.folder}", file=sys.stderr)
+        return 1
+    written = Path(options.write or job.folder / "ds_config.json")
+    written.write_text(json.dumps(job.config(best.setting, best.micro_batch), indent=2) + "\n")
+    (job.folder / "tune.json").write_text(json.dumps({"best": _facts(best), "trials": rows}, indent=2) + "\n")
+    if options.json:
+        print(json.dumps({"best": _facts(best), "trials": rows, "written": str(written)}, indent=2))
+        return 0
+    show(found)
+    print(
+        f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}, {best.steps[-1].batch_samples} samples per "
+        f"step: {best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\n"
+        f"trials in {job.folder}; this machine's rates are kept in {offload_bench.cache_file()} for `onefold plan`"
+    )
+    return 0
+
+
+def _try_settings(job: TrialJob, settings: list[Setting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
+    import torch
+
+    found: list[Trial] = []
+    for place, setting in enumerate(settings):
+        tell(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
+        trial = job.run(setting, micro_batch)
+        found.append(trial)
+        while torch.cuda.is_available() and trial.outcome == "done" and trial.micro_batch * 2 <= most:
+            tell(f"{setting.name}, micro-batch {trial.micro_batch * 2}", place, len(settings))
+            trial = job.run(setting, trial.micro_batch * 2)
+            found.append(trial)
+    return found
+
+
+def _turn_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Trial:
+    """One after the other, each from what was best so far."""
+    model = RunFile.read(job.folder_of(best.setting, best.micro_batch)).facts["model"]
+    zero = load_config(job.config(best.setting, best.micro_batch)).zero_optimization
+    knobs = list(knobs_of(best.setting, vars(zero), model["parameters_trained"], model["parameters_frozen"]))
+    for place, knob in enumerate(knobs):
+        for value in knob.values:
+            tell(f"{knob.key} {value:g}", place, len(knobs))
+            trial = job.run(knob.applied_to(best.setting, value), best.micro_batch)
+            found.append(trial)
+            if trial.outcome == "done" and trial.samples_per_second > best.samples_per_second * _GAIN:
+                best = trial
+    return best
+
+
+def _facts(trial: Trial) -> dict[str, Any]:
+    facts: dict[str, Any] = {"setting": trial.setting.name, "zero_optimization": trial.setting.zero}
+    facts |= {"micro_batch": trial.micro_batch, "outcome": trial.outcome, "said": trial.said}
+    if trial.outcome == "done":
+        facts |= {
+            "samples_per_second": trial.samples_per_second,
+            "step_seconds": trial.step_seconds,
+            "peak": trial.peak,
+        }
+    return facts
+
+
+def show(found: list[Trial]) -> None:
+    rows = []
+    for trial in found:
+        if trial.outcome == "done":
+            numbers = f"{trial.step_seconds:.3f}", f"{trial.samples_per_second:.1f}", format_bytes(trial.peak), ""
+        else:
+            numbers = "-", "-", "-", f"{trial.outcome}: {trial.said}"
+        rows.append((trial.setting.name, str(trial.micro_batch), *numbers))
+    print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", ""), rows, "tried here")

@@ -1,0 +1,143 @@
+"""Recommend a setting, or what to change if none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from onefold.config import load_config
+from onefold.tools.estimate.forecast import MARGIN, Forecast
+from onefold.tools.estimate.machines import GB
+from onefold.tools.estimate.question import Question
+
+# Settings whose times differ by less are compared by their traffic and memory.
+_ABOUT = 1.03
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The recommended setting and the reason; without a setting, what would make one fit."""
+
+    setting: str | None
+    reason: str
+
+
+def advise(question: Question, found: Sequence[Forecast]) -> Advice:
+    """Recommend the fastest setting that fits.
+
+    Among settings of about the same speed, prefer those that round nothing, leave free memory, and send and store less.
+    Among equal ones, prefer the last, which shards most.
+    """
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        return Advice(None, _when_nothing_fits(question, found))
+    if fitting[0].step is None:
+        best = min(fitting, key=lambda each: (each.is_tight, found.index(each)))
+        if question.machine.world > 1:
+            best = min(
+                fitting,
+                key=lambda each: (_offloaded_bytes(each), each.is_tight, _traffic_rank(each), -found.index(each)),
+            )
+        return Advice(best.setting.name, _why(question, best, found))
+    fastest = min(each.step or 0.0 for each in fitting)
+    close = [each for each in fitting if (each.step or 0.0) <= fastest * _ABOUT]
+    best = min(
+        close,
+        key=lambda each: (_is_rounded(each), each.is_tight, _bytes_moved(each), each.device.total, -found.index(each)),
+    )
+    return Advice(best.setting.name, _why(question, best, found))
+
+
+def _bytes_moved(each: Forecast) -> int:
+    offload = each.offload_traffic
+    moved = offload.down + offload.up + offload.read + offload.written
+    return moved + (each.traffic.inside + each.traffic.across if each.traffic else 0)
+
+
+def _is_rounded(each: Forecast) -> bool:
+    """Return whether gradients are sent quantized, so that losses differ from those of other settings."""
+    return "zero_quantized_gradients" in each.setting.zero
+
+
+def _offloaded_bytes(each: Forecast) -> int:
+    return each.host.total + each.nvme
+
+
+def _traffic_rank(each: Forecast) -> tuple[int, int]:
+    """Return a sort key for traffic without a forward: sharded parameters cause the most."""
+    return int(each.setting.shards_parameters), each.device.total
+
+
+def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
+    text = f"it fits with {best.spare / GB:.1f} GB to spare on each GPU"
+    if best.step is not None:
+        others = [
+            each for each in found if each.fits and each is not best and (each.step or 0) > (best.step or 0) * _ABOUT
+        ]
+        text += f" and is {'the fastest that fits' if others else 'as fast as any that fits'}"
+        text += f" (about {best.step:.2g} s/step" if best.step < 0.1 else f" (about {best.step:.2f} s/step"
+        text += f", bound by {best.bound_by})"
+    simpler = [each for each in found[: found.index(best)] if not each.fits]
+    tight = [each for each in found[: found.index(best)] if each.is_tight and not best.is_tight]
+    if tight:
+        text += f"; {tight[-1].setting.name} is tight, with {tight[-1].spare / GB:.1f} GB to spare"
+    elif simpler:
+        text += f"; {simpler[-1].setting.name} does not fit: {simpler[-1].shortages[0]}"
+    text += "."
+    if best.is_tight:
+        text += (
+            f" That is tight: less than {MARGIN:.0%} of the GPU's memory is left, and the allocator may need more than "
+            "planned."
+        )
+    if _is_rounded(best):
+        exact = [each for each in found if each.fits and each.step is not None and not _is_rounded(each)]
+        text += " It rounds weights and gradients that are sent (8 and 4 bits), so losses differ from exact settings"
+        if exact:
+            one = min(exact, key=lambda each: each.step or 0.0)
+            text += f"; the fastest exact setting is {one.setting.name} (about {one.step:.2f} s/step)"
+        text += "."
+    if best.is_tight or _offloaded_bytes(best):
+        text += _hint_at_recomputing(question, best)
+    return text
+
+
+def _hint_at_recomputing(question: Question, each: Forecast) -> str:
+    held = each.device.activations + each.device.logits
+    if question.model.recomputes is not False or held < each.device.total // 3:
+        return ""
+    return f" Recomputing (--recompute) would free most of the {held / GB:.1f} GB of activations."
+
+
+def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
+    """Name the setting with the smallest shortage, and what would make it fit."""
+    closest = min(found, key=lambda each: sum(shortage.lack for shortage in each.shortages))
+    lacking = _listed(each.amount for each in closest.shortages)
+    text = f"nothing fits. Closest is {closest.setting.name}, short by {lacking}."
+    device, short = closest.device, {each.resource: each for each in closest.shortages}
+    lack = short["GPU"].lack if "GPU" in short else 0
+    if closest.largest_batch:
+        text += f" A micro-batch of {closest.largest_batch} instead of {question.micro_batch or 1} fits."
+    if lack:
+        text += _hint_at_recomputing(question, closest)
+    if lack and device.gathered > lack:
+        text += " A smaller stage3_max_live_parameters and stage3_prefetch_bucket_size keep fewer parameters unsharded."
+    is_fp32 = load_config(question.document(closest.setting, 1)).state_dtype == "fp32"
+    in_fp32 = device.states + closest.host.states if is_fp32 else 0
+    if in_fp32:
+        where = "each GPU" if device.states else "the host, for each GPU"
+        text += f" onefold.state_dtype int8 takes {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states off {where}."
+    # Given these options, the command finds that the setting fits.
+    options = {"GPU": "--gpu-memory", "host": "--host-memory", "NVMe": "--nvme"}
+    wanted = _listed(f"{-(-each.needed // GB)} GB of {_name(each.resource)}" for each in closest.shortages)
+    flags = " ".join(f"{options[each.resource]} {-(-each.needed // GB)}" for each in closest.shortages)
+    more = "more GPUs to shard over" if lack else "more nodes"
+    return f"{text} It fits with {wanted} ({flags}), or with {more}."
+
+
+def _name(resource: str) -> str:
+    return {"GPU": "memory per GPU", "host": "host memory per node", "NVMe": "NVMe per node"}[resource]
+
+
+def _listed(parts: Iterable[str]) -> str:
+    found = list(parts)
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)

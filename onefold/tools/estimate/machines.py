@@ -1,0 +1,198 @@
+"""Machines to plan for: what a GPU, its host and its links are held to do, by name or by what the user says.
+
+No torch here, so that a machine that is not known is refused at once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onefold.tools.bench.offload_bench import Measured
+
+GB = 1_000_000_000
+MAX_GPUS = 1 << 16
+"""The largest job that is planned."""
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned; the message says why, and what to give instead."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as its data sheet has it: bytes of memory, products in bf16 (FLOP/s), memory and links in bytes/s."""
+
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+    """To the other GPUs of its node, each way."""
+    bus: float
+    """To its host, each way, as page-locked copies reach it."""
+
+
+# GPUs of this much memory are found in data centers.
+_SERVER = 40 * GB
+GPUS: dict[str, Gpu] = {
+    "B200": Gpu(180 * GB, 2250e12, 8000e9, 900e9, 50e9),
+    "H200": Gpu(141 * GB, 989e12, 4800e9, 450e9, 50e9),
+    "H100": Gpu(80 * GB, 989e12, 3350e9, 450e9, 50e9),
+    "H100-PCIE": Gpu(80 * GB, 756e12, 2000e9, 50e9, 50e9),
+    "A100-80": Gpu(80 * GB, 312e12, 2039e9, 300e9, 24e9),
+    "A100-40": Gpu(40 * GB, 312e12, 1555e9, 300e9, 24e9),
+    "L40S": Gpu(48 * GB, 362e12, 864e9, 24e9, 24e9),
+    "A6000": Gpu(48 * GB, 155e12, 768e9, 24e9, 24e9),
+    "A10G": Gpu(24 * GB, 70e12, 600e9, 12e9, 12e9),
+    "V100-32": Gpu(32 * GB, 112e12, 900e9, 150e9, 12e9),
+    "5090": Gpu(32 * GB, 210e12, 1790e9, 50e9, 50e9),
+    "4090": Gpu(24 * GB, 165e12, 1008e9, 24e9, 24e9),
+    "3090": Gpu(24 * GB, 71e12, 936e9, 24e9, 24e9),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of GPUs. `efficiency`: the share of a data sheet's products that a training step reaches; of bandwidths
+    four fifths are taken.
+    """
+
+    name: str
+    gpu: Gpu
+    gpus: int = 1
+    """On each node."""
+    nodes: int = 1
+    host_memory: int = 0
+    """Bytes on each node."""
+    nvme: int = 0
+    """Bytes of fast disk on each node; 0: none."""
+    across: float = 50e9
+    """Bytes/s that leave a node, each way."""
+    disk: float = 6e9
+    """Bytes/s of a node's drives, read and written."""
+    adam: float = 2e9
+    """Parameters a second that the host of a node steps."""
+    efficiency: float = 0.5
+    launch: float = 10e-6
+    """Seconds that the host takes to have one op run, in a forward or a backward,"""
+    boundary: float = 0.0
+    """and to have one flat parameter stepped."""
+    measured: bool = False
+    """Rates are of this machine, and no data sheet's."""
+    call: float = 0.0
+    """Seconds of a collective however small it is."""
+    contention: float = 1.0
+    """How many times as long ops take while all ranks compute, as each by itself."""
+    is_cpu: bool = False
+    """Ranks compute on the host itself: its memory and its cores are what stands for GPUs here."""
+
+    @property
+    def world(self) -> int:
+        return self.gpus * self.nodes
+
+    @property
+    def is_server(self) -> bool:
+        """Whether hosts are taken to be those of a data center."""
+        return self.gpu.memory >= _SERVER
+
+    def describe(self) -> str:
+        gpu = self.gpu
+        origin = "measured here where it was, else from data sheets" if self.measured else "estimates from data sheets"
+        disk = f"{self.nvme / GB:.0f} GB of NVMe at {self.disk / GB:g} GB/s" if self.nvme else "no NVMe"
+        links = f", {gpu.link / GB:.0f} GB/s between GPUs" if self.gpus > 1 else ""
+        links += f", {self.across / GB:g} GB/s between nodes" if self.nodes > 1 else ""
+        return (
+            f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.gpus} x {self.name}: {gpu.memory / GB:.0f} GB per "
+            f"GPU, {gpu.flops / 1e12:.0f} TFLOP/s at {self.efficiency:.0%}, {gpu.bandwidth / GB:,.0f} GB/s of memory"
+            f"{links}, {gpu.bus / GB:g} GB/s to the host; host: {self.host_memory / GB:.0f} GB, CPU Adam at "
+            f"{self.adam / 1e9:g} billion parameters/s; {disk} ({origin})"
+        )
+
+
+def find_machine(text: str) -> Machine:
+    """Return one node: `8xH100`, `H100` or `one 4090`. The host is a usual one for this number of GPUs."""
+    found = re.fullmatch(r"(?:([0-9]{1,9})\s*x\s*|one\s+)?(.+)", text.strip(), re.IGNORECASE)
+    number, name = (int(found[1] or 1), found[2].upper().removeprefix("RTX").strip(" -")) if found else (0, "")
+    names = {"A100": "A100-80", "V100": "V100-32", **{known: known for known in GPUS}}
+    if name not in names or number < 1:
+        raise PlanError(f"--machine {text}: expected a number and a GPU, as in 8xH100; known are {', '.join(GPUS)}")
+    gpu = GPUS[names[name]]
+    is_server = gpu.memory >= _SERVER
+    host = (256 if is_server else 64) * GB * max(number, 1) if number < 8 or not is_server else 2048 * GB
+    return Machine(
+        names[name],
+        gpu,
+        number,
+        host_memory=min(host, 2048 * GB),
+        nvme=(8000 if is_server else 1000) * GB,
+        across=400e9 if is_server and number == 8 and gpu.flops > 500e12 else 50e9 if is_server else 3e9,
+        disk=12e9 if is_server else 5e9,
+        adam=(4e9 if number == 8 else 2e9) if is_server else 1e9,
+        efficiency=0.55 if gpu.flops > 500e12 else 0.65,
+    )
+
+
+def this_machine() -> Machine:
+    """The GPUs that torch sees here, with this host's memory; rates are the data sheet's of the GPU with that name, and
+    of bus, host and disk what `onefold bench tiers` has measured here.
+    """
+    import torch
+
+    from onefold.offload.host_memory import available_bytes
+    from onefold.tools.bench.offload_bench import load_measured
+
+    machine = find_machine("4090")
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().upper()
+        known = next((known for known in GPUS if known.split("-")[0] in name), None)
+        if known is None:
+            known_ones = ", ".join(GPUS)
+            raise PlanError(f"the rates of a {name} are not known: name a machine like it, --machine of {known_ones}")
+        machine = find_machine(f"{torch.cuda.device_count()}x{known}")
+        machine = replace(machine, gpu=replace(machine.gpu, memory=torch.cuda.mem_get_info()[1]))
+    machine = replace(machine, host_memory=available_bytes(), nvme=0)
+    measured = load_measured()
+    if measured is not None:
+        machine = replace(machine, adam=measured.adam, measured=True)
+        if measured.products is not None and torch.cuda.is_available():
+            machine = replace(machine, gpu=replace(machine.gpu, flops=measured.products), efficiency=0.9)
+        if measured.launch is not None:
+            machine = replace(machine, launch=measured.launch, boundary=measured.boundary or 0.0)
+        if measured.links is not None and measured.links.ranks == machine.gpus > 1:
+            machine = replace(machine, gpu=replace(machine.gpu, link=measured.links.sent / 0.8))
+            machine = replace(machine, call=measured.links.call)
+        if measured.bus is not None:
+            machine = replace(machine, gpu=replace(machine.gpu, bus=1e9 * measured.bus.both / 2))
+        if measured.disk is not None:
+            machine = replace(machine, nvme=measured.disk.free_bytes, disk=1e9 * measured.disk.both)
+    return machine
+
+
+def cpu_ranks(ranks: int, measured: Measured) -> Machine:
+    """Ranks on the cores of this host, by what `onefold tune` has measured here."""
+    links, products = measured.links, measured.products or 1e11
+    share = measured.host_free_bytes // ranks
+    sent = links.sent if links is not None else 1e9
+    cores = Gpu(share, products / ranks, 2e9 * measured.host_copy / ranks, sent / 0.8, 1e9 * measured.host_copy)
+    return Machine(
+        "CPU",
+        cores,
+        ranks,
+        host_memory=measured.host_free_bytes,
+        adam=measured.adam,
+        launch=measured.launch or 10e-6,
+        boundary=measured.boundary or 0.0,
+        contention=measured.contention or 1.0,
+        call=links.call if links is not None else 1e-3,
+        measured=True,
+        is_cpu=True,
+    )
+
+
+def adjust(machine: Machine, **given: float | int | None) -> Machine:
+    """With what the user knows better; memory and rates in bytes."""
+    gpu = {name: given.pop(name) for name in ("memory", "bus", "link", "flops") if name in given}
+    machine = replace(machine, gpu=replace(machine.gpu, **{k: v for k, v in gpu.items() if v is not None}))  # type: ignore[arg-type]
+    return replace(machine, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

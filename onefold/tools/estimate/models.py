@@ -1,0 +1,283 @@
+"""Models to be planned for, without their values: from a number, a config of transformers, a factory, a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.shard_files import CheckpointReader
+from onefold.plan.cut import cut
+from onefold.tools.estimate.dry_run import META, LossOf
+from onefold.tools.estimate.machines import PlanError
+from onefold.tools.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
+
+# Of a model that is only a number of parameters.
+_NUM_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built on the meta device as often as it is needed."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss_of: Callable[[int, int], LossOf] | None
+    """For a batch of so many sequences of so many tokens; None: nobody knows what a forward takes."""
+    vocabulary: int | None = None
+    sequence_length: int | None = None
+    notes: tuple[str, ...] = ()
+    recomputes: bool | None = None
+    """Whether blocks are recomputed; None: `--recompute` is not offered for this model."""
+
+
+def from_number(num_parameters: int) -> ModelSource:
+    """So many parameters, of which nothing else is known: model states alone, in equal blocks."""
+    sizes = [num_parameters // _NUM_BLOCKS + (place < num_parameters % _NUM_BLOCKS) for place in range(_NUM_BLOCKS)]
+    note = (
+        f"model states alone, in {_NUM_BLOCKS} equal blocks: activations, logits, what stage 3 gathers, traffic and "
+        "time need a shape (--model instead of --params)"
+    )
+    name = f"{num_parameters / 1e9:g} billion parameters" if num_parameters >= 1e8 else f"{num_parameters:,} parameters"
+    return from_shapes(name, {f"blocks.{place}.weight": (size,) for place, size in enumerate(sizes)}, note)
+
+
+def from_shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *notes: str) -> ModelSource:
+    """Parameters by name and shape, of which nobody knows the forward."""
+
+    def build() -> nn.Module:
+        with META:
+            return _tree_of(shapes)
+
+    return ModelSource(name, build, None, notes=notes)
+
+
+def from_checkpoint(folder: Path) -> ModelSource:
+    """The parameters that a checkpoint of onefold holds: their shapes, from its manifest."""
+    try:
+        with CheckpointReader.open(folder) as checkpoint:
+            shapes = {name: tuple(checkpoint.stored(f"model/{name}").shape) for name in checkpoint.names("model/")}
+    except (OSError, CheckpointError) as error:
+        raise PlanError(
+            f"--model {folder}: it holds neither a config.json of transformers nor a checkpoint of onefold ({error})."
+        ) from error
+    note = "a checkpoint has shapes and no forward: model states alone (--model for activations)"
+    return from_shapes(f"checkpoint {folder}", shapes, note)
+
+
+def _tree_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Modules named as the parameters are. Children with numbers for names are a list, as blocks are."""
+    children: dict[str, dict[str, tuple[int, ...]]] = {}
+    own: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            children.setdefault(first, {})[rest] = shape
+        else:
+            own[first] = shape
+    is_list = bool(children) and not own and all(name.isdigit() for name in children)
+    module = nn.ModuleList() if is_list else nn.Module()
+    for name, shape in own.items():
+        module.register_parameter(name, nn.Parameter(torch.empty(shape)))
+    for name, inside in children.items():
+        module.add_module(name, _tree_of(inside))
+    return module
+
+
+def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
+    """`module:function` that returns a model. Its forward takes tokens, tokens and targets, or what `example_inputs`
+    of the model returns for a batch and a length.
+    """
+    name, _, attribute = spec.partition(":")
+    if not attribute:
+        raise PlanError(f"--model {spec}: expected a file, a folder, or module:function, as in mymodel:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(name), attribute)
+    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+        raise PlanError(f"--model {spec}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+
+    def build() -> nn.Module:
+        with META:
+            model = factory()
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"--model {spec}: returned a {type(model).__name__}, not an nn.Module")
+        if recompute:
+            recompute_blocks(model)
+        return model
+
+    def loss_of(batch: int, length: int) -> LossOf:
+        return lambda call: _scalar(_call_with_tokens(call, _module_of(call), batch, length))
+
+    return ModelSource(spec, build, loss_of, vocabulary=_vocabulary_of(build_once(spec, build)), recomputes=recompute)
+
+
+def build_once(name: str, build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model, and turn whatever that raises into an error for the person who named it."""
+    try:
+        return build()
+    except PlanError:
+        raise
+    except Exception as error:  # whatever the code of a model, or transformers, may raise
+        text = " ".join(str(error).split())
+        raise PlanError(f"{name}: the model cannot be built ({type(error).__name__}: {text}).") from error
+
+
+def from_transformers(given: str, config: Mapping[str, Any], *, lora: int = 0, recompute: bool = False) -> ModelSource:
+    """Plan for a model by its config.json; nothing is downloaded and no weight is read. `given` is its name."""
+    try:
+        import transformers
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise PlanError(f"--model {given} needs transformers: pip install 'onefold[huggingface]' ({error})") from error
+    try:
+        settings: Any = AutoConfig.for_model(**config)
+    except Exception as error:  # of transformers, huggingface_hub or Python, by the key that is wrong
+        text = " ".join(str(error).split())
+        raise PlanError(f"--model {given}: transformers refuses this config ({text}).") from error
+    takes_pairs = bool(getattr(settings, "is_encoder_decoder", False))
+
+    def build() -> nn.Module:
+        names = [name for name in settings.architectures or () if hasattr(transformers, name)]
+        auto = transformers.AutoModelForSeq2SeqLM if takes_pairs else transformers.AutoModelForCausalLM
+        with META:
+            model = getattr(transformers, names[0])(settings) if names else auto.from_config(settings)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            with META:
+                model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
+            if recompute:
+                model.enable_input_require_grads()
+        model.train()
+        return model  # type: ignore[no-any-return]
+
+    def loss_of(batch: int, length: int) -> LossOf:
+        tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
+        options = {} if takes_pairs else {"use_cache": False}
+        return lambda call: call(input_ids=tokens, labels=tokens, **options).loss  # type: ignore[no-any-return]
+
+    kind = str((settings.architectures or [settings.model_type])[0])
+    name = f"{kind} of {given}{f', LoRA of rank {lora}' if lora else ''}"
+    longest, vocabulary = (
+        value if isinstance(value := getattr(settings, key, None), int) and value > 0 else None
+        for key in ("max_position_embeddings", "vocab_size")
+    )
+    return ModelSource(name, build, loss_of, vocabulary, longest, recomputes=recompute)
+
+
+def from_preset(name: str, *, recompute: bool = False) -> ModelSource:
+    """A GPT of `onefold train`."""
+    from onefold.tools.train.gpt import GPT, PRESETS
+
+    shape = PRESETS[name]
+
+    def build() -> nn.Module:
+        with META:
+            model = GPT(shape)
+        if recompute:
+            recompute_blocks(model)
+        return model
+
+    def loss_of(batch: int, length: int) -> LossOf:
+        tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
+        return lambda call: call(tokens, tokens)  # type: ignore[no-any-return]
+
+    return ModelSource(f"GPT {name}", build, loss_of, shape.vocab_size, shape.sequence_length, recomputes=recompute)
+
+
+def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSource:
+    """Return what `--model` names: a preset, module:function, a config of transformers, a known shape, a checkpoint."""
+    kind, path = classify_model(text), Path(text)
+    if kind is ModelKind.CONFIG:
+        config = read_config(path / "config.json" if path.is_dir() else path)
+        return from_transformers(text, config, lora=lora, recompute=recompute)
+    if kind is ModelKind.KNOWN:
+        name = known_shape(text)
+        assert name is not None
+        return from_transformers(name, transformers_config(name), lora=lora, recompute=recompute)
+    _refuse_lora(lora, text)
+    if kind is ModelKind.PRESET:
+        return from_preset(text, recompute=recompute)
+    return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(path)
+
+
+def _refuse_lora(lora: int, text: str) -> None:
+    if lora:
+        raise PlanError(
+            f"--lora goes with models of transformers; {text} is none: freeze what is frozen in its factory"
+        )
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Activation checkpointing around every block that would be a unit."""
+    for found in cut(model):
+        if found.module:
+            _recompute(model.get_submodule(found.module))
+
+
+def _recompute(block: nn.Module) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: checkpoint(  # type: ignore[method-assign]
+        forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+    )
+
+
+def _module_of(call: Callable[..., Any]) -> nn.Module:
+    inside = getattr(call, "module", call)
+    assert isinstance(inside, nn.Module)
+    return inside
+
+
+def _call_with_tokens(call: Callable[..., Any], model: nn.Module, batch: int, length: int) -> Any:
+    example = getattr(model, "example_inputs", None)
+    if example is not None:
+        with META:
+            given = example(batch, length)
+        return call(**given) if isinstance(given, dict) else call(*given)
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
+    required = [
+        parameter
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return call(*[tokens] * max(len(required), 1))
+
+
+def _scalar(output: Any) -> torch.Tensor:
+    """The loss, where the forward returns one; otherwise as from logits."""
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
+    if isinstance(output, tuple | list):
+        scalars = [each for each in output if isinstance(each, torch.Tensor) and each.numel() == 1]
+        output = scalars[0] if scalars else output[0]
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    if isinstance(output, torch.Tensor) and output.dim() == 3:
+        targets = torch.zeros(output.shape[:2], dtype=torch.long, device=META)
+        return nn.functional.cross_entropy(output.float().flatten(0, 1), targets.flatten())
+    if isinstance(output, torch.Tensor):
+        return output.float().pow(2).mean()
+    raise PlanError(f"the model returned a {type(output).__name__}: neither a loss nor logits")
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return max(tables, default=None)

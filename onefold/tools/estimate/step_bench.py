@@ -1,0 +1,164 @@
+"""Measures what a step asks of this machine beside its ops: real steps of small models, in processes of their own.
+
+Where a GPU computes, the model is so small that it waits for its host in every op. Its ops are those of a transformer,
+so the time of one holds what Python, modules, autograd and the engine's hooks take for it. Where CPUs compute, a larger
+one shows how much longer ops take while all ranks compute, on the same memory, than each by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm.nodes import Nodes
+from onefold.config import load_config
+from onefold.tools.estimate.dry_run import DryRun, dry_run
+from onefold.tools.estimate.op_times import OpTimer
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": torch.cuda.is_available()},
+    "zero_optimization": {"stage": 2},
+    "log_level": "error",
+}
+_STEPS, _WARMUP, _TIMEOUT = 10, 3, 300
+
+
+class StepBenchError(Exception):
+    """A process that was to measure has failed."""
+
+
+@dataclass(frozen=True)
+class HostSeconds:
+    """Of the host, for one op of a pass, and for one flat parameter of a step."""
+
+    launch: float
+    boundary: float
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """Blocks of a transformer, and a sequence for them."""
+
+    width: int
+    blocks: int
+    tokens: int
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(*(_TransformerBlock(self.width) for _ in range(self.blocks)))
+
+    def inputs(self, device: torch.device | str) -> torch.Tensor:
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        return torch.zeros(1, self.tokens, self.width, dtype=dtype, device=device)
+
+    def dry_run(self) -> DryRun:
+        with torch.device("meta"):
+            model = self.build()
+
+        def loss_of(call: Any) -> Any:
+            return call(self.inputs("meta")).float().sum()
+
+        return dry_run(model, load_config(CONFIG), Nodes.of_size(1, 1), loss_of)
+
+
+SMALL, MIDDLE = BenchModel(width=64, blocks=12, tokens=8), BenchModel(width=512, blocks=4, tokens=256)
+
+
+class _TransformerBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.attention(self.attention_norm(x)).unflatten(-1, (3, 4, self.width // 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def measure_host() -> HostSeconds:
+    found = SMALL.dry_run()
+    assert found.trace is not None
+    passes, step = _steps_of(SMALL, processes=1)
+    return HostSeconds(passes / found.trace.work.num_ops, step / sum(len(unit) for unit in found.units))
+
+
+def measure_contention(ranks: int) -> float:
+    """How many times as long ops take while so many ranks compute on the cores of this host, as each by itself."""
+    threads, before = max(1, (os.cpu_count() or 1) // ranks), torch.get_num_threads()
+    found = MIDDLE.dry_run()
+    assert found.trace is not None
+    torch.set_num_threads(threads)
+    try:
+        alone = OpTimer(torch.device("cpu"), bandwidth=1e9).seconds_of(found.trace.work.calls)
+    finally:
+        torch.set_num_threads(before)
+    passes, _ = _steps_of(MIDDLE, processes=ranks, OMP_NUM_THREADS=str(threads))
+    return max(1.0, passes / alone)
+
+
+def _steps_of(model: BenchModel, processes: int, **environment: str) -> tuple[float, float]:
+    """Passes and step of the slowest of so many processes, which know nothing of each other."""
+    command = [sys.executable, "-m", "onefold.tools.estimate.step_bench", json.dumps(asdict(model))]
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    started = [
+        subprocess.Popen(
+            command,
+            env={**alone, **environment, "MASTER_PORT": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(processes)
+    ]
+    try:
+        said = [process.communicate(timeout=_TIMEOUT) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        raise StepBenchError(f"steps of a small model could not be measured: {said[0][1][-500:]}")
+    passes, ends = zip(*(json.loads(out.splitlines()[-1]) for out, _ in said), strict=True)
+    return max(passes), max(ends)
+
+
+def _run(model: BenchModel) -> tuple[float, float]:
+    """Medians of the passes of a step, and of its end."""
+    import onefold
+
+    engine, *_ = onefold.initialize(model=model.build(), config=CONFIG)
+    passes, ends = [], []
+    for _ in range(_WARMUP + _STEPS):
+        began = time.perf_counter()
+        engine.backward(engine(model.inputs(engine.device)).float().sum())
+        _synchronize()
+        middle = time.perf_counter()
+        engine.step()
+        _synchronize()
+        passes.append(middle - began)
+        ends.append(time.perf_counter() - middle)
+    engine.destroy()
+    return median(passes[_WARMUP:]), median(ends[_WARMUP:])
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    print(json.dumps(_run(BenchModel(**json.loads(sys.argv[1])))))

@@ -1,0 +1,1 @@
+"""What is drawn of a run, from its record."""

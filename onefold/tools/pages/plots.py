@@ -1,0 +1,63 @@
+"""The charts of a run as PNG files, by matplotlib where that is installed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from onefold.report.run_file import RunFile, RunFileError
+from onefold.tools.pages.charts import RESTS, Chart, charts_of
+
+_COLORS = ("#2f6fc1", "#e08a2e", "#3a9a6a", "#8a62c9", "#cd4f62", "#2b9bab")
+_GREY = "#a9aeb6"
+_SCALES = {"number": (1.0, ""), "bytes": (1e-6, " (MB)"), "seconds": (1000.0, " (ms)")}
+
+
+def write_pngs(run: RunFile, folder: Path) -> list[Path]:
+    """One file a chart: report-loss.png and so on."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RunFileError(
+            "--png needs matplotlib, which is not installed here: pip install 'onefold[plots]'; the page is written "
+            "without it"
+        ) from None
+    written = []
+    for chart in charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device"))):
+        figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
+        _draw(figure.subplots(), chart)
+        path = folder / f"report-{chart.name}.png"
+        figure.savefig(path)
+        written.append(path)
+    return written
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    factor, unit = _SCALES[chart.unit]
+    columns = {one.name: [_scaled(value, factor) for value in one.values] for one in chart.series}
+    if chart.stacked:
+        colors = [_GREY if name in RESTS else _COLORS[at % len(_COLORS)] for at, name in enumerate(columns)]
+        axes.stackplot(chart.steps, *columns.values(), labels=list(columns), colors=colors, alpha=0.8)
+    else:
+        for place, (name, column) in enumerate(columns.items()):
+            axes.plot(chart.steps, column, label=name, color=_COLORS[place % len(_COLORS)], linewidth=1.4)
+    if chart.over is not None:
+        line = [_scaled(value, factor) for value in chart.over.values]
+        axes.plot(chart.steps, line, label=chart.over.name, color="black", linestyle="--", linewidth=1)
+    if chart.stacked:
+        axes.set_ylim(bottom=0)
+    axes.set_title(chart.title)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"{chart.title.lower()}{unit}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+
+
+def _scaled(value: float | None, factor: float) -> float:
+    """What is not there, or not finite, is a gap."""
+    return value * factor if value is not None and math.isfinite(value) else math.nan

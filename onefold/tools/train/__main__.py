@@ -1,0 +1,62 @@
+"""`python -m onefold.train`: what each rank of `onefold train` runs; alone, a world of one rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from onefold.tools.train.options import OptionError, TrainOptions, add_arguments
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m onefold.train", description=__doc__)
+    add_arguments(parser)
+    try:
+        options = TrainOptions.from_arguments(parser.parse_args(arguments))
+    except OptionError as error:
+        _show(str(error))
+        return 2
+    return run_rank(options)
+
+
+def run_rank(options: TrainOptions) -> int:
+    """Train as the rank that the environment says, and return the exit code."""
+    from onefold.checkpoint.format.files import CheckpointError
+    from onefold.checkpoint.loading.load import MisfitError
+    from onefold.config import ConfigError
+    from onefold.tools.train.data import DataError
+    from onefold.tools.train.loop import ResumeError, train
+
+    try:
+        finished = train(options)
+    except (ConfigError, DataError, CheckpointError, MisfitError, OptionError, ResumeError) as error:
+        _show(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the output has seen enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0 if finished else 130
+
+
+def _show(message: str) -> None:
+    """Print a message, or leave it for the launcher, which shows it once for all ranks."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        print(f"onefold: {message}", file=sys.stderr)
+        return
+    now = time.time()
+    extra = {"py_callstack": "", "timestamp": str(int(now)), "exact_timestamp": now}
+    part = Path(f"{error_file}.part")
+    part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    part.replace(error_file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

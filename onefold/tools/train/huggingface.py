@@ -1,0 +1,170 @@
+"""A model of transformers as the job of `onefold train`, from a folder or a config, whole or with LoRA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.checkpoint.loading.weights import consolidate
+from onefold.engine import Engine
+from onefold.tools.train.data import Batch, DataError, files_of
+from onefold.tools.train.options import TrainOptions
+from onefold.tools.train.tokens import NOT_PREDICTED, ROW_SUFFIXES, Lines, Row, SequenceSource, Tokens, Windows
+
+SEQUENCE_LENGTH = 512
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+class HuggingFaceTask:
+    """A causal language model, on text in windows or on lines of JSON."""
+
+    unit = "token"
+
+    def __init__(self, options: TrainOptions) -> None:
+        assert options.model is not None
+        # So that transformers knows stage 3 from its first import on: it loads weights into shards, module by module.
+        onefold.register_as_deepspeed()
+        self._options, self._path = options, Path(options.model)
+        self._settings = _settings(self._path)
+        longest = getattr(self._settings, "max_position_embeddings", None) or SEQUENCE_LENGTH
+        self.sequence_length = options.sequence_length or min(SEQUENCE_LENGTH, longest)
+        if self.sequence_length > longest:
+            raise DataError(f"--sequence-length {self.sequence_length}: {self._path} knows {longest} positions")
+        if self.sequence_length < 2:
+            raise DataError("--sequence-length 1: nothing follows the only token; give at least 2")
+        if self._path.is_dir() and not _has_weights(self._path):
+            raise DataError(
+                f"--model {self._path}: a folder without weights (*.safetensors). To start from nothing, give its "
+                "config.json; a tokenizer beside that is used"
+            )
+        self._tokens = _tokenizer(self._path, self._settings)
+        files = [str(file) for path in options.data for file in files_of(Path(path))]
+        rows = [file for file in files if file.endswith(ROW_SUFFIXES)]
+        if rows and len(rows) < len(files):
+            raise DataError("--data: give rows of JSON (.jsonl) or text, not both: their sequences are cut differently")
+        how = self._tokens, self.sequence_length, options.seed
+        self._source: SequenceSource = Lines(rows, *how) if rows else Windows(options.data, *how)
+        self.data, self.num_rows = self._source.name, self._source.num_train
+        lora = f", LoRA of rank {options.lora}" if options.lora else ""
+        self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"
+
+    def describe_data(self) -> str:
+        return f"{self._source.describe()}; {self._tokens.describe()}, at most {self.sequence_length} per sequence"
+
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        _only_first_rank_talks()
+        with ExitStack() as stack:
+            if not _has_weights(self._path):
+                stack.enter_context(onefold.zero.Init(config_dict_or_path=config, enabled=sharded))
+                model = AutoModelForCausalLM.from_config(self._settings)
+            else:
+                if sharded:
+                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+                    alive = HfDeepSpeedConfig(config)  # transformers looks for it while it loads
+                    stack.callback(lambda: alive)
+                model = AutoModelForCausalLM.from_pretrained(self._path)
+        if self._options.lora:
+            from peft import LoraConfig, get_peft_model
+
+            asked = LoraConfig(r=self._options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, asked)
+        return model  # type: ignore[no-any-return]
+
+    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
+        return self._pad(self._source.train_rows(step, rank, world_size, batch_size))
+
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        return map(self._pad, self._source.held_out_rows(rank, world_size, batch_size))
+
+    def _pad(self, rows: Sequence[Row]) -> Batch:
+        longest = max(len(tokens) for tokens, _ in rows)
+        batch = torch.full((2, len(rows), longest), NOT_PREDICTED)
+        for index, (tokens, labels) in enumerate(rows):
+            batch[0, index, : len(tokens)] = torch.tensor(tokens)
+            batch[1, index, : len(labels)] = torch.tensor(labels)
+        # What is padded comes last and is not predicted: nothing looks at it, whatever token it is.
+        return batch[0].masked_fill(batch[0] == NOT_PREDICTED, self._tokens.end), batch[1]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(input_ids=batch[0], labels=batch[1], use_cache=False).loss
+        return loss
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        prompt = torch.tensor([self._tokens.encode(self._options.prompt) or [self._tokens.end]], device=device)
+        torch.manual_seed(self._options.seed)
+        num = min(self._options.sample_length, max(self.sequence_length - prompt.shape[1], 1))
+        written = model.generate(
+            prompt, max_new_tokens=num, do_sample=True, temperature=0.7, pad_token_id=self._tokens.end
+        )  # type: ignore[operator]
+        return self._tokens.decode(written[0].tolist())
+
+    def save_weights(self, engine: Engine, folder: Path) -> str:
+        model: Any = engine.module
+        place = folder / ("adapter" if self._options.lora else "model")
+        weights = consolidate(model, exclude_frozen=bool(self._options.lora))
+        if weights is not None:
+            model.save_pretrained(place, state_dict=weights)
+            self._tokens.save(place)
+        if not self._options.lora:
+            load = f"AutoModelForCausalLM.from_pretrained({str(place)!r})"
+            return f"the trained model is in {place}; load it with\n  transformers.{load}"
+        base = f"AutoModelForCausalLM.from_pretrained({str(self._path)!r})"
+        return (
+            f"the trained adapter is in {place}; load it with\n"
+            f"  peft.PeftModel.from_pretrained(transformers.{base}, {str(place)!r})"
+        )
+
+
+def _settings(path: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise DataError(f"--model needs transformers: pip install 'onefold[huggingface]' ({error})") from error
+    if not path.exists():
+        raise DataError(f"--model {path}: there is no such file or folder (nothing is downloaded)")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--model {path}: no config of a model that transformers knows: {error}") from error
+
+
+def _tokenizer(path: Path, settings: Any) -> Tokens:
+    """Of the folder, or of the folder that a config.json lies in."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    folder = path if path.is_dir() else path.parent
+    if any((folder / name).exists() for name in names):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else settings.eos_token_id
+        end = end[0] if isinstance(end, list) else end
+        if end is None:
+            raise DataError(f"--model {path}: neither its tokenizer nor its config says which token ends a text (eos)")
+        return Tokens(tokenizer, end)
+    if settings.vocab_size < 256:
+        raise DataError(
+            f"--model {path}: no tokenizer beside the config, and {settings.vocab_size} tokens are too few for bytes"
+        )
+    return Tokens(None, 0)
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
+
+
+def _only_first_rank_talks() -> None:
+    from transformers.utils import logging
+
+    if os.environ.get("RANK", "0") != "0":
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

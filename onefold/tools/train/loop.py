@@ -1,0 +1,286 @@
+"""The built-in trainer, top to bottom: what every rank runs. Plain torch, but for the engine."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+import onefold
+from onefold.checkpoint.loading.load import MisfitError
+from onefold.comm import local_device
+from onefold.config import load_config, solve_batch
+from onefold.engine import Engine
+from onefold.log import logger
+from onefold.plan import make_plan
+from onefold.report.memory_usage import peak_bytes, used_bytes
+from onefold.runtime import unsharded_shape
+from onefold.tools.pages.page import write_page
+from onefold.tools.train.data import DataError
+from onefold.tools.train.options import CHECKPOINTS, PreparedConfig, TrainOptions, prepare_config, write_settings
+from onefold.tools.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
+from onefold.tools.train.task import Task, choose_task
+
+# Two signals within this time are one Ctrl-C that arrived twice: from the terminal and from the launcher.
+SAME_SIGNAL_SECONDS = 1.0
+
+
+class ResumeError(ValueError):
+    """A run that cannot be resumed; the message says why."""
+
+
+def train(options: TrainOptions) -> bool:
+    """Run the job on this rank. True if it reached its last step, False if Ctrl-C ended it before."""
+    options = replace(options, out=str(options.folder))
+    task = choose_task(options)
+    options = count_steps(options, task)
+    if os.environ.get("RANK", "0") == "0":
+        write_settings(options)
+    prepared = record_in(options.folder, prepare_config(options, on_gpus=torch.cuda.is_available()))
+    with stop_on_interrupt() as stop_asked:
+        torch.manual_seed(options.seed)
+        engine = start_engine(task, prepared)
+        try:
+            progress = make_progress(options.steps, shows=dist.get_rank() == 0)
+            introduce(progress, engine, task, options, prepared)
+            engine.note_run(steps=options.steps, name=task.name, data=task.data)
+            done = resume(engine, options, progress)
+            with progress:
+                steps = train_steps(engine, task, options, progress, stop_asked, done)
+            finish(engine, task, options, progress, steps)
+        finally:
+            engine.destroy()
+        if dist.get_rank() == 0:
+            print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
+    # The launcher ends everybody when the first rank leaves with an error code.
+    dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
+    dist.destroy_process_group()
+    return len(steps) >= options.steps
+
+
+def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
+    """Turn epochs into steps: every row is in a batch as often as was asked for, rounded up to whole steps."""
+    if options.epochs is None:
+        return options
+    if task.num_rows is None:
+        raise DataError("--epochs counts rows of JSON (.jsonl), and text is drawn at random: give --steps")
+    config = load_config(prepare_config(options, on_gpus=torch.cuda.is_available()).document)
+    batch = solve_batch(config, int(os.environ.get("WORLD_SIZE", "1"))).train
+    return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
+
+
+def record_in(folder: Path, prepared: PreparedConfig) -> PreparedConfig:
+    """The run is recorded in its folder, unless its config names another."""
+    if load_config(prepared.document).onefold.report is not None:
+        return prepared
+    own = prepared.document.get("onefold")
+    section = {**(own if isinstance(own, Mapping) else {}), "report": str(folder)}
+    return replace(prepared, document={**prepared.document, "onefold": section})
+
+
+def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
+    """Where the plan shards parameters, no rank ever holds the whole model, not even while it is built."""
+    config = load_config(prepared.document)
+    if config.log_level is None:
+        # The job has a progress bar and prints the plan itself.
+        logger.setLevel("WARNING")
+    model = task.build(prepared.document, sharded=make_plan(config, world_size=1).shards_parameters)
+    engine, _, _, _ = onefold.initialize(model=model, config=config)
+    return engine
+
+
+def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOptions, prepared: PreparedConfig) -> None:
+    """Say before the first step what is trained on what, and describe the plan."""
+    for note in (*prepared.notes, *load_config(prepared.document).notices):
+        progress.say(f"config: {note}")
+    progress.say(engine.describe())
+    progress.say(f"data: {task.describe_data()}")
+    batch = engine.batch.train
+    epochs = f", {options.steps * batch / task.num_rows:.3g} epochs" if task.num_rows else ""
+    progress.say(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
+
+
+def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
+    """Load the last checkpoint of a run that is resumed, or whose ranks were restarted. Return its steps so far."""
+    restarted = options.save_every > 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if not options.resume and not restarted:
+        return []
+    try:
+        path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
+    except MisfitError as error:
+        first, *differences = str(error).splitlines()[:4]
+        raise ResumeError(
+            f"--resume {options.folder}: {first}\n"
+            + "\n".join(differences)
+            + "\nThe model or the optimizer has changed "
+            "since that run. Resume with the model and the config that it was made with."
+        ) from error
+    if path is None or client_state is None:
+        if options.resume:
+            raise ResumeError(f"--resume {options.folder}: no checkpoint in {options.folder / CHECKPOINTS}")
+        return []
+    if options.resume and engine.global_steps >= options.steps:
+        raise ResumeError(
+            f"--resume {options.folder}: that run has done {engine.global_steps} of {options.steps} steps; give "
+            "a larger --steps to continue"
+        )
+    progress.say(f"resuming after step {engine.global_steps}, from {path}")
+    return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
+
+
+def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
+    metrics = [asdict(metrics) for metrics in done] if dist.get_rank() == 0 else []
+    engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={"metrics": metrics})
+
+
+def train_steps(
+    engine: Engine,
+    task: Task,
+    options: TrainOptions,
+    progress: Progress,
+    stop_asked: Callable[[], bool],
+    done: list[StepMetrics],
+) -> list[StepMetrics]:
+    """Every optimizer step, until the last one or until somebody asks to stop. `done`: those of the run so far."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    micro_batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    engine.train()
+    step_started = time.perf_counter()
+    started = step_started - (done[-1].seconds if done else 0.0)
+    for step in range(len(done) + 1, options.steps + 1):
+        loss_sum, num_tokens = torch.zeros((), device=engine.device), 0
+        for micro_step in range((step - 1) * accumulation, step * accumulation):
+            tokens, targets = task.train_batch(micro_step, rank, world_size, micro_batch_size)
+            loss = task.loss(engine, (tokens.to(engine.device), targets.to(engine.device)))
+            engine.backward(loss)
+            engine.step()
+            loss_sum += loss.detach().float()
+            num_tokens += int((targets != -100).sum())
+        # One small exchange a step: the mean loss, the number of tokens learnt (lines differ in length), and whether
+        # any rank was asked to stop, so that all stop together.
+        counts = torch.tensor([float(num_tokens), float(stop_asked())]).to(loss_sum)
+        shared = torch.cat([loss_sum[None] / (accumulation * world_size), counts])
+        dist.all_reduce(shared)
+        mean_loss, num_tokens_of_all, num_stopping = shared.tolist()
+        now = time.perf_counter()
+        metrics = StepMetrics(
+            step=step,
+            loss=mean_loss,
+            learning_rate=engine.get_lr()[0],
+            grad_norm=engine.get_global_grad_norm() or 0.0,
+            tokens_per_second=num_tokens_of_all / (now - step_started),
+            memory_bytes=used_bytes(engine.device),
+            seconds=now - started,
+        )
+        if options.eval_every and step % options.eval_every == 0 and step < options.steps:
+            metrics = replace(metrics, held_out_loss=evaluate(engine, task))
+            progress.say(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
+        step_started = time.perf_counter()
+        started += step_started - now  # the time of an evaluation is not the training's
+        done.append(metrics)
+        progress.update(metrics)
+        stops = num_stopping and step < options.steps
+        if options.save_every and (step % options.save_every == 0 or step == options.steps or stops):
+            save(engine, options, done)
+        if stops:
+            progress.say(f"interrupted at step {step}; writing the summary")
+            break
+    return done
+
+
+def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress, steps: list[StepMetrics]) -> None:
+    """Save the weights, compute the held-out loss and write a sample on all ranks; write the reports on the first."""
+    folder = options.folder
+    saved = "the trained weights were not saved (--no-save)"
+    if options.save:
+        progress.say("saving the trained weights")
+        saved = task.save_weights(engine, folder)
+    progress.say("computing the held-out loss")
+    held_out_loss = evaluate(engine, task)
+    engine.eval()
+    if options.sample_length:
+        progress.say(f"writing a sample of {options.sample_length} {task.unit}s")
+    sample = task.sample(engine.module, engine.device) if options.sample_length else ""
+    peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
+    peaks[dist.get_rank()] = peak_bytes(engine.device)
+    dist.all_reduce(peaks)
+    if dist.get_rank() != 0:
+        return
+    engine.note_run(held_out_loss=held_out_loss, tokens_per_second=_mean_speed(steps))
+    plan = engine.plan
+    summary = Summary(
+        model=task.name,
+        unit=task.unit,
+        num_parameters=sum(unsharded_shape(parameter).numel() for parameter in engine.module.parameters()),
+        num_ranks=dist.get_world_size(),
+        device=torch.cuda.get_device_name() if engine.device.type == "cuda" else "the CPU",
+        plan=f"stage {engine.zero_optimization_stage()}: parameters {plan.parameters.placement.value}, gradients "
+        f"{plan.gradients.placement.value}, optimizer states {plan.states.placement.value}",
+        data=task.data,
+        steps_asked=options.steps,
+        steps_done=len(steps),
+        stopped=len(steps) < options.steps,
+        seconds=steps[-1].seconds,
+        first_loss=steps[0].loss,
+        last_loss=steps[-1].loss,
+        held_out_loss=held_out_loss,
+        tokens_per_second=_mean_speed(steps),
+        peak_bytes_per_rank=tuple(peaks.tolist()),
+        traffic=tuple(engine.ledger.rows()),
+        bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
+    )
+    progress.say("drawing the plot")
+    curve = write_files(folder, summary, steps)
+    print(flush=True)
+    show(summary)
+    if sample:
+        print(f"\na sample, after {len(steps)} steps:\n{sample}")
+    print(
+        f"\n{f'plot: {curve}' if curve else NO_CURVE}\nmetrics.jsonl and summary.json in {folder}\n{saved}", flush=True
+    )
+
+
+def _mean_speed(steps: list[StepMetrics]) -> float:
+    starts = [0.0, *(step.seconds for step in steps[:-1])]
+    tokens = sum(step.tokens_per_second * (step.seconds - start) for step, start in zip(steps, starts, strict=True))
+    return tokens / steps[-1].seconds
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, task: Task) -> float:
+    """Return the mean loss on the held-out tail."""
+    was_training = engine.module.training
+    engine.eval()
+    batches = task.held_out_batches(dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu())
+    losses = [task.loss(engine, (batch[0].to(engine.device), batch[1].to(engine.device))).float() for batch in batches]
+    mean = torch.stack(losses).mean() / dist.get_world_size()
+    dist.all_reduce(mean)
+    engine.train(was_training)
+    return float(mean)
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks to stop after the current step; a second one, a moment later, stops at once."""
+    first: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if first and time.monotonic() - first[0] > SAME_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
+        if not first:
+            first.append(time.monotonic())
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(first)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,110 @@
+"""What `onefold train` trains: the built-in GPT on bytes, or a model of transformers on its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onefold.engine import Engine
+from onefold.tools.train.data import Batch, load_corpus
+from onefold.tools.train.gpt import GPT, PRESETS
+from onefold.tools.train.options import TrainOptions
+
+
+class Task(Protocol):
+    """A model, its data, and what only the two together know. The loop knows neither."""
+
+    name: str
+    """Of the model, in the summary."""
+    data: str
+    """Of the data, in the summary."""
+    unit: str
+    """What a sequence is made of: bytes or tokens."""
+    sequence_length: int
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows in an epoch; None for text, which is drawn at random."""
+        ...
+
+    def describe_data(self) -> str: ...
+
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
+        """The model to train. `sharded`: no rank may hold all of it, not even now."""
+        ...
+
+    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
+        """One micro-batch: another one for every micro-step and rank, the same in every run."""
+        ...
+
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]: ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        """Text that the model writes; the same on every rank, which all take part."""
+        ...
+
+    def save_weights(self, engine: Engine, folder: Path) -> str:
+        """Write whole weights into a folder inside this one, by all ranks together. Say where, and how to load them."""
+        ...
+
+
+def choose_task(options: TrainOptions) -> Task:
+    """Mistakes in the model's files and in the data show here, before anything is built."""
+    if options.model is None:
+        return GPTTask(options)
+    from onefold.tools.train.huggingface import HuggingFaceTask
+
+    return HuggingFaceTask(options)
+
+
+class GPTTask:
+    """The built-in GPT: bytes are its tokens."""
+
+    unit = "byte"
+    num_rows = None
+
+    def __init__(self, options: TrainOptions) -> None:
+        self._options = options
+        self._config = PRESETS[options.preset]
+        self.sequence_length = self._config.sequence_length
+        self._corpus = load_corpus(options.data, self.sequence_length)
+        self.name, self.data = f"GPT {options.preset}", self._corpus.name
+
+    def describe_data(self) -> str:
+        corpus = self._corpus
+        return f"{corpus.num_bytes / 1e6:,.1f} MB of {corpus.name}, {corpus.num_held_out:,} bytes held out"
+
+    def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
+        import onefold
+
+        with onefold.zero.Init(config_dict_or_path=config, enabled=sharded):
+            return GPT(self._config)
+
+    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
+        return self._corpus.train_batch(self._options.seed, step, rank, batch_size)
+
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        return self._corpus.held_out_batches(rank, world_size, batch_size)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(*batch)
+        return loss
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        assert isinstance(model, GPT)
+        prompt = torch.tensor([list(self._options.prompt.encode() or b"\n")], device=device)
+        generator = torch.Generator().manual_seed(self._options.seed)
+        tokens = model.generate(prompt, self._options.sample_length, temperature=0.7, generator=generator)
+        # A vocabulary may be larger than the 256 values of a byte.
+        return bytes(min(token, 255) for token in tokens[0].tolist()).decode(errors="replace")
+
+    def save_weights(self, engine: Engine, folder: Path) -> str:
+        engine.save_16bit_model(str(folder / "model"))
+        file = folder / "model" / "model.safetensors"
+        return f"the trained weights are in {file}; load them with\n  safetensors.torch.load_file({str(file)!r})"
