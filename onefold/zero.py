@@ -29,7 +29,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from onefold.checkpoint.loading.weights import load_safetensors, stream_weights
+from onefold.checkpoint.state.weights import load_safetensors, stream_weights
 from onefold.comm import (
     Agreement,
     Ledger,

@@ -222,7 +222,7 @@ TIER_MUTATIONS = [
     # A parameter without elements.
     Mutation(
         "tier-empty-parameter-not-saved",
-        "onefold/checkpoint/loading/slots.py",
+        "onefold/checkpoint/state/slots.py",
         "if low < high or (member.start == member.stop and start == 0):",
         "if low < high:",
         "test_checkpoints.py test_export.py test_cases.py",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from onefold.checkpoint.loading.weights import consolidate, save_weights
+from onefold.checkpoint.state.weights import consolidate, save_weights
 from onefold.loader import ResumableLoader
 
 if TYPE_CHECKING:

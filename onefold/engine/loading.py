@@ -28,8 +28,8 @@ from onefold.checkpoint.loading.load import (
     verify,
     weight_reads,
 )
-from onefold.checkpoint.loading.random_states import check_random_states, restore_random_states
-from onefold.checkpoint.loading.slots import loose_states
+from onefold.checkpoint.state.random_states import check_random_states, restore_random_states
+from onefold.checkpoint.state.slots import loose_states
 from onefold.comm import agree_in_meeting
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState

@@ -18,11 +18,10 @@ from onefold.checkpoint.format.folder import put_pointer_files, retain
 from onefold.checkpoint.format.manifest import checksum, without_secrets
 from onefold.checkpoint.format.plain_data import ClientStateError
 from onefold.checkpoint.format.shard_files import Slot
-from onefold.checkpoint.loading.load import buffer_name
-from onefold.checkpoint.loading.random_states import capture_random_states
-from onefold.checkpoint.loading.slots import groups_of, loose_states, outside_units, own_slots
 from onefold.checkpoint.saving.rank_writer import SaveError, SaveHeader, SaveOptions, SaveRequest
 from onefold.checkpoint.saving.saver import Saver
+from onefold.checkpoint.state.random_states import capture_random_states
+from onefold.checkpoint.state.slots import buffer_name, groups_of, loose_states, outside_units, own_slots
 from onefold.comm import Board
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
