@@ -19,8 +19,8 @@ from onefold.comm.notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
-from onefold.engine.alike import items_of
-from onefold.engine.reporting import check_reports
+from onefold.engine.rank_consistency import facts_to_compare
+from onefold.engine.step_reports import check_reports
 from onefold.log import logger, set_up_logging
 from onefold.optim.choose import (
     Chosen,
@@ -103,7 +103,7 @@ def initialize(
     batch = solve_batch(settings, world)
     number = watch_world().rounds + 1
     if world > 1:
-        agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
+        agree(f"{INITIALIZE}, engine {number}", facts_to_compare(model, settings, plan, batch, chosen, lr_scheduler))
     group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
     engine = engine_class(
         model,

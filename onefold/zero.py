@@ -40,7 +40,7 @@ from onefold.comm import (
     make_collective,
 )
 from onefold.config import Config, load_config
-from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision

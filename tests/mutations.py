@@ -189,7 +189,7 @@ MUTATIONS = [
     ),
     Mutation(
         "offload-states-include",
-        "onefold/engine/offload_states.py",
+        "onefold/engine/offloaded_states.py",
         "    return [kind for kind in OffloadStateTypeEnum if kind.value in names]",
         "    return list(OffloadStateTypeEnum)",
         "test_parking.py",
@@ -550,7 +550,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parked-copy",
-        "onefold/engine/offload_states.py",
+        "onefold/engine/offloaded_states.py",
         "_bytes(storage).copy_(copy, non_blocking=True)",
         "pass",
         "test_parking.py",
@@ -769,7 +769,7 @@ MUTATIONS = [
     # -- the record of a run, and the page ----------------------------------------------------------------------
     Mutation(
         "record-adds-up-traffic",
-        "onefold/engine/reporting.py",
+        "onefold/engine/step_reports.py",
         "self._since, self._before = now, ledger",
         "self._since = now",
         "test_run_record.py -k says_what_the_engine_says",

@@ -213,7 +213,7 @@ TIER_MUTATIONS = [
     # States that lie along no parameter, several ranks, a checkpoint that is loaded.
     Mutation(
         "tier-loose-states-of-rank-0",
-        "onefold/engine/loading.py",
+        "onefold/engine/checkpoint_loader.py",
         "for rank in range(checkpoint.manifest.world_size):",
         "for rank in range(1):",
         "test_checkpoints.py test_muon.py test_optimizers.py",

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from onefold.engine.offload_states import OffloadStateTypeEnum, host_copy, move_by_hand
+from onefold.engine.offloaded_states import OffloadStateTypeEnum, host_copy, move_by_hand
 from onefold.engine.train_state import TrainState
 from onefold.runtime.held import reads_no_values
 from onefold.runtime.torch_internals import tensors_in

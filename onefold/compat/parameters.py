@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from onefold.compat.moved_by_hand import HandedOut, Mover
-from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.engine.train_state import TrainState
 from onefold.runtime import ParamHandle, param_handle
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.saving.saver import LINGER
-from onefold.engine.offload_states import reload_states
-from onefold.engine.reporting import StepReports
-from onefold.engine.saving import Saving
+from onefold.engine.checkpoint_saver import CheckpointSaver
+from onefold.engine.offloaded_states import reload_states
+from onefold.engine.step_reports import StepReports
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.offload.offload_memory import OffloadMemory
@@ -22,7 +22,7 @@ from onefold.runtime import Hooks, ParamHandle
 
 def close_engine(
     state: TrainState,
-    saving: Saving,
+    saving: CheckpointSaver,
     hooks: Hooks,
     handles: list[ParamHandle],
     memory: OffloadMemory | None,

@@ -16,12 +16,12 @@ from torch import nn
 from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
 from onefold.config import Batch
-from onefold.engine import deepspeed_names, reporting
+from onefold.engine import deepspeed_names, step_reports
+from onefold.engine.checkpoint_loader import CheckpointLoader
+from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.closing import close_engine, pause_collector
-from onefold.engine.loading import Loading
 from onefold.engine.memory_errors import MemoryErrors
-from onefold.engine.offload_states import offload_engine, reload_engine
-from onefold.engine.saving import Saving
+from onefold.engine.offloaded_states import offload_engine, reload_engine
 from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -78,7 +78,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         _retire(model)
-        self.monitor, record = MonitorMaster(plan.loop.monitoring), reporting.open_record(plan.loop, group)
+        self.monitor, record = MonitorMaster(plan.loop.monitoring), step_reports.open_record(plan.loop, group)
         window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
         self.plan = plan = replace(plan, node_size=group.node_size, accumulates=window.accumulates)
         self.device = device
@@ -113,8 +113,8 @@ class Engine(nn.Module):
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, schedule, self, watch=watch)
         self._shared.watch(model, group)
-        told = {"breakdown": plan.loop.times_phases, "records": plan.loop.reports_steps and group.rank == 0}
-        self._timeline = Timeline(device, self.ledger, schedule, self._hooks, **told)
+        timeline_options = {"breakdown": plan.loop.times_phases, "records": plan.loop.reports_steps and group.rank == 0}
+        self._timeline = Timeline(device, self.ledger, schedule, self._hooks, **timeline_options)
         self._trace = TraceWindow.of(plan.loop.trace, device, group.rank)
         if self._trace is not None:
             weakref.finalize(self, self._trace.give_up)
@@ -124,10 +124,10 @@ class Engine(nn.Module):
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
-        self._saving = Saving(self.state)
-        self._loading = Loading(self.state, self._saving)
+        self._saving = CheckpointSaver(self.state)
+        self._loading = CheckpointLoader(self.state, self._saving)
         self._ledger_at_start = self.ledger.copy()
-        self._reports = reporting.open_reports(self, record)
+        self._reports = step_reports.open_reports(self, record)
         parts = (self.state, self._saving, self._hooks, handles, memory, self._reports)
         self._finalizer = weakref.finalize(self, close_engine, *parts)
         self._finalizer.atexit = False
@@ -205,7 +205,7 @@ class Engine(nn.Module):
             if self._reports is not None:
                 self._reports.begin_step()
             elif self._num_steps < _STEPS_TO_SETTLE:
-                self._gradients_held = reporting.held_gradients(state)
+                self._gradients_held = step_reports.held_gradients(state)
             with self._phase("step"), self._memory_errors.explained("step"):
                 self._take_step(self.optimizer)
             state.global_steps += 1
@@ -447,8 +447,8 @@ class Engine(nn.Module):
         beside, crossing = self.planned_buffers(), self.planned_crossing()
         return describe(units, self.plan, sizes, beside, crossing, self.batch, name, self._collective_name)
 
-    plan_report = reporting.plan_report
-    note_run = reporting.note_run
+    plan_report = step_reports.plan_report
+    note_run = step_reports.note_run
 
     # -- compiling and printing ---------------------------------------------------------------------------------
 

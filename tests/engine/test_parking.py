@@ -13,7 +13,7 @@ from models import batches, config, first_difference, more, net, precision, star
 import onefold
 from onefold.compat import deepspeed
 from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from onefold.engine.offload_states import reload_states
+from onefold.engine.offloaded_states import reload_states
 from onefold.offload.param_shard import tensors_of
 from onefold.utils import safe_get_full_fp32_param
 

@@ -15,7 +15,7 @@ from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.compat.moved_by_hand import HandedOut, Mover
-from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.engine.train_state import TrainState
 from onefold.offload.encoded import EncodedFlat
 from onefold.offload.param_shard import Flat, is_on_disk, read

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onefold.engine.offload_states import OffloadStateTypeEnum, devices_of
+from onefold.engine.offloaded_states import OffloadStateTypeEnum, devices_of
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:

@@ -28,7 +28,7 @@ from onefold.log import logger
 from onefold.version import __version__
 
 
-class Saving:
+class CheckpointSaver:
     """Saves the train state: what the program calls, and this rank's part of saves that it does not call."""
 
     def __init__(self, state: TrainState) -> None:
@@ -207,7 +207,7 @@ def _published(pointer_files: list[str], tag_folder: Path, *, keep_last: int | N
     retain(tag_folder.parent, keep_last=keep_last, keep_every=keep_every)
 
 
-def _leave(saving: weakref.ref[Saving]) -> None:
+def _leave(saving: weakref.ref[CheckpointSaver]) -> None:
     """The process ends. Unless an error ends it, rank 0 may still be about to save. No thread may stay in the store."""
     found = saving()
     if found is not None:
