@@ -118,7 +118,7 @@ def initialize(
     )
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.training_dataloader = engine.state.make_loader(training_data, collate_fn=collate_fn)
     give_back_free_memory()
     if is_first:
         for line in engine.describe().splitlines():

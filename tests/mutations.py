@@ -840,7 +840,7 @@ MUTATIONS = [
     Mutation(
         "below-own-thread-closes-its-engine",
         "onefold/engine/closing.py",
-        '    if threading.current_thread().name.startswith("onefold-"):',
+        "    if threading.current_thread() is not parts.creator:",
         "    if False:",
         "test_offload_cases.py -k collected_by_its_own",
     ),

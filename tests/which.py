@@ -49,7 +49,7 @@ ELSEWHERE = {
     "config/zero_optimization.py": "plan/plan",
     "engine/closing.py": "runtime/cases",
     "engine/core.py": "runtime/exactness runtime/cases runtime/compile",
-    "engine/deepspeed_names.py": "runtime/zero compat/huggingface",
+    "compat/engine_getters.py": "engine/engine",
     "engine/checkpoint_loader.py": "checkpoint/checkpoints offload/offload_cases",
     "engine/memory_errors.py": "report/out_of_memory",
     "engine/step_reports.py": "report/run_record report/monitors",

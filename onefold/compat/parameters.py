@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from onefold.compat.moved_by_hand import HandedOut, Mover
-from onefold.engine.offloaded_states import OffloadStateTypeEnum
-from onefold.engine.train_state import TrainState
+from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
 from onefold.runtime import ParamHandle, param_handle
 
 # In stage 3 the shard of a trained parameter is its master.
@@ -94,7 +93,7 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
         kept = param.full[low : max(low, high)] if unsharded else param.full.new_empty(0)
     if isinstance(kept, torch.Tensor):
         name = f"ds_tensor of {member.name}"
-        kept = HandedOut.of(kept.detach(), Mover(name, partial(_state_of, weakref.ref(handle)), _WEIGHTS))
+        kept = HandedOut.of(kept.detach(), Mover(name, partial(_offloaded_states, weakref.ref(handle)), _WEIGHTS))
     parameter.__dict__.update(
         ds_id=handle.number_of(parameter),
         ds_shape=torch.Size(member.shape),
@@ -114,9 +113,10 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
         parameter.__dict__.update(ds_secondary_tensor=None, ds_zero_param_process_group=None)
 
 
-def _state_of(reference: weakref.ref[ParamHandle]) -> TrainState | None:
+def _offloaded_states(reference: weakref.ref[ParamHandle]) -> OffloadedStates | None:
+    """Return the offloaded states of the engine that holds a parameter."""
     handle = reference()
-    return getattr(handle.owner, "state", None) if handle is not None else None
+    return getattr(handle.owner, "offloaded_states", None) if handle is not None else None
 
 
 def _left(parameter: nn.Parameter) -> None:

@@ -68,9 +68,9 @@ class OpenCheckpoint:
 class CheckpointLoader:
     """Loads checkpoints into the train state of one engine. All ranks call it together."""
 
-    def __init__(self, state: TrainState, saving: CheckpointSaver) -> None:
+    def __init__(self, state: TrainState, saver: CheckpointSaver) -> None:
         self._state = state
-        self._saving = saving
+        self._saver = saver
 
     def load(
         self,
@@ -87,7 +87,7 @@ class CheckpointLoader:
         state = self._state
         state.schedule.check_awake()
         state.flush()
-        self._saving.saver.finish()
+        self._saver.finish()
         state.schedule.meet_for_load()
         if state.step is not None:
             state.step.about_to_write()
@@ -337,7 +337,7 @@ class CheckpointLoader:
             )
         if options.job:
             self._restore_job(found, options)
-        self._saving.remember_step()
+        self._saver.remember_step()
         self._state.half_loaded = ""
         client_state: dict[str, Any] = state["client_state"]
         return client_state

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Gathering
-from onefold.engine import Engine
+from onefold.engine.model_events import ModelEvents
 from onefold.log import logger as logger
 from onefold.offload.param_shard import Flat, read, write
 from onefold.optim.step import ShardedStep
@@ -33,7 +33,7 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 class _Place:
     """Where a trained parameter's states lie on this rank."""
 
-    engine: Engine
+    owner: ModelEvents
     step: ShardedStep
     handle: ParamHandle
     param: FlatParam
@@ -116,13 +116,13 @@ class _Range:
 
 def _place(parameter: nn.Parameter) -> _Place | None:
     handle = handle_of(parameter)
-    engine = handle.owner if handle is not None else None
-    if handle is None or not isinstance(engine, Engine) or engine.state.step is None:
+    owner = handle.owner if handle is not None else None
+    if handle is None or not isinstance(owner, ModelEvents) or owner.state.step is None:
         return None
-    engine.state.schedule.check_awake()
-    engine.state.step.wait_for_host()
+    owner.state.schedule.check_awake()
+    owner.state.step.wait_for_host()
     param, index = handle.place_of(parameter)
-    return _Place(engine, engine.state.step, handle, param, param.layout.members[index]) if param.trainable else None
+    return _Place(owner, owner.state.step, handle, param, param.layout.members[index]) if param.trainable else None
 
 
 def _trained(parameter: nn.Parameter) -> _Place:
@@ -147,7 +147,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the master, and with it the parameter."""
     place = _trained(param)
-    place.engine.about_to_write()
+    place.owner.about_to_write()
     place.master().write(value, local=False)
     flat, member = place.param, place.member
     if flat.stays_unsharded:
@@ -166,14 +166,14 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     place = _trained(param)
     flat = place.param
-    if flat.stays_unsharded and not place.engine.plan.shards_states:
+    if flat.stays_unsharded and not place.owner.state.plan.shards_states:
         raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
     if not flat.stays_unsharded:
         place.step.about_to_write()
         place.master().write(value, local=True)
         flat.store.push().wait()
     else:
-        place.engine.about_to_write()
+        place.owner.about_to_write()
         master = place.master()
         master.write(value, local=True)
         start, stop = flat.own_range
@@ -194,7 +194,7 @@ def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
     found = place.param.grad.unreduced(place.param.layout.members.index(place.member)) if place else None
     if place is None or found is None:
         return None
-    return found.float() * place.engine.gradient_factor * place.engine.state.group.size
+    return found.float() * place.owner.state.gradient_factor * place.owner.state.group.size
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -206,7 +206,7 @@ def _get_gradient(param: nn.Parameter, *, local: bool) -> torch.Tensor | None:
     range_ = place.gradient() if place else None
     if place is None or range_ is None:
         return None
-    return (range_.local() if local else range_.unsharded()).float() * place.engine.gradient_factor
+    return (range_.local() if local else range_.unsharded()).float() * place.owner.state.gradient_factor
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
     range_ = place.gradient()
     if range_ is None:
         raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
-    range_.write(value.float() / place.engine.gradient_factor, local=local)
+    range_.write(value.float() / place.owner.state.gradient_factor, local=local)
     place.param.grad.shard.forget_square_sum()
 
 

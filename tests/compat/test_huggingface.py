@@ -615,7 +615,7 @@ def lora_bytes() -> dict[str, bool]:
     parameters = dict(engine.module.named_parameters())
     gradients = {name: safe_get_full_grad(parameter) for name, parameter in parameters.items()}
     engine.step()
-    held, planned = engine.held_bytes(), engine.planned_bytes()
+    held, planned = engine.model_memory.held_bytes(), engine.model_memory.planned_bytes()
     frozen = [run for unit in engine.state.schedule.units for run in unit.params if not run.trainable]
     adapters = [run for unit in engine.state.schedule.units for run in unit.params if run.trainable]
     padded = sum(run.layout.shard_size for run in adapters)

@@ -102,7 +102,7 @@ def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> Arrival:
 
 def planned_on_gpu(engine: Engine) -> Crossing:
     specs = [param.spec for unit in engine.state.schedule.units for param in unit.params]
-    return count_crossing(specs, engine._complete(engine.plan), engine.batch.accumulation, device_casts=True)
+    return count_crossing(specs, engine.model_memory.plan, engine.batch.accumulation, device_casts=True)
 
 
 @contextmanager

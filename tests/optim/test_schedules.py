@@ -472,11 +472,11 @@ def plateau(stage: int, kind: str) -> None:
         before = weights_of(engine.module)
         with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*'metrics'.*engine\.step\(lr_kwargs="):
             engine.step()
-        assert engine.global_steps == engine.micro_steps == step
+        assert engine.global_steps == engine.state.window.micro_steps == step
         assert all(torch.equal(value, before[name]) for name, value in weights_of(engine.module).items())
         rate = engine.get_lr()[0]
         engine.step(lr_kwargs={"metrics": 1.0})
-        assert engine.global_steps == engine.micro_steps == step + 1
+        assert engine.global_steps == engine.state.window.micro_steps == step + 1
         # The gradient of a bias is the batch's two rows.
         assert torch.allclose(before["bias"] - weights_of(engine.module)["bias"], torch.full((2,), 2 * rate))
         rates.append(rate)
@@ -498,7 +498,7 @@ def at_its_end() -> tuple[int, int, int | None]:
         with pytest.raises(ValueError, match="Tried to step 3 times") if step == 2 else nullcontext():
             engine.step()
         assert not torch.equal(before["weight"], weights_of(engine.module)["weight"])
-    return engine.global_steps, engine.micro_steps, engine._saving.steps_done()
+    return engine.global_steps, engine.state.window.micro_steps, engine._saver.steps_done()
 
 
 def test_a_step_is_counted_though_its_scheduler_raises(on_ranks):

@@ -169,7 +169,7 @@ BUDGETS = {
     "cli": 3_100,
     "comm": 3_500,
     "config": 2_800,
-    "engine": 2_550,
+    "engine": 2_700,
     "estimate": 3_150,
     "offload": 2_800,
     "optim": 5_200,

@@ -15,7 +15,7 @@ from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.compat.moved_by_hand import HandedOut, Mover
-from onefold.engine.offloaded_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
 from onefold.engine.train_state import TrainState
 from onefold.offload.encoded import EncodedFlat
 from onefold.offload.param_shard import Flat, is_on_disk, read
@@ -50,10 +50,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
         step()
 
-    def learn(self, state: TrainState, stands_for: type[torch.optim.Optimizer]) -> None:
+    def learn(self, state: TrainState, offloaded: OffloadedStates, stands_for: type[torch.optim.Optimizer]) -> None:
         """What the engine lays it over, for those who ask."""
         self.plan, self.stands_for = state.plan, stands_for
-        self._states = _States(self.sharded, weakref.ref(state))
+        self._states = _States(self.sharded, weakref.ref(offloaded))
         self.state: Mapping[torch.Tensor, Any] = self._states  # type: ignore[assignment]
         self._train_state = weakref.ref(state)
         if self.sharded.instance is None:
@@ -232,9 +232,9 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
     A parameter of the model is answered for too: with this rank's part of its states.
     """
 
-    def __init__(self, step: ShardedStep, state: weakref.ref[TrainState]) -> None:
+    def __init__(self, step: ShardedStep, offloaded: weakref.ref[OffloadedStates]) -> None:
         self._step = step
-        self._state = state
+        self._offloaded = offloaded
         # Masters as they are handed out, by store.
         self._handed_out: dict[ShardStore, torch.Tensor] = {}
         # Decoded copies of quantized or split masters, with the step they were read after. Weak references, so that a
@@ -249,7 +249,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         master = self._step.master_of(store)
         if isinstance(master, torch.Tensor):
             if store not in self._handed_out:
-                mover = Mover("a master weight of the optimizer", self._state, [OffloadStateTypeEnum.hp_params])
+                mover = Mover("a master weight of the optimizer", self._offloaded, [OffloadStateTypeEnum.hp_params])
                 self._handed_out[store] = HandedOut.of(master.detach(), mover)
             return self._handed_out[store]
         if is_on_disk(master):
@@ -292,7 +292,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         return _Shown({"step": self._step.num_steps, **shown} if shown else {}, movers)
 
     def _mover(self, name: str) -> Mover:
-        return Mover(f"optimizer.state[...][{name!r}]", self._state, [OffloadStateTypeEnum.optim_states])
+        return Mover(f"optimizer.state[...][{name!r}]", self._offloaded, [OffloadStateTypeEnum.optim_states])
 
     def _read(self, flat: Flat) -> torch.Tensor:
         """Return the values, from the host where they were moved there by hand."""

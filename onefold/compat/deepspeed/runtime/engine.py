@@ -22,12 +22,12 @@ from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig, read_config
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
 from onefold.compat.deepspeed.utils.timer import ThroughputTimer
+from onefold.compat.engine_getters import EngineGetters
 from onefold.compat.lazy import names, same
 from onefold.compat.not_offered import NotOfferedError, explain
 from onefold.config import Batch, ConfigError
 from onefold.config.params import plain_name
 from onefold.config.schema import ThroughputTimer as ThroughputSettings
-from onefold.engine import Engine
 from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
 from onefold.plan import Plan
@@ -41,23 +41,23 @@ class TagError(SaveError, AssertionError):
     """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail"."""
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(EngineGetters):
     """What `deepspeed.initialize` returns first."""
 
-    optimizer_class = ZeROOptimizer
+    _optimizer_type = ZeROOptimizer
 
     def __init__(
         self, model: nn.Module, plan: Plan, batch: Batch, chosen: Chosen | None, *args: Any, **kwargs: Any
     ) -> None:
         _check_as_deepspeed(plan, chosen, DeepSpeedConfig(kwargs["config"]))
         super().__init__(model, plan, batch, chosen, *args, **kwargs)
-        self._saving.pointer_files += self._checkpoint_file_names()
+        self._saver.pointer_files += self._checkpoint_file_names()
         # Lightning saves at the end of an epoch, wherever that is, and asks the module for weights that it leaves out.
-        self._saving.refuses_open_window = False
+        self._saver.refuses_open_window = False
         self._hooks.state_dicts_may_be_empty = True
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.step_of_engine = weakref.WeakMethod(self.step)
-            self.optimizer.learn(self.state, self._optimizer_class(self.optimizer))
+            self.optimizer.learn(self.state, self.offloaded_states, self._optimizer_class(self.optimizer))
 
     def _optimizer_class(self, optimizer: ZeROOptimizer) -> type[torch.optim.Optimizer]:
         """That of the user's instance, or of what DeepSpeed makes of the section `optimizer`."""
