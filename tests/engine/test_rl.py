@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
+from onefold.compat.parameters import install
 from onefold.zero import GatheredParameters, stream_weights
 
 peft = pytest.importorskip("peft")
@@ -174,6 +175,7 @@ def test_a_loop_over_parameters_gathers_each_unit_once(on_ranks, dtype):
 
 def changed_in_between() -> list[str]:
     """Everything that changes a weight, or needs memory, between two reads of it."""
+    install()  # for `ds_tensor`
     engine, told = start(net(), config(3)), []
     straight = start(net(), config(3))
     weight = engine.module.blocks[0].up.weight

@@ -595,8 +595,9 @@ def test_masters_gradients_and_states_are_read_and_set_in_every_stage(on_ranks, 
 
 
 def attributes() -> dict[str, Any]:
-    from onefold.compat.parameters import ZeroParamStatus
+    from onefold.compat.parameters import ZeroParamStatus, install
 
+    install()
     engine = engine_of(3)
     weight: Any = engine.module.blocks[0].up.weight
     weight._is_hf_initialized = True

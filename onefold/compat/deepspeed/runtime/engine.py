@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import onefold.compat.parameters  # noqa: F401 - puts the ds_* attributes on parameters
 from onefold import start
 from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
 from onefold.checkpoint.saving.rank_writer import SaveError
@@ -25,12 +24,15 @@ from onefold.compat.deepspeed.utils.timer import ThroughputTimer
 from onefold.compat.engine_getters import EngineGetters
 from onefold.compat.lazy import names, same
 from onefold.compat.not_offered import NotOfferedError, explain
+from onefold.compat.parameters import install
 from onefold.config import Batch, ConfigError
 from onefold.config.params import plain_name
 from onefold.config.schema import ThroughputTimer as ThroughputSettings
 from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
 from onefold.plan import Plan
+
+install()  # the ds_* attributes of parameters
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
 

@@ -12,7 +12,7 @@ import torch
 
 from onefold.compat.deepspeed.runtime.config import read_config
 from onefold.compat.not_offered import NotOffered
-from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus
+from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus, install
 from onefold.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 from onefold.zero import Init as _Init
 
@@ -21,6 +21,8 @@ __all__ = [
     "ZeroParamType", "is_zero_param", "partitioned_param_data_shape", "register_external_parameter",
     "unregister_external_parameter",
 ]  # fmt: skip
+
+install()  # the ds_* attributes of parameters
 
 partitioned_param_data_shape = [0]
 """The shape of a parameter that rests as shards."""
