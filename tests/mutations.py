@@ -989,7 +989,7 @@ MUTATIONS = [
     Mutation(
         "states-name-that-is-not-built",
         "onefold/start.py",
-        "settings = replace(settings, optimizer=None)  # and nothing that its type says counts",
+        "settings = replace(settings, optimizer=None)  # the section is not read, and its type decides nothing",
         "pass",
         "test_states.py -k not_built",
     ),
