@@ -42,12 +42,17 @@ class LoadOptions:
     """The parts of a checkpoint to load."""
 
     strict: bool
+    """Whether names must match."""
     optimizer: bool
+    """Whether to load optimizer states."""
     scheduler: bool
+    """Whether to load the state of the learning-rate schedule."""
     job: bool
+    """Whether to restore counters."""
     exactly: bool
     """Whether to restore random states and the data position."""
     custom: Callable[..., None] | None
+    """A function of the user that loads the weights."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,13 @@ class OpenCheckpoint:
 
     checkpoint: CheckpointReader
     state: dict[str, Any]
+    """The state that is the same on all ranks."""
     own: dict[str, Any]
+    """The state of this rank: random states and the data position."""
     same_world: bool
+    """Whether it was saved by as many ranks."""
     whole: dict[str, torch.Tensor]
+    """Unsharded weights, for a function of the user."""
     groups: list[dict[str, Any]]
     """Hyperparameters for each group of the optimizer."""
     reads: list[Slot]

@@ -478,7 +478,7 @@ class Engine(nn.Module):
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             changed = fn(probe)
             if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-                raise RuntimeError("the engine's model cannot be cast or moved; the config says dtypes and devices")
+                raise RuntimeError("the engine's model cannot be cast or moved. Set dtypes and devices in the config")
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Helpers under the names that DeepSpeed scripts import from its utils.
 
 Masters, gradients and optimizer states of one parameter are read and set unsharded (`full`) or as this rank's part
-(`local`), in every stage. Functions that say `full` are called by all ranks together, with the same values to set.
+(`local`), in every stage. All ranks call the functions with `full` together, with the same values to set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a trained parameter's states lie on this rank."""
+    """The place of a trained parameter's states on this rank."""
 
     owner: ModelEvents
     step: ShardedStep
@@ -90,7 +90,7 @@ class _Range:
         return slice(low - self.start, high - self.start), slice(low - member.start, high - member.start)
 
     def unsharded(self) -> torch.Tensor:
-        """The parameter's part of every rank's range."""
+        """Return the parameter's values, gathered from all ranks."""
         member, param = self.place.member, self.place.param
         own = full = read(self.tensor).to(param.device)
         if full.numel() < param.layout.total:
@@ -133,7 +133,7 @@ def _trained(parameter: nn.Parameter) -> _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The unsharded fp32 master; None if the parameter is not trained."""
+    """Return the unsharded fp32 master; None if the parameter is not trained."""
     place = _place(param)
     return place.master().unsharded() if place else None
 
@@ -159,10 +159,11 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master. Only where masters are sharded: elsewhere ranks would differ. Of a parameter
-    that stays unsharded all ranks set their parts together, since each gets the others'.
+    """Set this rank's part of the master.
 
-    With secondary shards (hpZ) a write between two micro-steps is seen after the step.
+    It raises if masters are replicated, because ranks would then differ. For a parameter that stays unsharded, all
+    ranks call this together, because their parts are all-gathered. With secondary shards (hpZ) a write between two
+    micro-steps takes effect after the step.
     """
     place = _trained(param)
     flat = place.param
@@ -184,12 +185,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole averaged gradient between backward and step; None where there is none, or not reduced yet."""
+    """Return the unsharded averaged gradient between backward and step; None if there is none or it is not reduced."""
     return _get_gradient(param, local=False)
 
 
 def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """What this rank alone has accumulated, inside `no_sync` or before the boundary, where it is held unsharded."""
+    """Return the gradient that this rank has accumulated before its reduction; None if it is not held unsharded."""
     place = _place(param)
     found = place.param.grad.unreduced(place.param.layout.members.index(place.member)) if place else None
     if place is None or found is None:
@@ -229,7 +230,7 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A whole state such as `exp_avg`; None before the optimizer has made it."""
+    """Return an unsharded state such as `exp_avg`; None before the optimizer has made it."""
     place = _place(param)
     range_ = place.state(optim_state_key, local=False) if place else None
     return range_.unsharded() if range_ else None
