@@ -68,6 +68,14 @@ def test_floors_import_downwards_only(path):
         assert FLOORS[other] <= FLOORS[room(path)], f"{path} imports upwards: {other}"
 
 
+def test_nothing_but_one_name_leads_to_compat():
+    """The library does not import `onefold.compat`, by a string either: only `register_as_deepspeed` comes from it."""
+    naming = {path for path in OURS if "onefold.compat" in path.read_text()}
+    assert naming == {PACKAGE / "__init__.py"}
+    named = [line for line in (PACKAGE / "__init__.py").read_text().splitlines() if "onefold.compat" in line]
+    assert all("register_as_deepspeed" in line for line in named), named
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_rooms(path):
     assert len(path.read_text().splitlines()) <= 600
