@@ -1,7 +1,7 @@
-"""onefold: every byte of model state is held once.
+"""onefold: the ZeRO family on torch.distributed, behind the config and the API that DeepSpeed users already have.
 
-The ZeRO family on torch.distributed, behind the config and the API that DeepSpeed users already have.
-Names are loaded when they are first used, so importing this costs little beyond importing torch.
+Names are loaded when they are first used, so importing this package costs little more than importing torch.
+`register_as_deepspeed` is the only name that comes from `onefold.compat`, and only a program that uses it loads that.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("initialize", "zero"):
-        importlib.import_module("onefold.compat.parameters")  # what other tools read on parameters
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _MODULES:

@@ -1,4 +1,4 @@
-"""`initialize`: from a model and a config to an engine, its optimizer, its loader and its scheduler."""
+"""Make an engine, its optimizer, its loader and its scheduler from a model and a config."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from onefold.comm.notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
-from onefold.engine.alike import items_of
-from onefold.engine.reporting import check_reports
+from onefold.engine.rank_consistency import facts_to_compare
+from onefold.engine.step_reports import check_reports
 from onefold.log import logger, set_up_logging
 from onefold.optim.choose import (
     Chosen,
@@ -33,7 +33,7 @@ from onefold.optim.choose import (
 )
 from onefold.optim.schedules import build_scheduler, read_schedule
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import Tier, make_plan, plan_every_stage, plan_with_less
+from onefold.plan import Plan, Tier, make_plan, plan_every_stage, plan_with_less
 
 
 def initialize(
@@ -56,54 +56,46 @@ def initialize(
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
 
-    `optimizer` is a torch optimizer, a callable that takes the parameters, torch's Muon and AdamW in a list, or None
-    for the config's own; without either, the engine evaluates. `lr_scheduler` is a scheduler or a callable that takes
-    the optimizer.
+    `optimizer` is a torch optimizer, a callable that takes the parameters, a list with torch's Muon and AdamW, or None
+    for the optimizer of the config. With neither, the engine only evaluates. `lr_scheduler` is a scheduler or a
+    callable that takes the optimizer.
     """
     if model is None:
-        raise ConfigError("initialize needs a model")
+        raise ConfigError("initialize needs a model. Pass model=")
     if mpu is not None or mesh_param is not None:
-        raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
+        raise ValueError(
+            "mpu and mesh_param ask for tensor or sequence parallelism, which onefold lacks. Leave them out"
+        )
     if dist.is_initialized():
-        watch_world()  # which tells ranks that have come so far, should this one end before
+        watch_world()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
     settings = read_config(_config_source(args, config, config_params))
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world, is_first = watch_world().size, watch_world().rank == 0
     check_topology(settings, world)
     set_up_logging(settings.log_level, speaks=is_first)
-    if is_first:
-        for notice in settings.notices:
-            logger.info("config: %s", notice)
+    _log_notices(settings.notices, speaks=is_first)
     checkpointing.read_config(settings)
 
     given = list(model_parameters) if model_parameters is not None else []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = choose(optimizer, settings.optimizer, given or trained, model)
     if settings.scheduler is not None and lr_scheduler is None:
-        read_schedule(settings.scheduler.type, settings.scheduler.params)  # a mistake shows before shards are made
-    if is_first:
-        for line in _unread(settings, optimizer, lr_scheduler, chosen):
-            logger.info("config: %s", line)
+        read_schedule(settings.scheduler.type, settings.scheduler.params)  # report mistakes before shards are made
+    _log_notices(_ignored_sections(settings, optimizer, lr_scheduler, chosen), speaks=is_first)
     if optimizer is not None:
-        settings = replace(settings, optimizer=None)  # and nothing that its type says counts
+        settings = replace(settings, optimizer=None)  # the section is not read, and its type decides nothing
     if chosen is not None:
         settings = _with_low_bits(settings, chosen, model)
     plan = make_plan(settings, world)
     if is_first:
         check_reports(plan.loop)
     if chosen is not None:
-        check_formats(chosen, plan.formats)
-    if chosen is not None and plan.shards_states and plan.num_shards > 1:
-        check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
-    if chosen is not None and plan.delays_host:
-        check_delayed(chosen)
-    if chosen is not None and plan.states.tier is Tier.NVME:
-        chosen = for_disk(chosen)
+        chosen = _fit_optimizer(chosen, plan, allow_untested=settings.zero_allow_untested_optimizer)
     batch = solve_batch(settings, world)
     number = watch_world().rounds + 1
     if world > 1:
-        agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
+        agree(f"{INITIALIZE}, engine {number}", facts_to_compare(model, settings, plan, batch, chosen, lr_scheduler))
     group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
     engine = engine_class(
         model,
@@ -118,7 +110,7 @@ def initialize(
     )
     engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.training_dataloader = engine.state.make_loader(training_data, collate_fn=collate_fn)
     give_back_free_memory()
     if is_first:
         for line in engine.describe().splitlines():
@@ -137,17 +129,36 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
-    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # its first name
+    """Return the one config among the arguments of `initialize`."""
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # the older name
     given = [source for source in (config, config_params, from_args) if source is not None]
     if not given:
-        raise ConfigError("no config: pass config= (a dict or a path), or --deepspeed_config on the command line")
+        raise ConfigError(
+            "there is no config. Pass config= (a dict or a path), or --deepspeed_config on the command line"
+        )
     if config is not None and from_args is not None and config != from_args:
-        raise ConfigError(f"two configs: config= and --deepspeed_config {from_args}; pass one")
+        raise ConfigError(f"there are two configs: config= and --deepspeed_config {from_args}. Pass one of them")
     return given[0]
 
 
+def _log_notices(notices: Iterable[str], *, speaks: bool) -> None:
+    """Log notices about the config if this rank speaks for all."""
+    for notice in notices if speaks else ():
+        logger.info("config: %s", notice)
+
+
+def _fit_optimizer(chosen: Chosen, plan: Plan, *, allow_untested: bool) -> Chosen:
+    """Return the optimizer as the plan runs it. Raise if the plan cannot run it."""
+    check_formats(chosen, plan.formats)
+    if plan.shards_states and plan.num_shards > 1:
+        check_shardable(chosen, allow_untested=allow_untested)
+    if plan.delays_host:
+        check_delayed(chosen)
+    return for_disk(chosen) if plan.states.tier is Tier.NVME else chosen
+
+
 def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config:
-    """The same config, in which states are held as the class that the user has handed in says."""
+    """Return the config with the state format of the optimizer class that the user has passed."""
     found = chosen.low_bits
     if found is None or not found.is_8bit:
         return settings
@@ -157,9 +168,9 @@ def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config
         found.min_numel,
     ):
         raise ConfigError(
-            f"optimizer {chosen.name} keeps states of 8 bits for parameters of {found.min_numel} elements or more, and "
-            f"the config asks for {settings.state_dtype} states (onefold.state_dtype, bf16.bf16_optimizer_states) and "
-            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}: leave these keys out, or hand in another one"
+            f"optimizer {chosen.name} keeps 8-bit states for parameters of {found.min_numel} elements or more, but the "
+            f"config has {settings.state_dtype} states (onefold.state_dtype, bf16.bf16_optimizer_states) and "
+            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}. Leave these keys out, or change the optimizer"
         )
     wanted = {id(parameter) for parameter in found.fp32_parameters}
     names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
@@ -173,22 +184,23 @@ def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config
     return replace(settings, onefold=own)
 
 
-def _unread(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen | None) -> Iterator[str]:
-    """Sections of the config that what was handed to `initialize` leaves without work."""
+def _ignored_sections(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen | None) -> Iterator[str]:
+    """Yield a notice for each section of the config that the arguments of `initialize` make ineffective."""
     if settings.optimizer is not None and optimizer is not None:
-        yield "optimizer: initialize was handed an optimizer, so nothing reads the section"
+        yield "optimizer: initialize was given an optimizer, so the section is not read"
     if settings.scheduler is not None and lr_scheduler is not None:
-        yield "scheduler: initialize was handed an lr_scheduler, so nothing reads the section"
+        yield "scheduler: initialize was given an lr_scheduler, so the section is not read"
     own_class = chosen is not None and (not chosen.rules or chosen.has_matrices)
     if own_class and settings.onefold.offloaded_step in ("device", "both"):
-        yield "onefold.offloaded_step: the GPU steps what onefold's own elementwise rules step; the host all else"
+        yield "onefold.offloaded_step: the GPU updates with elementwise rules of onefold only; the host does the rest"
     if chosen is not None and chosen.is_paged:
-        yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer keeps them on the host"
+        yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer stores them on the host"
     if chosen is None and (settings.scheduler is not None or lr_scheduler is not None):
-        yield "scheduler: there is no optimizer whose learning rate it could set"
+        yield "scheduler: there is no optimizer, so the section is not read"
 
 
 def _scheduler(given: Any, settings: Config, optimizer: ShardedOptimizer | None) -> Any:
+    """Return the scheduler that was passed, or that of the config; None without an optimizer."""
     if optimizer is None:
         return None
     if given is not None:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from onefold.checkpoint.loading.weights import load_safetensors, stream_weights
+from onefold.checkpoint.state.weights import load_safetensors, stream_weights
 from onefold.comm import (
     Agreement,
     Ledger,
@@ -40,7 +40,7 @@ from onefold.comm import (
     make_collective,
 )
 from onefold.config import Config, load_config
-from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
@@ -215,8 +215,9 @@ class Init:
 
     @contextmanager
     def overwriting(self, handle: ParamHandle) -> Iterator[None]:
-        """One parameter of a handle is overwritten: where it is the only one nothing is gathered. A write that raises
-        leaves the values that were there.
+        """Open a handle for overwriting one of its parameters. The only parameter of a handle is not gathered.
+
+        A write that raises leaves the former values.
         """
         blank = handle not in self._open and sum(len(param.parameters) for param in handle.params) == 1
         self.open(handle, blank=blank)
@@ -346,7 +347,7 @@ class GatheredParameters:
             self._give_back(cache=only_read and len(self._borrowed) == 1)
 
     def _check_shapes(self) -> None:
-        """Data of another shape must come on every rank alike, and before an engine has laid the model out."""
+        """Raise if parameters were resized after an engine has laid the model out, or not on all ranks."""
         names = [name for handle in self._borrowed for name in handle.reshaped()]
         counts = [row[0] for row in self._borrowed[0].meet(Request.LEND, [len(names)])]
         laid_out = any(handle.owner is not None for handle in self._borrowed)
@@ -400,7 +401,7 @@ def _digest(handles: Sequence[ParamHandle]) -> int:
 
 
 def _fingerprint(param: FlatParam) -> tuple[int, ...]:
-    """Changes when a flat parameter that rests as shards is written to, through `.data` too."""
+    """Return a value that changes when a sharded flat parameter is written, also through `.data`."""
     if param.stays_unsharded:
         return ()
     with torch._C.DisableTorchFunction():

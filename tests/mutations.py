@@ -189,7 +189,7 @@ MUTATIONS = [
     ),
     Mutation(
         "offload-states-include",
-        "onefold/engine/offload_states.py",
+        "onefold/engine/offloaded_states.py",
         "    return [kind for kind in OffloadStateTypeEnum if kind.value in names]",
         "    return list(OffloadStateTypeEnum)",
         "test_parking.py",
@@ -550,7 +550,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parked-copy",
-        "onefold/engine/offload_states.py",
+        "onefold/engine/offloaded_states.py",
         "_bytes(storage).copy_(copy, non_blocking=True)",
         "pass",
         "test_parking.py",
@@ -769,7 +769,7 @@ MUTATIONS = [
     # -- the record of a run, and the page ----------------------------------------------------------------------
     Mutation(
         "record-adds-up-traffic",
-        "onefold/engine/reporting.py",
+        "onefold/engine/step_reports.py",
         "self._since, self._before = now, ledger",
         "self._since = now",
         "test_run_record.py -k says_what_the_engine_says",
@@ -840,7 +840,7 @@ MUTATIONS = [
     Mutation(
         "below-own-thread-closes-its-engine",
         "onefold/engine/closing.py",
-        '    if threading.current_thread().name.startswith("onefold-"):',
+        "    if threading.current_thread() is not parts.creator:",
         "    if False:",
         "test_offload_cases.py -k collected_by_its_own",
     ),
@@ -989,7 +989,7 @@ MUTATIONS = [
     Mutation(
         "states-name-that-is-not-built",
         "onefold/start.py",
-        "settings = replace(settings, optimizer=None)  # and nothing that its type says counts",
+        "settings = replace(settings, optimizer=None)  # the section is not read, and its type decides nothing",
         "pass",
         "test_states.py -k not_built",
     ),

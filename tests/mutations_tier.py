@@ -213,7 +213,7 @@ TIER_MUTATIONS = [
     # States that lie along no parameter, several ranks, a checkpoint that is loaded.
     Mutation(
         "tier-loose-states-of-rank-0",
-        "onefold/engine/loading.py",
+        "onefold/engine/checkpoint_loader.py",
         "for rank in range(checkpoint.manifest.world_size):",
         "for rank in range(1):",
         "test_checkpoints.py test_muon.py test_optimizers.py",
@@ -222,7 +222,7 @@ TIER_MUTATIONS = [
     # A parameter without elements.
     Mutation(
         "tier-empty-parameter-not-saved",
-        "onefold/checkpoint/loading/slots.py",
+        "onefold/checkpoint/state/slots.py",
         "if low < high or (member.start == member.stop and start == 0):",
         "if low < high:",
         "test_checkpoints.py test_export.py test_cases.py",

@@ -1,4 +1,4 @@
-"""Lets `import deepspeed` find `onefold.compat.deepspeed`, module by module.
+"""Let `import deepspeed` find `onefold.compat.deepspeed`, module by module.
 
 The distribution in `packaging/deepspeed` calls `answer_imports` when `deepspeed` is imported. Without it a script or a
 notebook calls `onefold.register_as_deepspeed()` before its other imports, which answers for the distribution too:
@@ -35,7 +35,7 @@ _ASK_EARLY = (
 
 
 def register_as_deepspeed() -> None:
-    """From now on `import deepspeed` and questions for its version are answered by onefold, in this process.
+    """Make `import deepspeed` and queries for its version find onefold, in this process.
 
     Call it before transformers, accelerate, TRL or Lightning are imported. Processes that `accelerate launch` or
     `deepspeed` start import `deepspeed` before a line of the script runs: for those, install the distribution
@@ -59,7 +59,7 @@ def register_as_deepspeed() -> None:
 
 
 def answer_imports() -> ModuleType:
-    """What the installed distribution does: `deepspeed` and all modules below it are ours. Returns the package."""
+    """Make `deepspeed` and its submodules find onefold, for the installed distribution. Return the package."""
     if not _is_answered():
         sys.meta_path.insert(0, _Finder(with_metadata=False))
     sys.modules[NAME] = importlib.import_module(_OURS)
@@ -94,7 +94,7 @@ class _Finder(DistributionFinder):
 
 
 class _Loader(Loader):
-    """Hands out a module of ours under its second name: one module, one set of classes."""
+    """Loads a module of onefold under its second name, so that there is one module and one set of classes."""
 
     def __init__(self, ours: str) -> None:
         self._ours = ours
@@ -108,7 +108,7 @@ class _Loader(Loader):
         module.__spec__ = self._spec  # the import system has set that of the second name
 
     def get_code(self, fullname: str) -> Any:
-        """What `python -m deepspeed.launcher.runner` runs."""
+        """Return the code that `python -m deepspeed.launcher.runner` runs."""
         spec = importlib.util.find_spec(self._ours)
         assert spec is not None
         return spec.loader.get_code(self._ours)  # type: ignore[union-attr]

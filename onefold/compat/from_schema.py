@@ -14,7 +14,7 @@ _OLD_PREFIX = "stage3_"
 
 
 def model_of(name: str, section: type, **kinds: Any) -> Any:
-    """A model with one field for each key of a section; `kinds` replaces the types of some."""
+    """Return a model with one field for each key of a section. `kinds` replaces types of fields."""
     fields: dict[str, Any] = {}
     old_names: dict[str, str] = {}
     for entry in entries(section).values():

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def names(module: str, table: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a module whose names are objects of other modules."""
+    """Return `__getattr__` and `__dir__` for a module whose names are objects of other modules."""
 
     def get(name: str) -> Any:
         if name in table:
@@ -34,12 +34,12 @@ def names(module: str, table: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
 
 def same(source: str, *listed: str) -> dict[str, str]:
-    """Names that are called here as they are there."""
+    """Return a table of names that are the same in both modules."""
     return {name: f"{source}.{name}" for name in listed}
 
 
 def fetch(path: str) -> Any:
-    """The object behind a dotted path: a module, or a name of one."""
+    """Return the object at a dotted path: a module, or a name of one."""
     source, _, name = path.rpartition(".")
     found = importlib.import_module(source)
     return getattr(found, name) if hasattr(found, name) else importlib.import_module(path)

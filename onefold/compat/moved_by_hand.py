@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from onefold.engine.offload_states import OffloadStateTypeEnum, host_copy, move_by_hand
-from onefold.engine.train_state import TrainState
+from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
 from onefold.runtime.held import reads_no_values
 from onefold.runtime.torch_internals import tensors_in
 
@@ -23,32 +22,32 @@ class Mover:
     """The engine that owns a tensor, and the kinds of state that are moved with it."""
 
     def __init__(
-        self, what: str, state: Callable[[], TrainState | None], kinds: Sequence[OffloadStateTypeEnum]
+        self, what: str, offloaded: Callable[[], OffloadedStates | None], kinds: Sequence[OffloadStateTypeEnum]
     ) -> None:
         self.what = what
-        self._state, self._kinds = state, kinds
+        self._offloaded, self._kinds = offloaded, kinds
 
     def move(self, held: torch.Tensor, value: torch.Tensor) -> bool:
         """Follow a move by hand; return whether `value` is the tensor itself, on its device or another one."""
         with torch._C.DisableTorchFunctionSubclass():
-            state = self._state()
-            if state is None and value.device != held.device:
+            offloaded = self._offloaded()
+            if offloaded is None and value.device != held.device:
                 self.refuse("moving", "there is no engine that could follow")
-            if state is not None and value.is_meta and not held.is_meta:
-                move_by_hand(state, self._kinds, value.device, self.what)
+            if offloaded is not None and value.is_meta and not held.is_meta:
+                offloaded.move_by_hand(self._kinds, value.device, self.what)
             known = self.present(held)
             if value.shape != known.shape or not torch.equal(value.to(known.device, known.dtype), known):
                 return False
-            # What the config offloads stays where it is.
-            if state is not None and (state.schedule.wake is not None or held.device.type == state.device.type):
-                move_by_hand(state, self._kinds, value.device, self.what)
+            # States that the config offloads are not moved.
+            if offloaded is not None and (offloaded.moved_by_hand or held.device.type == offloaded.device.type):
+                offloaded.move_by_hand(self._kinds, value.device, self.what)
             return True
 
     def present(self, held: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor, from the host where it was moved there by hand."""
-        state = self._state()
+        offloaded = self._offloaded()
         is_empty = held.numel() > 0 and held.untyped_storage().size() == 0
-        return host_copy(state, held) if is_empty and state is not None else held
+        return offloaded.host_copy(held) if is_empty and offloaded is not None else held
 
     def refuse(self, action: str, why: str = "the engine would lose its values") -> NoReturn:
         raise RuntimeError(

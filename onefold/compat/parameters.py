@@ -1,4 +1,7 @@
-"""The `ds_*` attributes that other tools read on parameters. Importing this puts them on all that get a handle."""
+"""The `ds_*` attributes that other tools read on parameters.
+
+Parameters get them in processes that use `deepspeed.initialize` or `deepspeed.zero`, whose modules call `install`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ import torch
 from torch import nn
 
 from onefold.compat.moved_by_hand import HandedOut, Mover
-from onefold.engine.offload_states import OffloadStateTypeEnum
-from onefold.engine.train_state import TrainState
+from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
 from onefold.runtime import ParamHandle, param_handle
 
 # In stage 3 the shard of a trained parameter is its master.
@@ -27,7 +29,7 @@ class ZeroParamStatus(Enum):
 
 
 class LiveStatus:
-    """Compares as what the parameter's status is at that moment."""
+    """The present status of a parameter. It compares equal to that `ZeroParamStatus`."""
 
     def __init__(self, handle: ParamHandle, parameter: nn.Parameter) -> None:
         self._handle, self._parameter = handle, weakref.ref(parameter)
@@ -62,7 +64,7 @@ class LiveStatus:
 
 
 class MultipleAllGatherHandles:
-    """Gathers that were started together."""
+    """All-gathers that were launched together."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self.handles = handles
@@ -73,7 +75,7 @@ class MultipleAllGatherHandles:
 
 
 def _gather_together(params: Iterable[nn.Parameter]) -> MultipleAllGatherHandles:
-    """Unshard these parameters until each is partitioned again. The gathers have ended when this returns."""
+    """Unshard parameters until each is partitioned again. Return after the all-gathers have completed."""
     for parameter in params:
         found = param_handle.handle_of(parameter)
         if found is not None:
@@ -81,20 +83,21 @@ def _gather_together(params: Iterable[nn.Parameter]) -> MultipleAllGatherHandles
     return MultipleAllGatherHandles([])
 
 
-def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
+def _add_attributes(parameter: nn.Parameter, handle: ParamHandle) -> None:
+    """Set the attributes of a parameter that has got a handle."""
     param, index = handle.place_of(parameter)
     member, unsharded = param.layout.members[index], param.stays_unsharded
-    if not param.plan.shards_parameters or member.start == member.stop:  # of no elements there are no shards
+    if not param.plan.shards_parameters or member.start == member.stop:  # a parameter without elements has no shards
         return
     start, stop = param.own_range
     low, high = max(start, member.start), min(stop, member.stop)
     if param.store.param is not None:
         kept = param.store.param.values[low - start : max(low, high) - start]
-    else:  # a view of a flat parameter that is about to be sharded would keep all of it
+    else:  # a view would keep the memory of a flat parameter that is about to be sharded
         kept = param.full[low : max(low, high)] if unsharded else param.full.new_empty(0)
     if isinstance(kept, torch.Tensor):
         name = f"ds_tensor of {member.name}"
-        kept = HandedOut.of(kept.detach(), Mover(name, partial(_state_of, weakref.ref(handle)), _WEIGHTS))
+        kept = HandedOut.of(kept.detach(), Mover(name, partial(_offloaded_states, weakref.ref(handle)), _WEIGHTS))
     parameter.__dict__.update(
         ds_id=handle.number_of(parameter),
         ds_shape=torch.Size(member.shape),
@@ -110,16 +113,18 @@ def _came(parameter: nn.Parameter, handle: ParamHandle) -> None:
         partition_numel=kept.numel,
         ds_summary=partial(_summary, weakref.ref(parameter)),
     )
-    if param.plan.node_shard_size == 1:  # what hpZ would add
+    if param.plan.node_shard_size == 1:  # these exist only without hpZ
         parameter.__dict__.update(ds_secondary_tensor=None, ds_zero_param_process_group=None)
 
 
-def _state_of(reference: weakref.ref[ParamHandle]) -> TrainState | None:
+def _offloaded_states(reference: weakref.ref[ParamHandle]) -> OffloadedStates | None:
+    """Return the offloaded states of the engine that holds a parameter."""
     handle = reference()
-    return getattr(handle.owner, "state", None) if handle is not None else None
+    return getattr(handle.owner, "offloaded_states", None) if handle is not None else None
 
 
-def _left(parameter: nn.Parameter) -> None:
+def _remove_attributes(parameter: nn.Parameter) -> None:
+    """Remove the attributes of a parameter that has lost its handle."""
     for name in [name for name in parameter.__dict__ if name.startswith("ds_") or name in _METHODS]:
         del parameter.__dict__[name]
 
@@ -140,5 +145,10 @@ def _summary(reference: weakref.ref[nn.Parameter], *_: Any, **__: Any) -> dict[s
 
 
 _METHODS = {"all_gather", "all_gather_coalesced", "partition", "partition_numel"}
-param_handle.on_attach.append(_came)
-param_handle.on_detach.append(_left)
+
+
+def install() -> None:
+    """Add the attributes to all parameters that get a handle from now on, in this process."""
+    if _add_attributes not in param_handle.on_attach:
+        param_handle.on_attach.append(_add_attributes)
+        param_handle.on_detach.append(_remove_attributes)

@@ -1,4 +1,4 @@
-"""What a training loop calls."""
+"""The engine that a training loop calls, and its parts."""
 
 from onefold.engine.core import Engine
 

@@ -1,4 +1,10 @@
-"""The end of an engine: by `close`, by `del`, or by the garbage collector."""
+"""Close an engine: by `engine.close()`, by `del engine`, or when the garbage collector finds it.
+
+[Note: which thread closes an engine]
+Python runs the finalizer of an unreachable engine on whichever thread happens to collect garbage. That may be a thread
+of the engine itself, which closing waits for, or a thread with another current GPU. So the finalizer closes the engine
+on the thread that made it, where `del engine` runs, and otherwise on a new thread with the device of the engine.
+"""
 
 from __future__ import annotations
 
@@ -6,91 +12,112 @@ import gc
 import sys
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from onefold.checkpoint.saving.saver import LINGER
-from onefold.engine.offload_states import reload_states
-from onefold.engine.reporting import StepReports
-from onefold.engine.saving import Saving
+from onefold.engine.checkpoint_saver import CheckpointSaver
+from onefold.engine.offloaded_states import OffloadedStates
+from onefold.engine.step_reports import EngineReports
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
-from onefold.offload.offload_memory import OffloadMemory
 from onefold.runtime import Hooks, ParamHandle
 
 
-def close_engine(
-    state: TrainState,
-    saving: Saving,
-    hooks: Hooks,
-    handles: list[ParamHandle],
-    memory: OffloadMemory | None,
-    reports: StepReports | None,
-    *,
-    lingers: bool = True,
-) -> None:
-    """The engine goes. What is in flight arrives first: other ranks count on it, and so does the model. `lingers`: rank
-    0 may still be about to save, and gets this rank's part.
-    """
-    if threading.current_thread().name.startswith("onefold-"):
-        # The garbage collector runs on one of the threads that are waited for below.
-        given = (state, saving, hooks, handles, memory, reports)
-        threading.Thread(target=_close_beside, args=given, name="closing-onefold").start()
-        return
-    if lingers and not _collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
-        saving.linger(LINGER)
-    saving.stop()
-    if reports is not None:
-        reports.close()
-    schedule = state.schedule
-    try:
+@dataclass
+class EngineParts:
+    """The parts of an engine that outlive it until they are closed. None of them refers to the engine."""
+
+    state: TrainState
+    saver: CheckpointSaver
+    hooks: Hooks
+    handles: list[ParamHandle]
+    offloaded: OffloadedStates
+    reports: EngineReports
+    creator: threading.Thread = field(default_factory=threading.current_thread)
+    """The thread that made the engine."""
+
+    def close(self) -> None:
+        """Finish what is in flight, remove all hooks and leave the parameters with the model.
+
+        What is in flight is finished first, because other ranks and the model need it.
+        """
+        self.saver.stop()
+        self.reports.close()
+        schedule = self.state.schedule
+        try:
+            self._finish_step()
+            self.hooks.remove()
+            self.offloaded.reload(("hp_params", "lp_params"), non_blocking=False)
+            schedule.reshard_all()
+            for handle in self.handles:
+                try:
+                    handle.stand_alone()
+                except OSError as error:  # of a disk; reading such a parameter raises
+                    logger.error("weights that were stored on a disk are lost with the engine: %s", error)
+                except RuntimeError as error:  # of a device that has failed
+                    logger.error("weights could not be kept when the engine was closed: %s", error)
+            self.handles.clear()
+        finally:
+            if schedule.memory is not None:
+                schedule.memory.close()
+            schedule.order.agreement.guard.close()  # last, because the guard watches the waits above
+
+    def _finish_step(self) -> None:
+        """Wait for the last step. If it failed, log its error and drop it."""
+        schedule = self.state.schedule
         try:
             schedule.wait_for_step()
-        except Exception as error:  # whatever a user's optimizer raised on the host, or a disk: the engine goes
+        except Exception as error:  # of a user's optimizer on the host, or of a disk
             logger.warning(
-                "the engine goes after a step that failed, and leaves weights of no step: %s: %s",
+                "the engine is closed after a step that failed, so its weights are those of no step: %s: %s",
                 type(error).__name__,
                 error,
             )
             schedule.give_up_step()
-            if memory is not None:
-                memory.drain()  # what did not fail may still be under way
-        hooks.remove()
-        reload_states(state, ("hp_params", "lp_params"), non_blocking=False)
-        schedule.reshard_all()
-        for handle in handles:
-            try:
-                handle.stand_alone()
-            except OSError as error:  # of a disk: what rested there cannot be read any more, and says so when it is
-                logger.error("weights that rested on a disk are lost with the engine: %s", error)
-            except RuntimeError as error:  # of a device that has failed
-                logger.error("weights could not be kept when the engine went: %s", error)
-        handles.clear()
-    finally:
-        if memory is not None:
-            memory.close()
-        schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
+            if schedule.memory is not None:
+                schedule.memory.drain()  # parts of the step that did not fail may still run
+
+    def close_on_engine_device(self) -> None:
+        """Close on a new thread, whose current device is the first GPU."""
+        if self.state.device.type == "cuda":
+            torch.cuda.set_device(self.state.device)
+        self.close()
 
 
-def _close_beside(state: TrainState, *rest: Any) -> None:
-    if state.device.type == "cuda":
-        torch.cuda.set_device(state.device)  # a new thread begins with the first GPU
-    close_engine(state, *rest, lingers=False)
+def close_unreachable(parts: EngineParts) -> None:
+    """Close the parts of an engine that is no longer reachable. This is the finalizer of `Engine`."""
+    if threading.current_thread() is not parts.creator:
+        threading.Thread(target=parts.close_on_engine_device, name="onefold-close").start()
+        return
+    # Rank 0 may be about to save a last time. Wait for that after `del engine`, but not inside the garbage collector,
+    # and not after an error.
+    if not _is_collecting and not sys.is_finalizing() and not hasattr(sys, "last_value"):
+        parts.saver.linger(LINGER)
+    parts.close()
 
 
-# Whether the garbage collector runs, in which nobody should wait for other ranks.
-_collecting = False
+# -- Python's garbage collector ---------------------------------------------------------------------------------
+
+_is_collecting = False
+"""Whether the garbage collector runs."""
 
 
-def _see_collection(phase: str, info: Any) -> None:
-    global _collecting
-    _collecting = phase == "start"
+def watch_collector() -> None:
+    """Set `_is_collecting` while the garbage collector runs. Each engine calls this when it is made."""
+    if _note_collection not in gc.callbacks:
+        gc.callbacks.append(_note_collection)
 
 
-gc.callbacks.append(_see_collection)
+def _note_collection(phase: str, info: Any) -> None:
+    global _is_collecting
+    _is_collecting = phase == "start"
+
 
 _pauses: set[int] = set()
+"""Engines that keep the garbage collector off, by `id`."""
 
 
 def pause_collector(engine: Any) -> weakref.finalize[..., Any]:
@@ -109,6 +136,7 @@ def pause_collector(engine: Any) -> weakref.finalize[..., Any]:
 
 
 def _resume_collector(number: int) -> None:
+    """Turn the garbage collector on if no other engine keeps it off."""
     if number in _pauses:
         _pauses.remove(number)
         if not _pauses:

@@ -1,4 +1,4 @@
-"""Errors of memory that say which bytes were where: around forward, backward and step of an engine."""
+"""Add an account of the memory to out-of-memory errors in forward, backward and step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onefold.report.trace_window import TraceWindow
 
 
 class MemoryErrors:
-    """Of one engine. `with errors.explained("forward"):` raises what was raised, with more words."""
+    """The out-of-memory errors of one engine."""
 
     def __init__(
         self, state: TrainState, plan: Plan, with_less: dict[str, Plan], trace: TraceWindow | None = None
@@ -25,10 +25,11 @@ class MemoryErrors:
         self._state, self._plan, self._with_less, self._trace = state, plan, with_less, trace
 
     def explained(self, phase: str) -> _Explained:
+        """Return a context that adds an account of the memory to out-of-memory errors, and raises them again."""
         return _Explained(self, phase)
 
     def explain(self, error: BaseException, phase: str) -> None:
-        """Add to the error's message. The state is as it was when it was raised."""
+        """Add the account to the error's message. The state must be as it was when the error was raised."""
         unit = unit_in_use(error, self._state)
         where = f"rank {self._state.group.rank}, in the {phase}{f' of unit {unit}' if unit else ''}"
         if isinstance(error, torch.OutOfMemoryError) and self._state.device.type == "cuda":
@@ -37,13 +38,14 @@ class MemoryErrors:
             text = explain(where, str(self._state.device), account, advise(account, self._facts(asked)), asked)
             snapshot = self._trace.out_of_memory() if self._trace is not None else None
             if snapshot is not None:
-                text += f"\nA snapshot of the memory is in {snapshot}: open it at pytorch.org/memory_viz"
+                text += f"\nA snapshot of the memory is in {snapshot}. Open it at pytorch.org/memory_viz"
         else:
             held = held_bytes(self._state.schedule, self._state.step, Tier.HOST)
             text = explain_host(where, available_bytes(), resident_bytes(), held)
         error.args = (f"{error}\n{text}",)
 
     def _facts(self, asked: int | None) -> RunFacts:
+        """Return the facts of the run that advice depends on. `asked`: bytes of the failed allocation."""
         state = self._state
         batch = state.window.batch
         options = f"{os.environ.get('PYTORCH_ALLOC_CONF', '')} {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', '')}"
@@ -59,6 +61,8 @@ class MemoryErrors:
 
 
 class _Explained:
+    """The context of `MemoryErrors.explained`."""
+
     def __init__(self, errors: MemoryErrors, phase: str) -> None:
         self._errors, self._phase = errors, phase
 
@@ -72,12 +76,12 @@ class _Explained:
             return
         try:
             self._errors.explain(error, self._phase)
-        except Exception as other:  # the error itself matters more
-            error.add_note(f"onefold could not say where the memory was: {type(other).__name__}: {other}")
+        except Exception as other:  # the out-of-memory error must be raised in any case
+            error.add_note(f"onefold could not account for the memory: {type(other).__name__}: {other}")
 
 
 def unit_in_use(error: BaseException, state: TrainState) -> str | None:
-    """The unit whose module was running when the error was raised, or whose backward was."""
+    """Return the name of the unit whose forward or backward ran when the error was raised."""
     names = {id(unit.module): unit.name for unit in state.schedule.units}
     found, trace = None, error.__traceback__
     while trace is not None:
@@ -91,7 +95,7 @@ def unit_in_use(error: BaseException, state: TrainState) -> str | None:
 
 
 def device_account(state: TrainState) -> DeviceAccount:
-    """Counted from tensors and from what torch and the driver say."""
+    """Return the use of the device's memory, counted from tensors and reported by torch and the driver."""
     device, schedule = state.device, state.schedule
     free, total = torch.cuda.mem_get_info(device)
     held = held_bytes(schedule, state.step, Tier.DEVICE)

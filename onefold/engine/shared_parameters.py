@@ -1,9 +1,9 @@
-"""Parameters of a model that another engine holds already: a reference over a policy's frozen weights.
+"""Parameters of a model that another engine already holds, such as a policy's frozen weights in a reference model.
 
 [Note: engines that share parameters]
-The engine that has laid a parameter out keeps it, with its dtype, its stage and its tier. A second engine over the same
-Parameter objects leaves them out of its own layout, so nothing is held twice; where it uses them, the first engine
-unshards them. Parameters that the second engine trains are laid out anew, as ever.
+The engine that has laid a parameter out stores it, with its dtype, its stage and its tier. A second engine over the
+same Parameter objects leaves them out of its layout, so nothing is stored twice; the first engine unshards them where
+the second one uses them. Parameters that the second engine trains are laid out again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from onefold.comm import Group
 from onefold.config import ConfigError
+from onefold.engine.model_events import ModelEvents
 from onefold.log import logger
 from onefold.plan import Plan
 from onefold.runtime import handle_of
@@ -23,17 +24,19 @@ from onefold.runtime.held import is_resting
 
 
 class SharedParameters:
-    """The parameters of a model that other live engines hold and this one does not train."""
+    """The parameters of a model that other live engines store and this one does not train."""
 
     def __init__(self, model: nn.Module, plan: Plan, groups: Mapping[int, int]) -> None:
         self._named: dict[str, nn.Parameter] = {}
-        self._owners: list[Any] = []
+        self._owners: list[ModelEvents] = []
+        # The engines of the owners, which must stay alive as long as this one.
+        self._engines: list[Any] = []
         self._handles: list[RemovableHandle] = []
         trained_here: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             handle = handle_of(parameter)
-            owner: Any = handle.owner if handle is not None else None
-            if handle is None or owner is None:
+            owner = handle.owner if handle is not None else None
+            if handle is None or not isinstance(owner, ModelEvents):
                 continue
             flat, _ = handle.place_of(parameter)
             if parameter.requires_grad and id(parameter) in groups:
@@ -49,6 +52,7 @@ class SharedParameters:
                 self._named[name] = parameter
                 if all(owner is not known for known in self._owners):
                     self._owners.append(owner)
+                    self._engines.append(owner.engine())
         for owner in self._owners:
             if id(owner) in trained_here:
                 raise ValueError(
@@ -61,7 +65,7 @@ class SharedParameters:
     def watch(self, model: nn.Module, group: Group) -> None:
         """Have the engines that hold the parameters unshard them where `model` uses them."""
         for owner in self._owners:
-            self._handles += owner._hooks.serve(model)
+            self._handles += owner.hooks.serve(model)
         if self._named and group.rank == 0:
             logger.info(
                 "%d parameters are shared with another engine, which stores them: %s%s", len(self._named),
@@ -69,7 +73,7 @@ class SharedParameters:
             )  # fmt: skip
 
     def check_present(self) -> None:
-        """Raise where an engine that holds parameters of this one was closed, and has left them sharded."""
+        """Raise if an engine that stores parameters of this one was closed and they are still sharded."""
         if any(owner.is_closed for owner in self._owners):
             missing = [name for name, parameter in self._named.items() if is_resting(parameter)]
             if missing:
@@ -79,7 +83,8 @@ class SharedParameters:
                 )
 
     def release(self) -> None:
-        """Remove what was added to the modules of this engine."""
+        """Remove the hooks of the other engines from the modules of this one."""
         while self._handles:
             self._handles.pop().remove()
         self._owners.clear()
+        self._engines.clear()

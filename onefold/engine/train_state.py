@@ -1,14 +1,17 @@
-"""What a training job is at any moment: what a checkpoint holds, and what its parts share."""
+"""The state of a training job on this rank: what a checkpoint holds, and what the parts of an engine share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import Group
+from onefold.loader import ResumableLoader
 from onefold.log import logger
 from onefold.optim.step import ShardedStep, StepDecision
 from onefold.plan import Plan
@@ -18,7 +21,7 @@ from onefold.window import AccumulationWindow
 
 @dataclass
 class TrainState:
-    """Model, optimizer, schedule of rates, data position and counters of one engine, on this rank."""
+    """Model, optimizer, learning-rate schedule, data position and counters of one engine, on this rank."""
 
     model: nn.Module
     config: dict[str, Any]
@@ -30,34 +33,39 @@ class TrainState:
     decision: StepDecision
     step: ShardedStep | None
     left_alone: list[nn.Parameter]
-    """Parameters that require gradients and that no optimizer has."""
+    """Parameters that require gradients and are in no optimizer group."""
     lr_scheduler: Any = None
     training_dataloader: Any = None
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
-    offloaded: dict[Any, Any] = field(default_factory=dict)
-    """What `offload_states` has moved off the device, by kind."""
     interrupted: str | None = None
-    """What ended a backward that other ranks counted on."""
+    """The exception that interrupted a backward in which other ranks wait for this one."""
     half_loaded: str = ""
-    """Why weights and states are a mixture of what they were and of a checkpoint, or nothing."""
+    """Why weights and states are only partly those of a checkpoint, or an empty string."""
+
+    @property
+    def gradient_factor(self) -> float:
+        """The factor that turns reduced gradients into averaged ones: ranks, loss scale, bare backwards."""
+        return self.decision.unscale(self.window.divisor)
 
     def check_present(self) -> None:
-        """Raise while the weights are off the device, after a load that failed half-way or a step that was
-        interrupted, and once ranks are known to be stuck.
+        """Raise if the engine cannot compute.
+
+        It cannot while its weights are off the device, after a load or a step that was interrupted, and once a rank is
+        known to hang.
         """
         self.schedule.check_present()
         self.schedule.order.agreement.guard.check()
         if self.step is not None and self.step.interrupted:
             raise RuntimeError(
-                f"{self.step.interrupted} has interrupted a step, and some weights are stepped and some are not: load "
-                "a checkpoint into a new engine (onefold.initialize)"
+                f"{self.step.interrupted} has interrupted a step, so only some weights are updated. Load a checkpoint "
+                "into a new engine (onefold.initialize)"
             )
         if self.half_loaded:
             raise RuntimeError(
-                f"{self.half_loaded}. Its weights and states are partly those of before: the engine neither computes "
-                "nor saves until load_checkpoint succeeds; or make another with onefold.initialize"
+                f"{self.half_loaded}. Only some weights and states are loaded: the engine neither computes nor saves "
+                "until load_checkpoint succeeds. Load again, or make another engine with onefold.initialize"
             )
 
     def check_complete(self) -> None:
@@ -66,12 +74,33 @@ class TrainState:
         self.check_present()
 
     def flush(self) -> None:
-        """With a delayed host step: have the last one's weights in use. All ranks call this together."""
+        """In delayed mode, start using the weights of the last step. All ranks call this together."""
         if self.step is not None:
             self.step.flush()
 
+    def begin_backward(self, *, divisor: int) -> None:
+        """Begin a backward whose loss is still to be divided by `divisor`."""
+        self.check_complete()
+        if self.schedule.in_backward:
+            # An earlier backward outside of the engine raised and never ended. Its gradients are incomplete.
+            self.abort_backward()
+        self.window.divide_by(divisor)
+        self.schedule.begin_backward(boundary=self.window.backward_is_last)
+
+    def abort_backward(self) -> None:
+        """Drop the gradients of the accumulation window of a backward that raised, and restart the window."""
+        if self.interrupted is not None:
+            raise RuntimeError(
+                f"a backward of this engine was interrupted ({self.interrupted}) while other ranks counted on it. Call "
+                "initialize again on every rank, and load the last checkpoint"
+            )
+        self.schedule.abort_backward()
+        self.decision.losses.clear()
+        if self.window.restart():
+            logger.warning("a backward raised inside an accumulation window: the window starts over")
+
     def drop_gradients(self) -> None:
-        """Forget all accumulated gradients, and end their window."""
+        """Drop all accumulated gradients and end their window."""
         for parameter in self.left_alone:
             parameter.grad = None
         if self.schedule.in_backward:
@@ -80,14 +109,20 @@ class TrainState:
         self.decision.losses.clear()
         self.schedule.drop_gradients()
 
-    def abort_backward(self) -> None:
-        """A backward raised: its window's gradients are dropped, and the window starts over."""
-        if self.interrupted is not None:
-            raise RuntimeError(
-                f"a backward of this engine was interrupted ({self.interrupted}) while other ranks counted on it: "
-                "call initialize again on every rank, and load the last checkpoint"
-            )
-        self.schedule.abort_backward()
-        self.decision.losses.clear()
-        if self.window.restart():
-            logger.warning("a backward raised inside an accumulation window: the window starts over")
+    def make_loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_workers: int = 0,
+    ) -> DataLoader[Any]:
+        """Return a loader of micro-batches over this rank's share of a dataset."""
+        return ResumableLoader(
+            dataset,
+            self.group,
+            batch_size=batch_size or self.window.batch.micro,
+            collate_fn=collate_fn,
+            drop_last=self.plan.loop.drops_last_batch,
+            num_workers=num_workers,
+            pin_memory=self.device.type == "cuda",
+        )

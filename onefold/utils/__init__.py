@@ -1,7 +1,7 @@
 """Helpers under the names that DeepSpeed scripts import from its utils.
 
 Masters, gradients and optimizer states of one parameter are read and set unsharded (`full`) or as this rank's part
-(`local`), in every stage. Functions that say `full` are called by all ranks together, with the same values to set.
+(`local`), in every stage. All ranks call the functions with `full` together, with the same values to set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Gathering
-from onefold.engine import Engine
+from onefold.engine.model_events import ModelEvents
 from onefold.log import logger as logger
 from onefold.offload.param_shard import Flat, read, write
 from onefold.optim.step import ShardedStep
@@ -31,9 +31,9 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a trained parameter's states lie on this rank."""
+    """The place of a trained parameter's states on this rank."""
 
-    engine: Engine
+    owner: ModelEvents
     step: ShardedStep
     handle: ParamHandle
     param: FlatParam
@@ -90,7 +90,7 @@ class _Range:
         return slice(low - self.start, high - self.start), slice(low - member.start, high - member.start)
 
     def unsharded(self) -> torch.Tensor:
-        """The parameter's part of every rank's range."""
+        """Return the parameter's values, gathered from all ranks."""
         member, param = self.place.member, self.place.param
         own = full = read(self.tensor).to(param.device)
         if full.numel() < param.layout.total:
@@ -116,13 +116,13 @@ class _Range:
 
 def _place(parameter: nn.Parameter) -> _Place | None:
     handle = handle_of(parameter)
-    engine = handle.owner if handle is not None else None
-    if handle is None or not isinstance(engine, Engine) or engine.state.step is None:
+    owner = handle.owner if handle is not None else None
+    if handle is None or not isinstance(owner, ModelEvents) or owner.state.step is None:
         return None
-    engine.state.schedule.check_awake()
-    engine.state.step.wait_for_host()
+    owner.state.schedule.check_awake()
+    owner.state.step.wait_for_host()
     param, index = handle.place_of(parameter)
-    return _Place(engine, engine.state.step, handle, param, param.layout.members[index]) if param.trainable else None
+    return _Place(owner, owner.state.step, handle, param, param.layout.members[index]) if param.trainable else None
 
 
 def _trained(parameter: nn.Parameter) -> _Place:
@@ -133,7 +133,7 @@ def _trained(parameter: nn.Parameter) -> _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The unsharded fp32 master; None if the parameter is not trained."""
+    """Return the unsharded fp32 master; None if the parameter is not trained."""
     place = _place(param)
     return place.master().unsharded() if place else None
 
@@ -147,7 +147,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the master, and with it the parameter."""
     place = _trained(param)
-    place.engine.about_to_write()
+    place.owner.about_to_write()
     place.master().write(value, local=False)
     flat, member = place.param, place.member
     if flat.stays_unsharded:
@@ -159,21 +159,22 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master. Only where masters are sharded: elsewhere ranks would differ. Of a parameter
-    that stays unsharded all ranks set their parts together, since each gets the others'.
+    """Set this rank's part of the master.
 
-    With secondary shards (hpZ) a write between two micro-steps is seen after the step.
+    It raises if masters are replicated, because ranks would then differ. For a parameter that stays unsharded, all
+    ranks call this together, because their parts are all-gathered. With secondary shards (hpZ) a write between two
+    micro-steps takes effect after the step.
     """
     place = _trained(param)
     flat = place.param
-    if flat.stays_unsharded and not place.engine.plan.shards_states:
+    if flat.stays_unsharded and not place.owner.state.plan.shards_states:
         raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
     if not flat.stays_unsharded:
         place.step.about_to_write()
         place.master().write(value, local=True)
         flat.store.push().wait()
     else:
-        place.engine.about_to_write()
+        place.owner.about_to_write()
         master = place.master()
         master.write(value, local=True)
         start, stop = flat.own_range
@@ -184,17 +185,17 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole averaged gradient between backward and step; None where there is none, or not reduced yet."""
+    """Return the unsharded averaged gradient between backward and step; None if there is none or it is not reduced."""
     return _get_gradient(param, local=False)
 
 
 def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """What this rank alone has accumulated, inside `no_sync` or before the boundary, where it is held unsharded."""
+    """Return the gradient that this rank has accumulated before its reduction; None if it is not held unsharded."""
     place = _place(param)
     found = place.param.grad.unreduced(place.param.layout.members.index(place.member)) if place else None
     if place is None or found is None:
         return None
-    return found.float() * place.engine.gradient_factor * place.engine.state.group.size
+    return found.float() * place.owner.state.gradient_factor * place.owner.state.group.size
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -206,7 +207,7 @@ def _get_gradient(param: nn.Parameter, *, local: bool) -> torch.Tensor | None:
     range_ = place.gradient() if place else None
     if place is None or range_ is None:
         return None
-    return (range_.local() if local else range_.unsharded()).float() * place.engine.gradient_factor
+    return (range_.local() if local else range_.unsharded()).float() * place.owner.state.gradient_factor
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -224,12 +225,12 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
     range_ = place.gradient()
     if range_ is None:
         raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
-    range_.write(value.float() / place.engine.gradient_factor, local=local)
+    range_.write(value.float() / place.owner.state.gradient_factor, local=local)
     place.param.grad.shard.forget_square_sum()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A whole state such as `exp_avg`; None before the optimizer has made it."""
+    """Return an unsharded state such as `exp_avg`; None before the optimizer has made it."""
     place = _place(param)
     range_ = place.state(optim_state_key, local=False) if place else None
     return range_.unsharded() if range_ else None

@@ -43,7 +43,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The weights of a checkpoint as a state dict of fp32 tensors in host memory, buffers and tied names included.
+    """Return the weights of a checkpoint as fp32 tensors in host memory, buffers and tied names included.
 
     With `lazy_mode` the values are still on disk: `value.contiguous()` reads that one, `.shape` and `.dtype` are known.
     """
@@ -107,7 +107,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of zero_to_fp32.py."""
+    """Run the command line of zero_to_fp32.py."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py",
         description="Write the weights of a checkpoint, whole and in fp32. No GPU is needed, and little memory.",

@@ -154,7 +154,7 @@ def save_each(folder: str, kind: str, factors: list[float]) -> list[Arrays]:
         engine = odd_engine(stage, kind)
         for number, factor in enumerate(factors):
             learn(engine, 1, seed=10 * stage + number, factor=factor)
-        scale = engine.loss_scale() if kind == "fp16" else 1.0
+        scale = engine.optimizer.loss_scale if kind == "fp16" else 1.0
         engine.save_checkpoint(folder, f"{stage}-on-{world}", {"from": (stage, world), "scale": scale})
         found.append(held(engine))
     return found
@@ -169,7 +169,7 @@ def load_each(folder: str, kind: str, stage: int, tags: list[str]) -> list[tuple
         path, client_state = engine.load_checkpoint(folder, tag)
         assert path == f"{folder}/{tag}"
         if kind == "fp16":
-            assert client_state["scale"] == engine.loss_scale()
+            assert client_state["scale"] == engine.optimizer.loss_scale
         found.append(((engine.global_steps, client_state["from"]), held(engine)))
     return found
 
@@ -377,7 +377,7 @@ def advance(engine: onefold.Engine, data: Iterator[Any], num_steps: int, bad_ste
     """Everything a person would look at, step by step."""
     seen = []
     for step in range(num_steps):
-        for x, y in islice(data, engine.gradient_accumulation_steps()):
+        for x, y in islice(data, engine.batch.accumulation):
             loss = engine(x, y)
             engine.backward(loss * (1e30 if step == bad_step else 1))
             engine.step()
@@ -463,7 +463,7 @@ def between_layouts(folder: str, stage: int) -> list[str]:
     for name, (extra, groups) in LAYOUTS.items():
         model = odd()
         engine = start(model, config(stage, **{**precision("bf16"), **extra}), model_parameters=groups(model))
-        learn(engine, engine.gradient_accumulation_steps(), seed=len(engines))
+        learn(engine, engine.batch.accumulation, seed=len(engines))
         engine.save_checkpoint(folder, name)
         expected[name], engines[name] = trained_values(folder, name), engine
     names = list(LAYOUTS)
@@ -1354,7 +1354,7 @@ def failing(folder: str, how: str, whose: int) -> Any:
                     engine.wait_for_checkpoint()
                 else:
                     # The step after the failure, and none that was too early to hear of it.
-                    assert until(lambda: bool(errors) or engine._saving.saver.failed)
+                    assert until(lambda: bool(errors) or engine._saver.failed)
                     learn(engine, 1)
             except Exception as error:
                 errors.append((type(error).__name__, str(error)))

@@ -84,12 +84,12 @@ def learn(engine: onefold.Engine, seed: int) -> None:
 def snapshot(engine: onefold.Engine) -> dict[str, Any]:
     """All that this rank holds, by bits."""
     request = type("Request", (), {"exclude_frozen": False, "buffers": {}})()
-    slots, _ = engine._saving.part_of(request, joined=False)
+    slots, _ = engine._saver.part_of(request, joined=False)
     found: dict[str, Any] = {
         f"{slot.name}[{slot.start}:{slot.stop}]": slot.memory.clone().numpy().tobytes() for slot in slots
     }
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    found["job"] = copy.deepcopy({**engine._saving._job_state(), "groups": groups})
+    found["job"] = copy.deepcopy({**engine._saver._job_state(), "groups": groups})
     found["data"] = engine.training_dataloader.state_dict()
     found["random"] = random.getstate(), torch.get_rng_state().numpy().tobytes(), str(np.random.get_state())
     return found

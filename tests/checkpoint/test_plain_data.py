@@ -22,7 +22,7 @@ import torch
 from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.plain_data import ClientStateError
 from onefold.checkpoint.format.safetensors_files import DTYPES
-from onefold.checkpoint.loading.random_states import capture_random_states, restore_random_states
+from onefold.checkpoint.state.random_states import capture_random_states, restore_random_states
 
 CPU = torch.device("cpu")
 

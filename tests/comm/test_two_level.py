@@ -164,9 +164,9 @@ def trained(stage: int, dtype: str, sizes: tuple[int, ...], extra: dict[str, Any
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[nodes.of(rank)])
     try:
         engine = start(net(), config(stage, gradient_clipping=0.5, **precision(dtype), **extra))
-        trace = train(engine, 4 * engine.gradient_accumulation_steps())
+        trace = train(engine, 4 * engine.batch.accumulation)
         sent = {(row.operation, row.group): row.bytes for row in engine.ledger.rows() if row.bytes}
-        return trace, sent, engine._collective_name
+        return trace, sent, engine.model_memory.collective_name
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
         mesh._mesh = before

@@ -144,12 +144,14 @@ def overflow_on_one_rank(name: str, stage: int, accumulation: int) -> tuple[list
     engine = start(small(), settings)
     found = []
     for number in range(5):
-        before, scale = own_masters(engine), engine.loss_scale()
+        before, scale = own_masters(engine), engine.optimizer.loss_scale
         for x, y in batches(accumulation, seed=number):
             # The last rank alone; what the others reduce is finite.
             loss = step(engine, x, y, 1e7 if number == 2 and rank() == 3 else 1.0)
         unchanged = all(torch.equal(a, b) for a, b in zip(before, own_masters(engine), strict=True))
-        found.append((engine.was_step_applied(), engine.skipped_steps, engine.loss_scale() / scale, unchanged, loss))
+        found.append(
+            (engine.was_step_applied(), engine.skipped_steps, engine.optimizer.loss_scale / scale, unchanged, loss)
+        )
     alike = evaluate_alike(engine)
     engine.destroy()
     return found, alike
@@ -185,7 +187,7 @@ def scale_comes_down(name: str) -> tuple[int, float, float]:
         assert engine.skipped_steps < 24
     norm = engine.get_global_grad_norm()
     assert norm is not None
-    return engine.skipped_steps, engine.loss_scale(), norm
+    return engine.skipped_steps, engine.optimizer.loss_scale, norm
 
 
 @covering(name=("qgZ", "LoCo"))
@@ -305,7 +307,7 @@ def write_gathered(engine: Any, folder: str) -> None:
 
 
 def write_state_dict(engine: Any, folder: str) -> None:
-    engine.load_module_state_dict({name: weight * 0.5 for name, weight in weights_of(engine.module).items()})
+    engine.module.load_state_dict({name: weight * 0.5 for name, weight in weights_of(engine.module).items()})
 
 
 def write_masters(engine: Any, folder: str) -> None:
@@ -505,7 +507,7 @@ def written_in_part(name: str) -> tuple[list[str], list[str]]:
     before, frozen = masters_of(engine), frozen_shards(engine)
     with onefold.zero.GatheredParameters([engine.module.blocks[0].norm.weight], modifier_rank=0), torch.no_grad():
         engine.module.blocks[0].norm.weight.zero_()
-    engine.load_module_state_dict({"blocks.1.norm.weight": torch.zeros(21)}, strict=False)
+    engine.module.load_state_dict({"blocks.1.norm.weight": torch.zeros(21)}, strict=False)
     after, frozen_after = masters_of(engine), frozen_shards(engine)
     changed = set(differing(before, after)) - {"blocks.0.norm.weight", "blocks.1.norm.weight"}
     moved = [number for number, shard in enumerate(frozen) if not torch.equal(shard, frozen_after[number])]
@@ -652,7 +654,7 @@ def odd_model(names: list[str], node: int, second: int, dtype: str) -> dict[str,
         zero = {"zero_hpz_partition_size": second} if "zero_hpz_partition_size" in KEYS[name] else {}
         engine = start(Odd(), wired(name, node=node, zero=zero, dtype=dtype, gradient_clipping=0.5))
         trace, alike = train(engine, 3), evaluate_alike(engine)
-        held = engine.held_bytes().parameters == engine.planned_bytes().parameters
+        held = engine.model_memory.held_bytes().parameters == engine.model_memory.planned_bytes().parameters
         found[name] = trace, alike, held and engine.module.head.weight is engine.module.embed.weight
         engine.destroy()
     return found
@@ -827,12 +829,16 @@ def offloaded(names: list[str], tier: str, extra: dict[str, Any], folder: str) -
         before = engine.ledger.copy()
         losses += [step(engine, x, y) for x, y in batches(1, seed=8)]
         engine.wait_for_step()
-        since, crossing = engine.ledger.since(before), engine.planned_crossing()
+        memory = engine.model_memory
+        since, crossing = engine.ledger.since(before), memory.planned_crossing()
         found[name] = {
             "losses": losses,
             "alike": evaluate_alike(engine),
             "weights": weights_of(engine.module),
-            "held": all(engine.held_bytes(t).parameters == engine.planned_bytes(t).parameters for t in Tier),
+            "held": all(
+                engine.model_memory.held_bytes(t).parameters == engine.model_memory.planned_bytes(t).parameters
+                for t in Tier
+            ),
             "counted": (since.bytes("up"), since.bytes("read")),
             "planned": (crossing.up, crossing.read),
         }
@@ -1010,14 +1016,14 @@ def described(name: str, dtype: str, accumulation: int) -> dict[str, Any]:
     for x, y in batches(2 * accumulation):
         engine.backward(engine(x, y))
         if engine.is_gradient_accumulation_boundary():
-            held.append(engine.held_bytes())
+            held.append(engine.model_memory.held_bytes())
         engine.step()
     runs = [run for unit in engine.state.schedule.units for run in unit.sharded]
     found = {
         "text": engine.describe(),
         "held": held,
-        "planned": engine.planned_bytes(),
-        "by stage": engine.planned_bytes_by_stage(),
+        "planned": engine.model_memory.planned_bytes(),
+        "by stage": engine.model_memory.planned_bytes_by_stage(),
         "elements": sum(run.layout.total for run in runs),
         "frozen": sum(run.layout.shard_size for run in runs if not run.trainable),
     }
@@ -1109,7 +1115,7 @@ def bytes_of(names: list[str]) -> dict[str, Any]:
             step(engine, x, y)
         evaluate(engine)
         engine.empty_partition_cache()
-        held, told = live_bytes() - before, engine.held_bytes().total
+        held, told = live_bytes() - before, engine.model_memory.held_bytes().total
         engine.destroy()
         del engine
         found[name] = held, told, live_bytes() - before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,3 +382,26 @@ def test_a_state_that_is_set_where_it_would_be_lost_is_refused(on_ranks):
     found = on_ranks(2, states_set)
     assert "safe_set_full_optimizer_state" in found[0]
     assert all(found)
+
+
+@pytest.mark.program
+def test_parameters_have_deepspeeds_attributes_only_through_its_name():
+    code = (
+        "import sys, torch, onefold\n"
+        "config = {'train_batch_size': 1, 'log_level': 'warning', 'zero_optimization': {'stage': 3},\n"
+        "    'optimizer': {'type': 'AdamW'}}\n"
+        "def added(initialize):\n"
+        "    model = torch.nn.Linear(4, 4)\n"
+        "    before = set(vars(model.weight))\n"
+        "    engine = initialize(model=model, config=config)[0]\n"
+        "    return {name for name in vars(model.weight) if not name.startswith('_')} - before\n"
+        "with onefold.zero.Init():\n"
+        "    built = torch.nn.Linear(4, 4)\n"
+        "assert not [name for name in vars(built.weight) if name.startswith('ds_')]\n"
+        "assert not added(onefold.initialize)\n"
+        "assert not [name for name in sys.modules if name.startswith('onefold.compat')]\n"
+        "from onefold.compat import deepspeed\n"
+        "assert {'ds_id', 'ds_numel', 'ds_shape', 'ds_status', 'ds_tensor'} <= added(deepspeed.initialize)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

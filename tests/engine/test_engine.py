@@ -34,6 +34,9 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold import ConfigError
+from onefold.compat import deepspeed
+from onefold.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from onefold.compat.engine_getters import EngineGetters
 from onefold.runtime import handle_of
 from onefold.utils import (
     memory_status,
@@ -86,6 +89,11 @@ def tiny(stage: int, **more: Any) -> onefold.Engine:
     return start(Weight(), config(stage, **more))
 
 
+def deepspeed_engine(stage: int, **more: Any) -> DeepSpeedEngine:
+    """`tiny`, with the getters of DeepSpeed's engine."""
+    return deepspeed.initialize(model=Weight(), config={"log_level": "warning", **config(stage, **more)})[0]
+
+
 def weight_of(engine: onefold.Engine) -> torch.Tensor:
     return weights_of(engine.module)["weight"]
 
@@ -127,7 +135,7 @@ def returned(path: str) -> dict[str, Any]:
         onefold.initialize(model=net())
     by_path = onefold.initialize(model=net(), config=path)[0]
     old = onefold.initialize(model=net(), config_params=path)[0]
-    return {"stages": [e.zero_optimization_stage() for e in (from_args, by_path, old)]}
+    return {"stages": [e.plan.stage for e in (from_args, by_path, old)]}
 
 
 def test_initialize_and_its_sources(on_ranks, tmp_path):
@@ -222,17 +230,35 @@ def looks_like_its_module() -> None:
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         engine.nothing_of_the_kind  # noqa: B018
     assert {id(p) for p in engine.parameters()} == {id(p) for p in model.parameters()}
-    assert engine.world_size == engine.dp_world_size == dist.get_world_size()
-    assert engine.global_rank == engine.get_data_parallel_rank() == engine.local_rank == rank()
-    assert dist.get_world_size(engine.data_parallel_group) == engine.world_size
+    assert engine.world_size == dist.get_world_size()
+    assert engine.global_rank == engine.local_rank == rank()
     assert engine.device == torch.device("cpu")
-    assert engine.gradient_clipping() == 0.0
-    assert engine.get_data_types() == (torch.float32, torch.float32)
     assert "sharded" in engine.describe()
 
 
 def test_the_engine_looks_like_its_module(on_ranks):
     on_ranks(2, looks_like_its_module)
+
+
+def answers_as_deepspeeds() -> None:
+    """DeepSpeed's getters are those of the engine that comes through its name, and of no other."""
+    engine = deepspeed.initialize(model=net(), config={"log_level": "warning", **config(1)})[0]
+    assert engine.world_size == engine.dp_world_size == dist.get_world_size()
+    assert engine.global_rank == engine.get_data_parallel_rank() == engine.local_rank == rank()
+    assert dist.get_world_size(engine.data_parallel_group) == engine.world_size
+    assert engine.gradient_clipping() == 0.0
+    assert engine.get_data_types() == (torch.float32, torch.float32)
+    assert engine.loss_scale() == 1.0
+    assert engine.micro_steps == 0
+    assert engine.zero_optimization_stage() == 1
+    assert not engine.zero_optimization_partition_weights()
+    other = start(net(), config(1))
+    getters = [name for name in vars(EngineGetters) if not name.startswith("__")]
+    assert [name for name in getters if hasattr(other, name)] == []
+
+
+def test_getters_of_deepspeed_belong_to_its_engine(on_ranks):
+    on_ranks(2, answers_as_deepspeeds)
 
 
 def described(stage: int, **zero: Any) -> str:
@@ -487,7 +513,8 @@ def test_backward_returns_the_divided_loss(on_ranks):
 
 def sizes() -> None:
     world = dist.get_world_size()
-    engine = start(net(), config(1, gradient_accumulation_steps=2))
+    settings = {"log_level": "warning", **config(1, gradient_accumulation_steps=2)}
+    engine = deepspeed.initialize(model=net(), config=settings)[0]
     assert engine.get_batch_info() == (8 * world, 4, 2)
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8 * world, 4)
     engine.set_train_batch_size(12 * world)
@@ -545,12 +572,13 @@ def test_steps_and_samples_are_counted(on_ranks, explicit):
 
 
 def information(stage: int) -> None:
-    engine = tiny(stage, optimizer={"type": "AdamW", "params": {"lr": 0.1, "betas": [0.8, 0.9]}}, gradient_clipping=0.5)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.8, 0.9]}}
+    engine = deepspeed_engine(stage, optimizer=optimizer, gradient_clipping=0.5)
     assert engine.get_global_grad_norm() is None
     assert not engine.was_step_applied()
     assert engine.get_lr() == [0.1]
     assert engine.get_mom() == [(0.8, 0.9)]
-    assert tiny(stage, optimizer=sgd(momentum=0.7)).get_mom() == [0.7]
+    assert deepspeed_engine(stage, optimizer=sgd(momentum=0.7)).get_mom() == [0.7]
     engine.backward(engine(1 + rank()))
     engine.step()
     # All 64 gradients are the average of 1 and 2; the norm is that before clipping.
@@ -590,7 +618,7 @@ def moving_scale(stage: int) -> tuple[list[float], list[float | None], list[floa
         for x, y in batches(4):
             engine.backward(engine(x, y))
             engine.step()
-            scales.append(engine.loss_scale())
+            scales.append(engine.optimizer.loss_scale)
             norms.append(engine.get_global_grad_norm())
         traces.append((scales, norms))
     return traces[0][0], traces[0][1], traces[1][1]
@@ -1076,7 +1104,7 @@ def travelled(stage: int, wire: str) -> tuple[torch.Tensor, torch.Tensor, int, t
     engine.step()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wire]
     expected = before - (values[0].to(kind).float() + values[1].to(kind).float()) / 2
-    return weight_of(engine), expected, sent, engine.communication_data_type
+    return weight_of(engine), expected, sent, engine.plan.precision.of_wire(torch.float32)
 
 
 @covering(stage=STAGES, wire=("fp32", "bf16", "fp16"))
@@ -1099,7 +1127,7 @@ def accumulated_in(stage: int, dtype: str | None) -> tuple[torch.Tensor, torch.T
         engine.backward(engine(value))
         engine.step()
     masters = [piece.master for piece in engine.state.step.stores]
-    return masters[0][:1].clone(), torch.tensor(engine.get_data_types()[1].itemsize)
+    return masters[0][:1].clone(), torch.tensor(engine.plan.precision.accumulate.itemsize)
 
 
 @covering(stage=STAGES)

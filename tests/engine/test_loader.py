@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from onefold.checkpoint.loading.random_states import capture_random_states, restore_random_states
+from onefold.checkpoint.state.random_states import capture_random_states, restore_random_states
 from onefold.loader import ResumableLoader
 from onefold.utils import RepeatingLoader
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from models import batches, config, first_difference, more, net, precision, star
 import onefold
 from onefold.compat import deepspeed
 from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from onefold.engine.offload_states import reload_states
 from onefold.offload.param_shard import tensors_of
 from onefold.utils import safe_get_full_fp32_param
 
@@ -118,9 +116,9 @@ def ask_for_what_is_not_there() -> None:
     engine = start(net(), config(2))
     with pytest.raises(ValueError, match=r"include 'optim_state' is not known; known: .*optim_states"):
         engine.offload_states(include=["optim_state"])
-    with pytest.raises(ValueError, match="states go to the host"):
+    with pytest.raises(ValueError, match="States go to the host"):
         engine.offload_states(device="cuda")
-    with pytest.raises(ValueError, match="states go to the host"):
+    with pytest.raises(ValueError, match="States go to the host"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
     assert engine.offload_states(device=OffloadDeviceEnum.none) == {}
     engine.offload_states(include=[onefold.zero.OffloadStateTypeEnum.optim_states])
@@ -385,7 +383,7 @@ def read_from_the_host(stage: int, formats: str) -> list[str]:
         return {"states": tensors, "shards": shards}
 
     before = looked_at()
-    engine.state.schedule.wake = partial(reload_states, engine.state, non_blocking=False)
+    engine.offloaded_states.reload_on_use()
     engine.offload_states(include=["optim_states", "hp_params", "lp_params"])
     if held(engine):
         told.append(f"{held(engine)} bytes stay")
@@ -394,7 +392,7 @@ def read_from_the_host(stage: int, formats: str) -> list[str]:
         if hasattr(parameter, "ds_tensor"):
             parameter.ds_tensor.data = parameter.ds_tensor.data.to("cpu").clone()
     second = train(engine, 2, seed=1)
-    if engine.state.offloaded or engine.state.schedule.wake is not None:
+    if engine.offloaded_states or engine.offloaded_states.moved_by_hand:
         told.append("a use has not reloaded everything")
     told += filter(None, [first_difference([first, second], expected)])
     return told

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
+from onefold.compat.parameters import install
 from onefold.zero import GatheredParameters, stream_weights
 
 peft = pytest.importorskip("peft")
@@ -141,7 +142,7 @@ def looped(dtype: str) -> list[str]:
     train(engine, 1)
     expected = weights_of(engine.module)
     units = engine.state.schedule.sharded
-    empty = engine.held_bytes()
+    empty = engine.model_memory.held_bytes()
     engine.ledger.clear()
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -153,7 +154,7 @@ def looped(dtype: str) -> list[str]:
         except RuntimeError as error:
             if "GatheredParameters" not in str(error):
                 told.append(str(error))
-        kept = engine.held_bytes().parameters - empty.parameters
+        kept = engine.model_memory.held_bytes().parameters - empty.parameters
         largest = max(param.layout.total * param.dtype.itemsize for unit in units for param in unit.sharded)
         if kept > largest:
             told.append(f"{kept} bytes stay, the largest unit has {largest}")
@@ -162,7 +163,7 @@ def looped(dtype: str) -> list[str]:
     if gathers_of(engine) != len(units) + 1:
         told.append(f"{gathers_of(engine)} gathers for {len(units)} units")
     engine.empty_partition_cache()
-    if engine.held_bytes() != empty:
+    if engine.model_memory.held_bytes() != empty:
         told.append("something stays after empty_partition_cache()")
     return told
 
@@ -174,6 +175,7 @@ def test_a_loop_over_parameters_gathers_each_unit_once(on_ranks, dtype):
 
 def changed_in_between() -> list[str]:
     """Everything that changes a weight, or needs memory, between two reads of it."""
+    install()  # for `ds_tensor`
     engine, told = start(net(), config(3)), []
     straight = start(net(), config(3))
     weight = engine.module.blocks[0].up.weight
@@ -257,7 +259,7 @@ def shared(stage: int, dtype: str, between: bool) -> list[str]:
     with policy.disable_adapter(), torch.no_grad():
         plain = [policy.to(dict(fp32=torch.float32, bf16=torch.bfloat16)[dtype])(*batch).item() for batch in batches(2)]
     engine = start(lora(), config(stage, **precision(dtype)))
-    alone = engine.held_bytes()
+    alone = engine.model_memory.held_bytes()
     torch.manual_seed(5)
     base = peft_free(engine.module.get_base_model())
     references = {
@@ -278,11 +280,13 @@ def shared(stage: int, dtype: str, between: bool) -> list[str]:
     for name, reference in references.items():
         if found[name] != plain:
             told.append(f"{name}: {found[name]}, expected {plain}")
-        if reference.planned_bytes().total or reference.held_bytes().total:
-            told.append(f"{name} plans {reference.planned_bytes()} and holds {reference.held_bytes()}")
+        if reference.model_memory.planned_bytes().total or reference.model_memory.held_bytes().total:
+            told.append(
+                f"{name} plans {reference.model_memory.planned_bytes()} and holds {reference.model_memory.held_bytes()}"
+            )
     if losses != expected.losses or first_difference(weights_of(engine.module), expected.weights):
         told.append("the policy trains to something else")
-    held = engine.held_bytes()
+    held = engine.model_memory.held_bytes()
     if (held.parameters, held.masters) != (alone.parameters, alone.masters):
         told.append(f"the policy holds {held}, alone {alone}")
     references.pop("base model").close()
@@ -342,7 +346,7 @@ def value_head(stage: int, folder: str) -> list[str]:
     with torch.no_grad():
         before = [reference(*batch).item() for batch in batches(2)]
     critic = start(Valued(backbone), config(stage))
-    if critic.planned_bytes().parameters >= reference.planned_bytes().parameters:
+    if critic.model_memory.planned_bytes().parameters >= reference.model_memory.planned_bytes().parameters:
         told.append("the critic holds the backbone again")
     told += filter(None, [first_difference(train(critic, 3), expected)])
     with torch.no_grad():

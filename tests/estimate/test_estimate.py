@@ -46,7 +46,7 @@ from onefold.tools.estimate.work import OpCall
 def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, int]], dict[str, int]]:
     """What a rank of a real job sends in its third step, and holds."""
     engine = start(net(), document)
-    accumulation = engine.gradient_accumulation_steps()
+    accumulation = engine.batch.accumulation
     data = batches(3 * accumulation)
     before = engine.ledger.copy()
     for place, (x, y) in enumerate(data):
@@ -57,7 +57,7 @@ def run_for_real(document: dict[str, Any]) -> tuple[list[tuple[str, str, int, in
         engine.step()
     engine.module  # noqa: B018
     rows = [(r.operation, r.group, r.calls, r.bytes) for r in engine.ledger.since(before).rows() if r.calls]
-    held = engine.planned_bytes()
+    held = engine.model_memory.planned_bytes()
     return rows, {name: getattr(held, name) for name in ("parameters", "masters", "states")}
 
 

@@ -39,7 +39,7 @@ def train_on_gpu(stage: int, dtype: str, accumulation: int, overlap: bool, colle
     for x, y in batches(4 * accumulation):
         loss = engine(x.cuda(), y.cuda())
         engine.backward(loss)
-        planned, held = engine.planned_bytes(), engine.held_bytes()
+        planned, held = engine.model_memory.planned_bytes(), engine.model_memory.held_bytes()
         engine.step()
         losses.append(loss.item())
     weights = {name: weight.cpu() for name, weight in weights_of(engine.module).items()}
@@ -47,7 +47,7 @@ def train_on_gpu(stage: int, dtype: str, accumulation: int, overlap: bool, colle
         "losses": losses,
         "weights": weights,
         "bytes": (planned.total, held.total),
-        "collective": engine._collective_name,
+        "collective": engine.model_memory.collective_name,
         "calls": {row.operation: row.calls for row in engine.ledger.rows()},
     }
 
@@ -174,7 +174,7 @@ def at_rest_on_gpu() -> tuple[list[int], int]:
         torch.cuda.synchronize()
         gc.collect()
         found.append(torch.cuda.memory_allocated() - before)
-    held = engine.held_bytes()
+    held = engine.model_memory.held_bytes()
     assert held.parameters == held.gradients == 0
     return found, held.masters + held.states
 

@@ -62,8 +62,8 @@ def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "both")
                 engine.step()
                 losses.append(loss.item())
             engine.wait_for_step()
-            planned = {tier: engine.planned_bytes(tier) for tier in Tier}
-            held = {tier: engine.held_bytes(tier) for tier in Tier}
+            planned = {tier: engine.model_memory.planned_bytes(tier) for tier in Tier}
+            held = {tier: engine.model_memory.held_bytes(tier) for tier in Tier}
             weights = {key: weight.cpu() for key, weight in weights_of(engine.module).items()}
             found[name] = losses, weights, planned, held
             model = engine.module
@@ -175,7 +175,7 @@ def later_accumulation() -> tuple[int, int]:
             engine.backward(engine(x, y))
             engine.step()
         engine.wait_for_step()
-    moved, planned = engine.ledger.since(before).bytes("up"), engine.planned_crossing().up
+    moved, planned = engine.ledger.since(before).bytes("up"), engine.model_memory.planned_crossing().up
     engine.destroy()
     return moved, planned
 
@@ -326,7 +326,7 @@ def parked() -> tuple[int, int, list[float], list[float]]:
             if leaves and number == 2:
                 before = torch.cuda.memory_allocated()
                 engine.offload_states()
-                freed, held = before - torch.cuda.memory_allocated(), engine.planned_bytes()
+                freed, held = before - torch.cuda.memory_allocated(), engine.model_memory.planned_bytes()
                 engine.reload_states()
             loss = engine(x, y)
             engine.backward(loss)
@@ -386,7 +386,7 @@ def moved_by_hand(stage: int, how: str, formats: dict[str, Any]) -> list[str]:
         losses = []
         for number, (x, y) in enumerate(batches(4)):
             if moves and number == 2:
-                held = engine.planned_bytes()
+                held = engine.model_memory.planned_bytes()
                 before = torch.cuda.memory_allocated()
                 _move(engine, "cpu", how, weights=stage == 3)
                 freed = before - torch.cuda.memory_allocated()

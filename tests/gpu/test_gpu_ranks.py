@@ -44,7 +44,7 @@ def trained(settings: dict[str, Any], init: bool = False) -> Trace:
         torch.manual_seed(5)
         model = net(tied=True)
     engine = start(model, settings)
-    trace = train(engine, 4 * engine.gradient_accumulation_steps())
+    trace = train(engine, 4 * engine.batch.accumulation)
     engine.destroy()
     return trace
 

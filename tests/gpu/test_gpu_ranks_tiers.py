@@ -37,7 +37,7 @@ def run(stage: int, dtype: str, zero: dict[str, Any]) -> tuple[Trace, dict[str, 
     sent: dict[str, int] = {}
     for row in engine.ledger.since(before).rows():
         sent[row.operation] = sent.get(row.operation, 0) + row.bytes
-    name = engine._collective_name
+    name = engine.model_memory.collective_name
     engine.destroy()
     return trace, sent, name
 

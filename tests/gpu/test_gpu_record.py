@@ -33,16 +33,16 @@ def without_waiting(call: Callable[[], None]) -> Callable[[], None]:
 def steps_on_the_device(folder: str, clipping: float) -> list[dict[str, Any]]:
     settings = config(2, gradient_clipping=clipping, gradient_accumulation_steps=2, **precision("bf16"))
     engine = start(net(width=256), {**settings, "onefold": {"report": folder}})
-    assert engine._reports is not None
-    engine._reports.begin_step = without_waiting(engine._reports.begin_step)  # type: ignore[method-assign]
-    engine._reports.end_step = without_waiting(engine._reports.end_step)  # type: ignore[method-assign]
+    assert engine._reports.steps is not None
+    engine._reports.steps.begin_step = without_waiting(engine._reports.steps.begin_step)  # type: ignore[method-assign]
+    engine._reports.steps.end_step = without_waiting(engine._reports.steps.end_step)  # type: ignore[method-assign]
     known, losses = [], []
     for x, y in batches(8):
         loss = engine(x, y)
         engine.backward(loss)
         losses.append(loss.detach())
         engine.step()
-        if engine.micro_steps % 2 == 0:
+        if engine.state.window.micro_steps % 2 == 0:
             known.append({"loss": torch.stack(losses).float().mean(), "norm": engine.state.decision.norm_to_read()})
             losses.clear()
     found = [{"loss": step["loss"].item(), "norm": step["norm"].read()} for step in known]

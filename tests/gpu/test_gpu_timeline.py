@@ -310,7 +310,7 @@ def accounted(stage: int) -> tuple[int, int, int, int]:
     held = account.held.total + account.unsharded + account.slots
     total = account.allocated + account.unused + account.others + account.free
     del loss
-    return held, engine.held_bytes().total, account.allocated - account.activations, account.total - total
+    return held, engine.model_memory.held_bytes().total, account.allocated - account.activations, account.total - total
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -23,7 +23,7 @@ from test_offload_cases import VARIANTS, measure
 from test_states import ADAMW, FORMATS
 from test_states import run_tiers as run_forms
 
-from onefold.engine.core import Engine
+from onefold.engine.model_memory import ModelMemory
 from onefold.offload import host_memory, offload_memory, param_shard
 from onefold.offload.bus import Arrival, Bus, Pairs
 from onefold.offload.param_shard import HostShard
@@ -100,9 +100,10 @@ def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> Arrival:
     return Arrival(arrived)
 
 
-def planned_on_gpu(engine: Engine) -> Crossing:
-    specs = [param.spec for unit in engine.state.schedule.units for param in unit.params]
-    return count_crossing(specs, engine._complete(engine.plan), engine.batch.accumulation, device_casts=True)
+def planned_on_gpu(memory: ModelMemory) -> Crossing:
+    state = memory._state
+    specs = [param.spec for unit in state.schedule.units for param in unit.params]
+    return count_crossing(specs, memory.plan, state.window.batch.accumulation, device_casts=True)
 
 
 @contextmanager
@@ -129,7 +130,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (Bus, "__init__", crossing),
             (Bus, "_copy", copy_late),
             (DevicePass, "_start", counted),
-            (Engine, "planned_crossing", planned_on_gpu),
+            (ModelMemory, "planned_crossing", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
               for module in (host_memory, offload_memory, param_shard)),
         ]:  # fmt: skip

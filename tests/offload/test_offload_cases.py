@@ -165,19 +165,19 @@ def measure(folder: str, names: list[str], dtype: str, accumulation: int, more_o
             for x, y in batches(accumulation, seed=number):
                 engine.backward(engine(x, y))
                 if engine.is_gradient_accumulation_boundary():
-                    gradients.append({tier: engine.held_bytes(tier).gradients for tier in Tier})
+                    gradients.append({tier: engine.model_memory.held_bytes(tier).gradients for tier in Tier})
                 engine.step()
             engine.wait_for_step()
             engine.state.step.wait_for_host()  # also for a step whose weights are used one step later
             since = engine.ledger.since(before)
             traffic = {way: since.bytes(way) for way in ("down", "up", "read", "write")}
-            rest.append({tier: engine.held_bytes(tier) for tier in Tier})
-        crossing = engine.planned_crossing()
+            rest.append({tier: engine.model_memory.held_bytes(tier) for tier in Tier})
+        crossing = engine.model_memory.planned_crossing()
         runs = [
             run for unit in engine.state.schedule.units for run in unit.trained if run.spec.residency.offloads_states
         ]
         found[name] = {
-            "planned": {tier: engine.planned_bytes(tier) for tier in Tier},
+            "planned": {tier: engine.model_memory.planned_bytes(tier) for tier in Tier},
             "gradients": gradients,
             "rest": rest,
             "traffic": traffic,
@@ -318,7 +318,7 @@ def overflowing(make: Maker) -> Any:
         assert same(weights, after) is skipped[-1]
     assert any(skipped)
     assert not all(skipped)
-    return losses, skipped, engine.loss_scale(), engine.skipped_steps, everything_of(engine)
+    return losses, skipped, engine.optimizer.loss_scale, engine.skipped_steps, everything_of(engine)
 
 
 @pytest.mark.parametrize("world", [more(1), 2])
@@ -396,7 +396,12 @@ def widened(folder: str, tier: str) -> list[tuple[int, int]]:
         for x, y in batches(accumulation):
             engine.backward(engine(x, y))
             if engine.is_gradient_accumulation_boundary():
-                found.append((engine.held_bytes(Tier.HOST).gradients, engine.planned_bytes(Tier.HOST).gradients))
+                found.append(
+                    (
+                        engine.model_memory.held_bytes(Tier.HOST).gradients,
+                        engine.model_memory.planned_bytes(Tier.HOST).gradients,
+                    )
+                )
             engine.step()
     engine.destroy()
     return found
@@ -462,7 +467,7 @@ def freezing(make: Maker, dtype: str) -> Any:
     trace = train(engine, 4)
     engine.wait_for_step()
     for tier in Tier:
-        assert engine.held_bytes(tier).parameters == engine.planned_bytes(tier).parameters
+        assert engine.model_memory.held_bytes(tier).parameters == engine.model_memory.planned_bytes(tier).parameters
     return trace.losses, trace.norms, trace.weights
 
 
@@ -658,7 +663,7 @@ def by_name(make: Maker, name: str) -> Any:
     trace = train(engine, 4)
     engine.wait_for_step()
     for tier in (Tier.HOST, Tier.NVME):
-        held, planned = engine.held_bytes(tier), engine.planned_bytes(tier)
+        held, planned = engine.model_memory.held_bytes(tier), engine.model_memory.planned_bytes(tier)
         assert (held.masters, held.states) == (planned.masters, planned.states)
     masters = [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
     return trace.losses, trace.norms, trace.weights, masters
@@ -954,7 +959,7 @@ def placed(folder: str, asked: list[tuple[int, dict[str, Any], dict[str, Any]]])
                 section["nvme_path"] = str(Path(folder, f"rank{rank()}", paths))
         engine = start(net(depth=4), config(stage, zero_optimization=keys, onefold=own, **precision("bf16")))
         sizes = [run.layout.numel for unit in engine.state.schedule.units for run in unit.trained]
-        planned = {tier.value: engine.planned_bytes(tier) for tier in Tier}
+        planned = {tier.value: engine.model_memory.planned_bytes(tier) for tier in Tier}
         files = sorted(files_in(Path(folder, f"rank{rank()}")))
         trace = train(engine, 3)
         found.append((rests(engine), sizes, planned, files, (trace.losses, trace.norms, trace.weights)))
@@ -1079,7 +1084,7 @@ def load_in(folder: str, source: str, tier: str, dtype: str, before: str) -> Any
     engine.load_checkpoint(str(Path(folder, source)))
     kept = everything_of(engine)
     for tier_ in (Tier.HOST, Tier.NVME):
-        assert engine.held_bytes(tier_).parameters == engine.planned_bytes(tier_).parameters
+        assert engine.model_memory.held_bytes(tier_).parameters == engine.model_memory.planned_bytes(tier_).parameters
     trace = train(engine, 2, seed=8)
     engine.destroy()
     return kept, (trace.losses, trace.norms, trace.weights)

@@ -30,7 +30,7 @@ def pools_and_plan(stage: int, dtype: str, accumulation: int, bucket: int, overl
         engine.step()
     in_flight = engine.state.schedule.in_flight
     kept = in_flight.pool.num_bytes + in_flight.collective._pool.num_bytes
-    return kept - engine.planned_bytes().gradients, engine.planned_buffers().pools
+    return kept - engine.model_memory.planned_bytes().gradients, engine.model_memory.planned_buffers().pools
 
 
 @covering(
@@ -108,7 +108,7 @@ def work(stage: int, preset: str) -> None:
         engine.step()
     engine.wait_for_step()
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    planned = engine.planned_bytes().total + engine.planned_buffers().total
+    planned = engine.model_memory.planned_bytes().total + engine.model_memory.planned_buffers().total
     told = {"rest": resident_bytes(), "peak": int(peak.split()[1]) * 1024, "planned": planned}
     print(json.dumps(told), flush=True)
 

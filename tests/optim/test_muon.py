@@ -247,7 +247,7 @@ def run_tiers(dtype: str, folder: str, accumulation: int) -> tuple[dict[str, Tra
         engine.optimizer.sharded.wait_for_host()
         since = engine.ledger.since(before)
         moved = {row.operation: row.bytes for row in since.rows() if row.operation in ("down", "up", "read", "written")}
-        planned = engine.planned_crossing()
+        planned = engine.model_memory.planned_crossing()
         crossings[name] = (moved.get("down", 0), planned.down)
         engine.destroy()
     return traces, crossings
@@ -310,7 +310,7 @@ def bytes_of(stage: int) -> tuple[int, int, int, Any, Any]:
         matrices, owners = [m for m, _ in found], [owner for _, owner in found]
         planned += count_sent(store.spec.layout, matrices, owners, rank())
         num += sum(m.rows * m.columns for m in matrices)
-    return sent, planned, num, engine.held_bytes(), engine.planned_bytes()
+    return sent, planned, num, engine.model_memory.held_bytes(), engine.model_memory.planned_bytes()
 
 
 @covering(stage=(0, 1, 3), world=(2, 3, more(1)), strength=1)
@@ -724,7 +724,7 @@ def run_mix(kind: str, folder: str) -> tuple[list[Trace], list[tuple[Any, Any]],
         if place == 2:
             engine.save_checkpoint(f"{folder}/saved")
         traces.append(train(engine, 2, seed=1))
-        found, planned = engine.held_bytes(), engine.planned_bytes()
+        found, planned = engine.model_memory.held_bytes(), engine.model_memory.planned_bytes()
         held.append(((found.masters, found.states), (planned.masters, planned.states)))
         assert engine.describe()
         engine.destroy()
@@ -1014,7 +1014,7 @@ def bytes_kept() -> list[tuple[int, int, bool]]:
         train(engine, 1)
         matrices = engine.state.step.matrices
         planned, held = matrices.planned_kept(), matrices.held_kept()
-        found.append((planned, held, engine.planned_buffers().matrices > planned))
+        found.append((planned, held, engine.model_memory.planned_buffers().matrices > planned))
         engine.destroy()
     return found
 
@@ -1079,7 +1079,7 @@ def test_an_unknown_optimizer_is_told_how_to_be_known():
 
 def log_of_buffers() -> tuple[str, int]:
     engine = start(wide(), config(2, optimizer=muon()))
-    return engine.describe(), engine.planned_buffers().matrices
+    return engine.describe(), engine.model_memory.planned_buffers().matrices
 
 
 def test_what_matrices_take_in_a_step_is_planned(on_ranks):

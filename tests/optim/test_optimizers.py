@@ -750,7 +750,10 @@ def raise_momentum(folder: str, settings: dict[str, Any], hyper: dict[str, Any],
         optimizer.zero_grad()
         if first_difference(weights_of(engine.module), weights_of(plain)) is not None:
             told.append(step)
-    held, planned = ({tier: of(tier).states for tier in Tier} for of in (engine.held_bytes, engine.planned_bytes))
+    held, planned = (
+        {tier: of(tier).states for tier in Tier}
+        for of in (engine.model_memory.held_bytes, engine.model_memory.planned_bytes)
+    )
     return [told, held == planned, sum(held.values()) > 0, bool(engine.describe())]
 
 

@@ -472,11 +472,11 @@ def plateau(stage: int, kind: str) -> None:
         before = weights_of(engine.module)
         with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*'metrics'.*engine\.step\(lr_kwargs="):
             engine.step()
-        assert engine.global_steps == engine.micro_steps == step
+        assert engine.global_steps == engine.state.window.micro_steps == step
         assert all(torch.equal(value, before[name]) for name, value in weights_of(engine.module).items())
         rate = engine.get_lr()[0]
         engine.step(lr_kwargs={"metrics": 1.0})
-        assert engine.global_steps == engine.micro_steps == step + 1
+        assert engine.global_steps == engine.state.window.micro_steps == step + 1
         # The gradient of a bias is the batch's two rows.
         assert torch.allclose(before["bias"] - weights_of(engine.module)["bias"], torch.full((2,), 2 * rate))
         rates.append(rate)
@@ -498,7 +498,7 @@ def at_its_end() -> tuple[int, int, int | None]:
         with pytest.raises(ValueError, match="Tried to step 3 times") if step == 2 else nullcontext():
             engine.step()
         assert not torch.equal(before["weight"], weights_of(engine.module)["weight"])
-    return engine.global_steps, engine.micro_steps, engine._saving.steps_done()
+    return engine.global_steps, engine.state.window.micro_steps, engine._saver.steps_done()
 
 
 def test_a_step_is_counted_though_its_scheduler_raises(on_ranks):
@@ -523,11 +523,11 @@ def test_a_section_that_nothing_reads_is_told(on_ranks):
     sgd = partial(torch.optim.SGD, lr=0.1)
     step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
     lines, others = on_ranks(2, told_by, {"optimizer": sgd, "lr_scheduler": step_lr}, {"scheduler": scheduler})
-    assert [line for line in lines if "optimizer: initialize was handed an optimizer" in line], lines
-    assert [line for line in lines if "scheduler: initialize was handed an lr_scheduler" in line], lines
+    assert [line for line in lines if "optimizer: initialize was given an optimizer" in line], lines
+    assert [line for line in lines if "scheduler: initialize was given an lr_scheduler" in line], lines
     assert others == [], "one rank speaks"
     lines, _ = on_ranks(2, told_by, {}, {"scheduler": scheduler, "optimizer": None})
-    assert [line for line in lines if "there is no optimizer whose learning rate" in line], lines
+    assert [line for line in lines if "scheduler: there is no optimizer" in line], lines
     assert on_ranks(2, told_by, {}, {"scheduler": scheduler}) == [[], []]
 
 

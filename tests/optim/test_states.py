@@ -222,7 +222,7 @@ def run_stages(formats: dict[str, Any], accumulation: int, dtype: str, more_zero
         extra = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.3, **precision(dtype)}
         engine = start(net(), config(stage, onefold=formats, zero_optimization=more_zero, **extra))
         traces[stage] = train(engine, 4 * accumulation)
-        held, planned = engine.held_bytes(), engine.planned_bytes()
+        held, planned = engine.model_memory.held_bytes(), engine.model_memory.planned_bytes()
         assert (held.masters, held.states, held.parameters) == (planned.masters, planned.states, planned.parameters)
         engine.destroy()
     return traces
@@ -264,7 +264,7 @@ def run_tiers(
         before = engine.ledger.copy()
         train(engine, accumulation)
         engine.optimizer.sharded.wait_for_host()
-        planned = engine.planned_crossing()
+        planned = engine.model_memory.planned_crossing()
         moved = {row.operation: row.bytes for row in engine.ledger.since(before).rows()}
         crossed = {way: moved.get(way, 0) for way in ("down", "write")}
         expected = {"down": planned.down, "write": planned.written}
@@ -276,7 +276,7 @@ def run_tiers(
         if crossed != expected:
             told.append(f"{name}: {crossed} moved, planned {expected}")
         for tier in onefold.plan.Tier:
-            held, plan = engine.held_bytes(tier), engine.planned_bytes(tier)
+            held, plan = engine.model_memory.held_bytes(tier), engine.model_memory.planned_bytes(tier)
             if (held.masters, held.states, held.parameters) != (plan.masters, plan.states, plan.parameters):
                 told.append(f"{name}: on {tier.value} {held}, planned {plan}")
         engine.destroy()
@@ -406,7 +406,7 @@ def bytes_a_parameter(stage: int, formats: dict[str, Any], more_config: dict[str
     engine = start(net(width=256, depth=1), config(stage, onefold=formats, **precision("bf16"), **more_config))
     for x, y in batches(1):
         engine.backward(engine(x, y))
-    held, planned = engine.held_bytes(), engine.planned_bytes()
+    held, planned = engine.model_memory.held_bytes(), engine.model_memory.planned_bytes()
     assert (held.total, held.gradients) == (planned.total, planned.gradients)
     total = sum(param.layout.total for unit in engine.state.schedule.units for param in unit.params)
     kinds = ("parameters", "gradients", "masters", "states")
@@ -437,7 +437,7 @@ def whole_bf16(given: dict[str, Any]) -> dict[str, float]:
     engine = start(net(width=256, depth=1), config(2, **given))
     for x, y in batches(1):
         engine.backward(engine(x, y))
-    held = engine.held_bytes()
+    held = engine.model_memory.held_bytes()
     total = sum(param.layout.total for unit in engine.state.schedule.units for param in unit.params)
     return {kind: getattr(held, kind) / total for kind in ("masters", "states", "gradients", "parameters")}
 
@@ -508,7 +508,7 @@ def save_beside_training(folder: str, formats: dict[str, Any]) -> tuple[int, int
     train(engine, 2)
     engine.save_checkpoint(f"{folder}/waits")
     engine.save_checkpoint(f"{folder}/beside", background=True)
-    staged = engine._saving.saver._staging._memory.numel()
+    staged = engine._saver.coordinator._staging._memory.numel()
     stores = engine.state.step.stores
     held = sum(held_bytes(flat) for store in stores for flat in (store.master, *store.states.values()))
     train(engine, 2, seed=4)
@@ -717,7 +717,7 @@ def test_what_an_8bit_instance_says_is_kept_or_refused(on_ranks):
     assert on_ranks(1, of_bitsandbytes, {}, "optim_bits", 32) == ["()"]
     assert "only optim_bits = 32 is offered" in on_ranks(1, of_bitsandbytes, {}, "lr", 1.0)[0]
     told = on_ranks(1, of_bitsandbytes, {"onefold": {"state_dtype": "bf16"}}, "", None)[0]
-    assert "AdamW8bit keeps states of 8 bits" in told
+    assert "AdamW8bit keeps 8-bit states" in told
     told = on_ranks(1, of_bitsandbytes, {"onefold": {"int8_min_numel": 7}}, "", None)[0]
     assert "onefold.int8_min_numel = 7" in told
 

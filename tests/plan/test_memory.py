@@ -17,16 +17,16 @@ def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, An
     for x, y in batches(2 * accumulation):
         engine.backward(engine(x, y))
         if engine.is_gradient_accumulation_boundary():
-            after_backward.append(engine.held_bytes())
+            after_backward.append(engine.model_memory.held_bytes())
         engine.step()
     runs = [run for unit in engine.state.schedule.units for run in unit.params]
     return {
-        "planned": engine.planned_bytes(),
+        "planned": engine.model_memory.planned_bytes(),
         "held": after_backward,
-        "rest": engine.held_bytes(),
+        "rest": engine.model_memory.held_bytes(),
         "numel": sum(run.layout.total for run in runs),
         "slots": engine.state.schedule.in_flight.pool.num_bytes,
-        "largest": engine.planned_bytes().largest_slot,
+        "largest": engine.model_memory.planned_bytes().largest_slot,
     }
 
 
@@ -50,7 +50,11 @@ def test_held_bytes_equal_the_plan(on_ranks, world, stage, dtype, accumulation):
 def bytes_of_every_stage(stage: int) -> list[Any]:
     offload = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
     on_device, offloaded = (start(net(), config(stage, zero_optimization=zero)) for zero in ({}, offload))
-    return [on_device.planned_bytes(), on_device.planned_bytes_by_stage(), offloaded.planned_bytes_by_stage()]
+    return [
+        on_device.model_memory.planned_bytes(),
+        on_device.model_memory.planned_bytes_by_stage(),
+        offloaded.model_memory.planned_bytes_by_stage(),
+    ]
 
 
 @covering(stage=(1, 3))
@@ -74,7 +78,7 @@ def held_from_step_to_step(stage: int, overlap: bool, device: str) -> list[tuple
     for x, y in batches(8):
         engine.backward(engine(x, y))
         engine.step()
-        if engine.micro_steps % 2 == 0:
+        if engine.state.window.micro_steps % 2 == 0:
             engine.module  # noqa: B018 - waits for what is in flight
             counts.append((*settled_tensors(), engine.state.schedule.in_flight.pool.num_bytes))
     return counts

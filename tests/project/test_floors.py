@@ -110,6 +110,14 @@ def test_floors_import_downwards_only(path):
         assert FLOORS[other] <= FLOORS[room(path)], f"{path} imports upwards: {other}"
 
 
+def test_nothing_but_one_name_leads_to_compat():
+    """The library does not import `onefold.compat`, by a string either: only `register_as_deepspeed` comes from it."""
+    naming = {path for path in OURS if "onefold.compat" in path.read_text()}
+    assert naming == {PACKAGE / "__init__.py"}
+    named = [line for line in (PACKAGE / "__init__.py").read_text().splitlines() if "onefold.compat" in line]
+    assert all("register_as_deepspeed" in line for line in named), named
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_rooms(path):
     assert len(path.read_text().splitlines()) <= 600
@@ -210,7 +218,7 @@ BUDGETS = {
     "checkpoint": 4_950,
     "comm": 3_500,
     "config": 2_800,
-    "engine": 2_550,
+    "engine": 2_700,
     "offload": 2_800,
     "optim": 5_200,
     "plan": 1_700,

@@ -21,7 +21,7 @@ from onefold.report.run_file import RunFile
 
 
 def learn(engine: Any, steps: int) -> None:
-    for x, y in batches(steps * engine.gradient_accumulation_steps()):
+    for x, y in batches(steps * engine.batch.accumulation):
         engine.backward(engine(x, y))
         engine.step()
 
@@ -90,7 +90,7 @@ def scaled_and_timed(folder: str) -> list[float]:
         for factor in (1.0, float("inf")):
             engine.backward(engine(factor))
             engine.step()
-            scales.append(engine.loss_scale())
+            scales.append(engine.optimizer.loss_scale)
         engine.close()
     return scales
 
@@ -122,7 +122,7 @@ def test_a_monitor_that_fails_does_not_end_the_training(on_ranks, tmp_path):
 def switched_off() -> None:
     engine = start(net(), config(1, csv_monitor={"enabled": False}))
     assert not engine.monitor.enabled
-    assert engine._reports is None
+    assert engine._reports.steps is None
     engine.monitor.write_events([("a", 1.0, 1)])
     learn(engine, 1)
 

@@ -23,7 +23,7 @@ OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 
 def held(engine: Any) -> dict[str, dict[str, int]]:
-    sizes = {tier.value: engine.held_bytes(tier) for tier in Tier}
+    sizes = {tier.value: engine.model_memory.held_bytes(tier) for tier in Tier}
     return {tier: {kind: getattr(size, kind) for kind in KINDS} for tier, size in sizes.items()}
 
 
@@ -38,7 +38,7 @@ def steps_with_a_record(folder: str, stage: int, extra: dict[str, Any]) -> dict[
     engine = start(net(), settings)
     known: dict[str, Any] = {"planned": {}, "at_start": sent(engine), "steps": []}
     for tier in Tier:
-        known["planned"][tier.value] = {kind: getattr(engine.planned_bytes(tier), kind) for kind in KINDS}
+        known["planned"][tier.value] = {kind: getattr(engine.model_memory.planned_bytes(tier), kind) for kind in KINDS}
     losses: list[float] = []
     for x, y in batches(6):
         loss = engine(x, y)
@@ -48,7 +48,7 @@ def steps_with_a_record(folder: str, stage: int, extra: dict[str, Any]) -> dict[
             step = {"held": held(engine), "rates": engine.get_lr(), "loss": sum(losses) / 2}
             losses.clear()
         engine.step()
-        if engine.micro_steps % 2 == 0:
+        if engine.state.window.micro_steps % 2 == 0:
             known["steps"].append({**step, "norm": engine.get_global_grad_norm(), "sent": sent(engine)})
     known["describe"], known["samples"] = engine.describe(), engine.global_samples
     engine.close()
@@ -117,7 +117,7 @@ def trained(folder: str | None) -> dict[str, torch.Tensor]:
     for x, y in batches(3):
         engine.backward(engine(x, y))
         engine.step()
-    assert (engine._reports is None) == (folder is None or rank() > 0)
+    assert (engine._reports.steps is None) == (folder is None or rank() > 0)
     weights = weights_of(engine.module)
     engine.close()
     return weights
@@ -143,7 +143,7 @@ def overflowing(folder: str) -> list[float]:
     engine = start(Weight(), config(1, fp16=fp16, onefold={"report": folder}))
     scales = []
     for factor in (1.0, float("inf"), 1.0):
-        scales.append(engine.loss_scale())
+        scales.append(engine.optimizer.loss_scale)
         engine.backward(engine(factor))
         engine.step()
     engine.close()
@@ -311,7 +311,7 @@ def planned_and_told(folder: str | None, stage: int) -> tuple[str, dict[str, int
     for x, y in batches(2):
         engine.backward(engine(x, y))
         engine.step()
-    planned = engine.planned_bytes()
+    planned = engine.model_memory.planned_bytes()
     text = engine.plan_report()
     engine.close()
     assert folder is None or rank() > 0 or engine.plan_report().splitlines()[:5] == text.splitlines()[:5]

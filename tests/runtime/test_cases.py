@@ -906,7 +906,7 @@ def with_other_counts(stage: int, dtype: str) -> tuple[Weights, Weights]:
     step = 0
     for count in (1, 3, 2, 1):
         engine.set_train_batch_size(4 * dist.get_world_size() * count)
-        assert engine.gradient_accumulation_steps() == count
+        assert engine.batch.accumulation == count
         for index in range(2 * count):
             out = engine(data(step).to(cast)).float().square().mean()
             engine.backward(out)
@@ -1039,8 +1039,8 @@ def at_rest(stage: int, dtype: str, accumulation: int, overlap: bool, bare: bool
             run.grad.slot is None and run.grad.shard.value is None for run in engine.state.schedule.trained_params()
         )
         if index >= 2:
-            found.append((engine.held_bytes(), settled_count(found[0][1] if found else 0)))
-    planned, held = engine.planned_bytes(), engine.held_bytes()
+            found.append((engine.model_memory.held_bytes(), settled_count(found[0][1] if found else 0)))
+    planned, held = engine.model_memory.planned_bytes(), engine.model_memory.held_bytes()
     for part in ("parameters", "masters", "states"):
         assert getattr(planned, part) == getattr(held, part), part
     return found
@@ -1200,9 +1200,14 @@ def overflowing(stage: int, bad_rank: int, accumulation: int) -> list[tuple[Weig
             loss = loss * 1e30
         engine.backward(loss)
         engine.step()
-        if engine.micro_steps % accumulation == 0:
+        if engine.state.window.micro_steps % accumulation == 0:
             found.append(
-                (weights_of(engine.module), engine.skipped_steps, engine.loss_scale(), engine.was_step_applied())
+                (
+                    weights_of(engine.module),
+                    engine.skipped_steps,
+                    engine.optimizer.loss_scale,
+                    engine.was_step_applied(),
+                )
             )
     return found
 

@@ -564,7 +564,7 @@ def written_on_one_rank(plan: str, how: str) -> str | None:
         if step and how == "one":
             return refusal(engine.step, "rank 1", "written", "0.weight")
         engine.step()
-    engine.load_module_state_dict(engine.module_state_dict())
+    engine.module.load_state_dict(engine.module_state_dict())
     engine.backward(F.mse_loss(engine(x), y))
     engine.step()
     return None

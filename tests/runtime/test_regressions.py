@@ -183,9 +183,9 @@ def test_a_sum_of_two_backwards_is_fp32(on_ranks, world):
 
 def autocast_fp16() -> tuple[float, float, bool]:
     engine = start(net(), config(2, torch_autocast={"enabled": True, "dtype": "fp16"}))
-    before = engine.loss_scale()
+    before = engine.optimizer.loss_scale
     losses = train(engine, 6).losses
-    return before, engine.loss_scale(), losses[-1] == losses[-1]
+    return before, engine.optimizer.loss_scale, losses[-1] == losses[-1]
 
 
 def test_fp16_autocast_has_a_loss_scale(on_ranks):

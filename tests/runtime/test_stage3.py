@@ -105,7 +105,7 @@ def fit(
     **more: Any,
 ) -> Weights:
     engine = engine_of(build, stage, zero, **more)
-    run(engine, loss_of, num_steps * engine.gradient_accumulation_steps())
+    run(engine, loss_of, num_steps * engine.batch.accumulation)
     assert engine.global_steps == num_steps
     weights = weights_of(engine.module)
     engine.destroy()
@@ -409,7 +409,7 @@ def persistence(threshold: int, in_all: int = PLENTY) -> tuple[list[str], int, i
     run(engine, square, 2)
     engine.module  # noqa: B018
     whole = [name for name, parameter in engine.module.named_parameters() if parameter.numel()]
-    return whole, engine.held_bytes().parameters, engine.planned_bytes().parameters
+    return whole, engine.model_memory.held_bytes().parameters, engine.model_memory.planned_bytes().parameters
 
 
 def test_param_persistence_threshold_leaves_small_parameters_whole(on_ranks):
@@ -546,8 +546,10 @@ def rests(engine: Any) -> list[str]:
     problems = []
     if lines(engine):
         problems.append(f"lines {lines(engine)}")
-    if engine.held_bytes().parameters != engine.planned_bytes().parameters:
-        problems.append(f"parameters {engine.held_bytes().parameters} {engine.planned_bytes().parameters}")
+    if engine.model_memory.held_bytes().parameters != engine.model_memory.planned_bytes().parameters:
+        problems.append(
+            f"parameters {engine.model_memory.held_bytes().parameters} {engine.model_memory.planned_bytes().parameters}"
+        )
     problems += [
         f"{unit.name} {unit.parameter}"
         for unit in engine.state.schedule.units
@@ -574,7 +576,7 @@ def phases(zero: dict[str, Any], dtype: str, accumulation: int) -> list[str]:
                 problems.append(f"{micro_step} after forward {lines(engine)} of {expected}")
         engine.backward(loss)
         problems += [f"{micro_step} after backward: {problem}" for problem in rests(engine)]
-        held, planned = engine.held_bytes(), engine.planned_bytes()
+        held, planned = engine.model_memory.held_bytes(), engine.model_memory.planned_bytes()
         for what in ("parameters", "gradients", "masters") + (("states",) if engine.global_steps else ()):
             if getattr(held, what) != getattr(planned, what):
                 problems.append(f"{micro_step} after backward {what} {getattr(held, what)} {getattr(planned, what)}")
@@ -593,7 +595,7 @@ def test_bytes_of_every_phase_are_those_of_plan_and_program(on_ranks, world, dty
 def held_at_rest() -> tuple[Any, int]:
     engine = start(net(), config(3, **precision("bf16")))
     train(engine, 2)
-    return engine.held_bytes(), sum(elements(engine))
+    return engine.model_memory.held_bytes(), sum(elements(engine))
 
 
 @pytest.mark.parametrize("world", [2, more(4)])

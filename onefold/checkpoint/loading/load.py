@@ -19,7 +19,7 @@ from torch import nn
 from onefold.checkpoint.format.files import check_whole, require, spell
 from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number, single
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
-from onefold.checkpoint.loading.slots import needed_range, outside_units, state_slots, weight_slots
+from onefold.checkpoint.state.slots import buffer_name, needed_range, outside_units, state_slots, weight_slots
 from onefold.offload.encoded import EncodedFlat
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Member
@@ -108,11 +108,6 @@ def _fitting_reads(
             own = buffer_name(target.rank, source)
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
             yield Slot(stored, tuple(tensor.shape), 0, tensor.numel(), tensor.detach())
-
-
-def buffer_name(rank: int, name: str) -> str:
-    """The stored name of a rank's own copy of a buffer, where it differs from rank 0's."""
-    return f"buffer/{rank}/{name}"
 
 
 def state_reads(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.checkpoint.loading.weights import consolidate
+from onefold.checkpoint.state.weights import consolidate
 from onefold.engine import Engine
 from onefold.tools.train.data import Batch, DataError, files_of
 from onefold.tools.train.options import TrainOptions

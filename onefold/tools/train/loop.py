@@ -152,7 +152,7 @@ def train_steps(
 ) -> list[StepMetrics]:
     """Every optimizer step, until the last one or until somebody asks to stop. `done`: those of the run so far."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    micro_batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    micro_batch_size, accumulation = engine.batch.micro, engine.batch.accumulation
     engine.train()
     step_started = time.perf_counter()
     started = step_started - (done[-1].seconds if done else 0.0)
@@ -223,7 +223,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
         num_parameters=sum(unsharded_shape(parameter).numel() for parameter in engine.module.parameters()),
         num_ranks=dist.get_world_size(),
         device=torch.cuda.get_device_name() if engine.device.type == "cuda" else "the CPU",
-        plan=f"stage {engine.zero_optimization_stage()}: parameters {plan.parameters.placement.value}, gradients "
+        plan=f"stage {engine.plan.stage}: parameters {plan.parameters.placement.value}, gradients "
         f"{plan.gradients.placement.value}, optimizer states {plan.states.placement.value}",
         data=task.data,
         steps_asked=options.steps,
@@ -236,7 +236,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
         tokens_per_second=_mean_speed(steps),
         peak_bytes_per_rank=tuple(peaks.tolist()),
         traffic=tuple(engine.ledger.rows()),
-        bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
+        bytes_by_stage={name: found.total for name, found in engine.model_memory.planned_bytes_by_stage().items()},
     )
     progress.say("drawing the plot")
     curve = write_files(folder, summary, steps)
@@ -260,7 +260,7 @@ def evaluate(engine: Engine, task: Task) -> float:
     """Return the mean loss on the held-out tail."""
     was_training = engine.module.training
     engine.eval()
-    batches = task.held_out_batches(dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu())
+    batches = task.held_out_batches(dist.get_rank(), dist.get_world_size(), engine.batch.micro)
     losses = [task.loss(engine, (batch[0].to(engine.device), batch[1].to(engine.device))).float() for batch in batches]
     mean = torch.stack(losses).mean() / dist.get_world_size()
     dist.all_reduce(mean)

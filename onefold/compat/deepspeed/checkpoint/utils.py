@@ -9,7 +9,7 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008
-    """The same nest of dicts and lists with every tensor copied: a view would drag its whole buffer along."""
+    """Return the nested dicts and lists with all tensors copied, because a view would keep its whole buffer."""
     if torch.is_tensor(item):
         return item.detach().clone() if device is None else item.detach().to(device, copy=True)
     if isinstance(item, list | tuple):

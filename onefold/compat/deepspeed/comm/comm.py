@@ -44,14 +44,14 @@ def in_multi_rank_mpi_job() -> bool:
 
 
 def single_process_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """What a launcher would have put into the environment of one rank; what stands there stays."""
+    """Set the environment variables that a launcher sets for a single rank, unless they are set."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**one, "MASTER_PORT": str(distributed_port)}.items():
         os.environ.setdefault(name, value)
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """The same from MPI: ranks of one node are those whose processor has the same name."""
+    """Set the environment variables of a launcher from MPI. Ranks of one node have the same processor name."""
     try:
         from mpi4py import MPI  # type: ignore[import-not-found]
     except ImportError as error:
@@ -105,7 +105,7 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = 
 
 
 def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:
-    """A torch device mesh, for a script's own use."""
+    """Return a device mesh of torch for the script."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(comm.local_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)

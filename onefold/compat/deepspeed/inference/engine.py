@@ -64,7 +64,7 @@ class InferenceEngine(nn.Module):
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """The model for evaluation, cast to `dtype` and moved to this rank's device."""
+    """Return the model for evaluation, cast to `dtype` and moved to this rank's device."""
     if config is not None and not isinstance(config, dict):
         raise TypeError(f"init_inference: config is a dict here, not {type(config).__name__}")
     settings = {**(config or {}), **kwargs}

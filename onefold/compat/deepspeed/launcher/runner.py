@@ -102,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int]:
-    """The nodes of a hostfile and how many slots each has; none where there is no such file."""
+    """Return the slots of each node in a hostfile; none if there is no such file."""
     if not Path(hostfile_path).is_file():
         return {}
     return {node: len(slots) for node, slots in read_hostfile(hostfile_path).items()}
@@ -115,7 +115,7 @@ def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """The slots that `node1:0,2@node2` leaves of each node; a node may be named several times."""
+    """Return the slots of each node that `node1:0,2@node2` selects. A node may be named several times."""
     if include_str and exclude_str:
         raise UsageError("include_str and exclude_str say the same thing in two ways: give one of them")
     listed: dict[str, set[int]] = {}
@@ -144,7 +144,7 @@ def encode_world_info(world_info: Mapping[str, object]) -> str:
 
 
 def read_environment() -> dict[str, str]:
-    """The variables of `.deepspeed_env` files, in the home folder and here; `DS_ENV_FILE` names another."""
+    """Return the variables of `.deepspeed_env` files in the home folder and here, or of the file in `DS_ENV_FILE`."""
     places = [Path(folder) / DEEPSPEED_ENVIRONMENT_NAME for folder in DEEPSPEED_ENVIRONMENT_PATHS]
     found: dict[str, str] = {}
     for path in (path for path in places if path.is_file()):
@@ -169,7 +169,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _nodes(options: argparse.Namespace) -> Mapping[str, tuple[int, ...]]:
-    """The nodes and slots of the hostfile that take part; none where there is no hostfile."""
+    """Return the nodes and slots of the hostfile that take part; none if there is no hostfile."""
     if not Path(options.hostfile).is_file():
         if options.hostfile != DLTS_HOSTFILE:
             raise UsageError(f"hostfile {options.hostfile}: there is no such file")
@@ -183,7 +183,7 @@ def _or_none(number: int) -> int | None:
 
 
 def _here(options: argparse.Namespace, nodes: Mapping[str, tuple[int, ...]]) -> argparse.Namespace:
-    """The same flags for `onefold launch`."""
+    """Return the flags as flags of `onefold launch`."""
     alone = not nodes and options.num_nodes in (-1, 1)
     return argparse.Namespace(
         script=options.user_script,

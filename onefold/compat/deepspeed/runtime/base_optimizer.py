@@ -1,4 +1,4 @@
-"""What `engine.optimizer` is: onefold's optimizer, with what others read on DeepSpeed's."""
+"""The class of `engine.optimizer`: onefold's optimizer with the attributes that tools read on DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.deepspeed.runtime.fp16.loss_scaler import LossScalerBase, scaler_of
 from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from onefold.compat.moved_by_hand import HandedOut, Mover
-from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
 from onefold.engine.train_state import TrainState
 from onefold.offload.encoded import EncodedFlat
 from onefold.offload.param_shard import Flat, is_on_disk, read
@@ -50,10 +50,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
         step()
 
-    def learn(self, state: TrainState, stands_for: type[torch.optim.Optimizer]) -> None:
-        """What the engine lays it over, for those who ask."""
+    def learn(self, state: TrainState, offloaded: OffloadedStates, stands_for: type[torch.optim.Optimizer]) -> None:
+        """Take the plan and the states of the engine, which the attributes below read."""
         self.plan, self.stands_for = state.plan, stands_for
-        self._states = _States(self.sharded, weakref.ref(state))
+        self._states = _States(self.sharded, weakref.ref(offloaded))
         self.state: Mapping[torch.Tensor, Any] = self._states  # type: ignore[assignment]
         self._train_state = weakref.ref(state)
         if self.sharded.instance is None:
@@ -73,8 +73,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's fp32 masters, a flat tensor for each shard: a copy where they are held in another form or on a
-        disk, so write them by `safe_set_full_fp32_param`.
+        """This rank's fp32 masters, a flat tensor for each shard.
+
+        Masters in another state format or on a disk are copies, so write them by `safe_set_full_fp32_param`.
         """
         return [self._states.master_of(store) for store in self.sharded.stores]
 
@@ -97,7 +98,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return [[param.full[a:b] for a, b in each] for param, each in zip(params, ranges, strict=True)]
 
     def _basic_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer of the class that the config names, over the same groups: schedules and monitors read it."""
+        """Return an optimizer of the class in the config over the same groups, which schedules and monitors read."""
         made = self.stands_for.__new__(self.stands_for)
         # As unpickling makes one: the constructor would make new groups, and import the compiler.
         state = {"param_groups": self.param_groups, "defaults": dict(self.defaults), "state": self.state}
@@ -106,7 +107,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return made
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, by DeepSpeed's names, without a copy: what is on a disk comes as what loads it.
+        """Return this rank's part by DeepSpeed's names, without copies. Tensors on a disk are returned as their files.
 
         `engine.save_checkpoint` saves the part of every rank.
         """
@@ -151,7 +152,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return [torch.cat([empty, *(grad.flatten() for grad in group if grad is not None)]) for group in grads]
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """The norm of each group's averaged gradient. All ranks call this together."""
+        """Return the norm of each group's averaged gradient. All ranks call this together."""
         found = self.averaged_gradients
         device = self._engine_state.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -222,19 +223,19 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 def _decoded(flat: Flat) -> Any:
-    """What is held in another form as a tensor; what is on a disk as what loads it."""
+    """Return encoded values as a tensor, and values on a disk as their file."""
     return flat if is_on_disk(flat) else read(flat)
 
 
 class _States(Mapping[torch.Tensor, dict[str, Any]]):
-    """The states of each shard, by its fp32 master, and the steps that were taken. Read when they are asked for.
+    """The states of each shard and the number of steps, by the shard's fp32 master. They are read on access.
 
-    A parameter of the model is answered for too: with this rank's part of its states.
+    A parameter of the model is a key too, for this rank's part of its states.
     """
 
-    def __init__(self, step: ShardedStep, state: weakref.ref[TrainState]) -> None:
+    def __init__(self, step: ShardedStep, offloaded: weakref.ref[OffloadedStates]) -> None:
         self._step = step
-        self._state = state
+        self._offloaded = offloaded
         # Masters as they are handed out, by store.
         self._handed_out: dict[ShardStore, torch.Tensor] = {}
         # Decoded copies of quantized or split masters, with the step they were read after. Weak references, so that a
@@ -249,7 +250,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         master = self._step.master_of(store)
         if isinstance(master, torch.Tensor):
             if store not in self._handed_out:
-                mover = Mover("a master weight of the optimizer", self._state, [OffloadStateTypeEnum.hp_params])
+                mover = Mover("a master weight of the optimizer", self._offloaded, [OffloadStateTypeEnum.hp_params])
                 self._handed_out[store] = HandedOut.of(master.detach(), mover)
             return self._handed_out[store]
         if is_on_disk(master):
@@ -292,7 +293,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         return _Shown({"step": self._step.num_steps, **shown} if shown else {}, movers)
 
     def _mover(self, name: str) -> Mover:
-        return Mover(f"optimizer.state[...][{name!r}]", self._state, [OffloadStateTypeEnum.optim_states])
+        return Mover(f"optimizer.state[...][{name!r}]", self._offloaded, [OffloadStateTypeEnum.optim_states])
 
     def _read(self, flat: Flat) -> torch.Tensor:
         """Return the values, from the host where they were moved there by hand."""
@@ -310,8 +311,10 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
 
 class _Shown(dict[str, Any]):
-    """States of one shard, to look at. Setting one to other values raises, since it would be lost. Setting one to the
-    same values on another device moves the optimizer's states there, as ms-swift and Lightning do.
+    """States of one shard, to read.
+
+    Setting one to other values raises, because the write would be lost. Setting one to the same values on another
+    device moves the optimizer's states there, as ms-swift and Lightning do.
     """
 
     def __init__(self, shown: Mapping[str, Any], movers: Mapping[str, Mover]) -> None:
@@ -328,7 +331,7 @@ class _Shown(dict[str, Any]):
 
 
 def _state_dict_of(reference: weakref.ref[ZeROOptimizer]) -> dict[str, Any]:
-    """What the optimizer below answers, as torch's do: this rank's states by number, as copies, and the groups."""
+    """Return this rank's states by number, as copies, and the groups, like an optimizer of torch."""
     optimizer = reference()
     if optimizer is None:
         raise RuntimeError("the engine of this optimizer is gone, and its shards with it")

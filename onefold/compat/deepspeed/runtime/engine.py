@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: onefold's engine, with all the getters of DeepSpeed's."""
+"""`DeepSpeedEngine`: onefold's engine with all getters of DeepSpeed's, and `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import onefold.compat.parameters  # noqa: F401 - puts the ds_* attributes on parameters
 from onefold import start
 from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
 from onefold.checkpoint.saving.rank_writer import SaveError
@@ -22,15 +21,18 @@ from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig, read_config
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
 from onefold.compat.deepspeed.utils.timer import ThroughputTimer
+from onefold.compat.engine_getters import EngineGetters
 from onefold.compat.lazy import names, same
 from onefold.compat.not_offered import NotOfferedError, explain
+from onefold.compat.parameters import install
 from onefold.config import Batch, ConfigError
 from onefold.config.params import plain_name
 from onefold.config.schema import ThroughputTimer as ThroughputSettings
-from onefold.engine import Engine
 from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
 from onefold.plan import Plan
+
+install()  # the ds_* attributes of parameters
 
 DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = Callable[..., Any]
 
@@ -41,26 +43,27 @@ class TagError(SaveError, AssertionError):
     """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail"."""
 
 
-class DeepSpeedEngine(Engine):
-    """What `deepspeed.initialize` returns first."""
+class DeepSpeedEngine(EngineGetters):
+    """The engine that `deepspeed.initialize` returns."""
 
-    optimizer_class = ZeROOptimizer
+    _optimizer_type = ZeROOptimizer
 
     def __init__(
         self, model: nn.Module, plan: Plan, batch: Batch, chosen: Chosen | None, *args: Any, **kwargs: Any
     ) -> None:
         _check_as_deepspeed(plan, chosen, DeepSpeedConfig(kwargs["config"]))
         super().__init__(model, plan, batch, chosen, *args, **kwargs)
-        self._saving.pointer_files += self._checkpoint_file_names()
-        # Lightning saves at the end of an epoch, wherever that is, and asks the module for weights that it leaves out.
-        self._saving.refuses_open_window = False
+        self._saver.pointer_files += self._checkpoint_file_names()
+        # Lightning saves at the end of an epoch, also inside an accumulation window, and reads state dicts of sharded
+        # modules whose values it drops.
+        self._saver.refuses_open_window = False
         self._hooks.state_dicts_may_be_empty = True
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.step_of_engine = weakref.WeakMethod(self.step)
-            self.optimizer.learn(self.state, self._optimizer_class(self.optimizer))
+            self.optimizer.learn(self.state, self.offloaded_states, self._optimizer_class(self.optimizer))
 
     def _optimizer_class(self, optimizer: ZeROOptimizer) -> type[torch.optim.Optimizer]:
-        """That of the user's instance, or of what DeepSpeed makes of the section `optimizer`."""
+        """Return the class of the user's instance, or the class that DeepSpeed chooses by the section `optimizer`."""
         from onefold.compat.deepspeed.ops import adagrad, adam, lion
 
         if optimizer.sharded.instance is not None:
@@ -77,7 +80,7 @@ class DeepSpeedEngine(Engine):
             "muon": torch.optim.Muon,
             "sgd": torch.optim.SGD,
         }
-        # A list of instances is stepped as its first; a rule that has no class elsewhere is an optimizer of torch.
+        # Several instances have the class of the first. Rules without a class elsewhere have the base class.
         several = [type(instance) for instance in optimizer.sharded.instances]
         return several[0] if several else kinds.get(plain_name(optimizer.name), torch.optim.Optimizer)
 
@@ -86,7 +89,7 @@ class DeepSpeedEngine(Engine):
         return DeepSpeedConfig(self.config)
 
     def _checkpoint_file_names(self) -> list[str]:
-        """What DeepSpeed's files would be called: transformers and others look whether they are there."""
+        """Return the names of DeepSpeed's files, whose existence transformers and others check."""
         ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(self.state.group.size)]
         models = ranks if self.plan.shards_parameters else ["mp_rank_00"]
         prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
@@ -94,7 +97,7 @@ class DeepSpeedEngine(Engine):
         return [*(f"{model}_model_states.pt" for model in models), *optimizers]
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """The loss times the loss scale. `retain_graph` is not used here: pass it to `backward`."""
+        """Return the loss times the loss scale. `retain_graph` is ignored: pass it to `backward`."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise AssertionError("engine.scale takes a loss, a scalar tensor: reduce it first, e.g. loss.mean()")
         return super().scale(loss)
@@ -108,29 +111,29 @@ class DeepSpeedEngine(Engine):
             raise
 
     def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
-        """This rank's file of the model. It is there, and points to the manifest that says where the tensors are."""
+        """Return the path of this rank's model file. It refers to the manifest, which lists the tensors."""
         place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00" if self.plan.shards_parameters else "mp_rank_00"
         return os.path.join(checkpoints_path, str(tag), f"{place}_model_states.pt")
 
     def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
-        """This rank's file of the optimizer, likewise."""
+        """Return the path of this rank's optimizer file. It refers to the manifest."""
         prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
         place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00"
         return os.path.join(checkpoints_path, str(tag), f"{prefix}{place}_optim_states.pt")
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
-        """The file of an optimizer of expert-parallel layers. There are none, so loading never asks for it."""
+        """Return the path of the optimizer file of expert-parallel layers. It is never written."""
         return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Write the script that makes whole fp32 weights of a checkpoint, as `save_checkpoint` does."""
+        """Write the script that consolidates a checkpoint into fp32 weights, as `save_checkpoint` does."""
         place = os.path.join(save_path, SCRIPT_NAME)
         with open(place, "wb") as file:
             file.write(SCRIPT)
         self._change_recovery_script_permissions(place)
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
-        """Make a script executable, where the file system has such a thing."""
+        """Make a script executable if the file system supports it."""
         try:
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except OSError as error:
@@ -138,7 +141,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Modules with sparse gradients: none, as `sparse_gradients` is refused."""
+        """Modules with sparse gradients: none, because `sparse_gradients` is refused."""
         return set()
 
     def get_type(self) -> list[Any]:
@@ -146,7 +149,7 @@ class DeepSpeedEngine(Engine):
         return [group.get("type") for group in groups]
 
     def empty_partition_cache(self) -> None:
-        """Reshard what is unsharded between two uses."""
+        """Reshard all units that are not in use."""
         self.state.schedule.wait_for_step()
         self.state.schedule.forget_cached()
         for unit in self.state.schedule.units:
@@ -169,11 +172,11 @@ class DeepSpeedEngine(Engine):
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """Samples a second from step to step, without a wait for the device."""
+        """Samples per second from step to step, measured without waiting for the device."""
         return ThroughputTimer(ThroughputSettings(synchronized=False), self.train_batch_size())
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds by phase since the last progress line; empty without `wall_clock_breakdown`."""
+        """Return milliseconds by phase since the last progress line; none without `wall_clock_breakdown`."""
         shown = self._timeline.totals.items() if self.wall_clock_breakdown() else ()  # type: ignore[attr-defined]
         return {_TIMERS.get(phase, phase): 1000 * seconds for phase, seconds in shown}
 
@@ -193,7 +196,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here are not followed by a step. As in DeepSpeed, not where gradients are sharded."""
+        """Run backwards that no step follows. As in DeepSpeed, raise if gradients are sharded."""
         stage = self.zero_optimization_stage()
         if stage >= ZeroStageEnum.gradients:
             raise Misuse(
@@ -206,7 +209,7 @@ class DeepSpeedEngine(Engine):
             yield
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Several backwards before one reduction: gradients add up, so they may be reduced one by one too."""
+        """Return a context for several backwards before a step. Their gradients are reduced one by one."""
         return super().no_sync()
 
     def get_sequence_parallel_group(self) -> None:
@@ -264,7 +267,7 @@ class DeepSpeedEngine(Engine):
         return True
 
     def _not_asked_for(self) -> bool:
-        """What such a config would ask for is refused by `initialize`."""
+        """Return False, because `initialize` refuses configs that ask for it."""
         return False
 
     data_efficiency_enabled = data_sampling_enabled = curriculum_learning_enabled = random_ltd_enabled = _not_asked_for
@@ -279,7 +282,7 @@ class DeepSpeedEngine(Engine):
         return 0
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Gradients are reduced as they come; there is nothing left to do."""
+        """Do nothing, because gradients are reduced during backward."""
 
     def collect_python_gc(self) -> None:
         import gc
@@ -288,15 +291,15 @@ class DeepSpeedEngine(Engine):
 
 
 class Misuse(RuntimeError, AssertionError):
-    """A call in the wrong place. DeepSpeed asserts what onefold raises."""
+    """A call in the wrong place, for which DeepSpeed raises AssertionError."""
 
 
 class UnsupportedMix(ConfigError, NotImplementedError):
-    """Number formats that DeepSpeed does not mix."""
+    """Dtypes that DeepSpeed does not combine."""
 
 
 def _check_as_deepspeed(plan: Plan, chosen: Chosen | None, config: DeepSpeedConfig) -> None:
-    """Refuse what DeepSpeed refuses and onefold would do."""
+    """Raise for configs that DeepSpeed refuses, though onefold supports them."""
     if chosen is None:
         return
     settings = config.settings
@@ -320,7 +323,7 @@ def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: read(self._config.settings)
 
 
-# Getters that answer with a key of the config.
+# Getters that return a key of the config.
 _KEYS = {
     "aio_config": "aio",
     "autotuning_enabled": "autotuning.enabled",
@@ -391,7 +394,7 @@ for _name, _path in _KEYS.items():
     setattr(DeepSpeedEngine, _name, _getter(_path))
 for _name in ("gradient_clipping", "optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"):
     setattr(DeepSpeedEngine, _name, lambda self, _name=_name: getattr(self._config, _name))
-# Methods that tools patch, of what is not offered.
+# Methods that tools patch, for features that are not offered.
 _EXPERTS = "expert-parallel layers (models of experts train as they are)"
 _NOT_OFFERED = {
     "_broadcast_model": "a broadcast of its own (`initialize` broadcasts the weights of rank 0)",
@@ -418,7 +421,7 @@ initialize = partial(start.initialize, engine_class=DeepSpeedEngine, read_config
 
 
 def split_half_float_double_sparse(tensors: list[torch.Tensor]) -> list[tuple[Any, list[torch.Tensor]]]:
-    """Tensors by dtype."""
+    """Group tensors by dtype."""
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)

@@ -48,7 +48,7 @@ __all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "W
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The switches with which DeepSpeed scripts choose a schedule on the command line."""
+    """Add the switches with which DeepSpeed scripts choose a schedule on the command line."""
     group = parser.add_argument_group("Convergence Tuning", "the learning-rate schedule and its parameters")
     group.add_argument("--lr_schedule", help=f"one of {', '.join(VALID_LR_SCHEDULES)}")
     for name, default in _NUMBERS.items():
@@ -66,7 +66,7 @@ def _flag(text: str) -> bool:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The switches on this process's command line, and what else is there."""
+    """Return the switches on this process's command line, and the other arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args(sys.argv[1:])
 
 
@@ -93,7 +93,7 @@ def override_params(args: Any, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The `scheduler` section that the switches ask for, or None and the reason."""
+    """Return the `scheduler` section of the switches, or None and the reason."""
     schedule = getattr(args, LR_SCHEDULE, None)
     if schedule is None:
         return None, f"--{LR_SCHEDULE} is not on the command line"
@@ -105,7 +105,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """The learning rate in a `scheduler` section, or None and the reason."""
+    """Return the learning rate in a `scheduler` section, or None and the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"the scheduler section has no {key!r}"

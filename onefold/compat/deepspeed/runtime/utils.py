@@ -22,7 +22,7 @@ __all__ = [
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
-    """The same nest of dicts, lists and tuples with its tensors on another device."""
+    """Return nested dicts, lists and tuples with their tensors on another device."""
     if (criterion_func is None and torch.is_tensor(item)) or (criterion_func is not None and criterion_func(item)):
         return item.to(device)
     if isinstance(item, list | tuple):
@@ -63,7 +63,7 @@ noop_context = nullcontext
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as it would be written: `call_to_str("f", 1, x=2)` is "f(1, x=2)"."""
+    """Return a call as source code: `call_to_str("f", 1, x=2)` is "f(1, x=2)"."""
     return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
@@ -83,7 +83,7 @@ def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, va
 def get_global_norm_of_tensors(
     input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
-    """The norm of all tensors of this process taken as one; -1 where it is not finite."""
+    """Return the norm of all tensors of this process together; -1 if it is not finite."""
     _refuse_parallelism(mpu, moe_ep_group)
     norm = torch.nn.utils.get_total_norm([tensor.detach().float() for tensor in input_tensors], float(norm_type))
     mask_nan_or_inf_with_val_inplace(norm)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 
 def get_numa_cores() -> list[list[int]]:
-    """The cores of each memory node as `numactl` knows them; nothing where it is not installed."""
+    """Return the cores of each memory node by `numactl`; none if it is not installed."""
     try:
         lines = subprocess.check_output(["numactl", "--hardware"], text=True).splitlines()
     except (OSError, subprocess.SubprocessError):

@@ -9,5 +9,5 @@ import torch
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A range of the function's name around each call."""
+    """Wrap a function in a range with its name."""
     return torch.profiler.record_function(func.__qualname__)(func)

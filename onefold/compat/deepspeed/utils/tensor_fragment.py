@@ -32,13 +32,13 @@ __all__ = [
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The averaged gradient; inside `no_sync`, as in DeepSpeed, what this rank alone has accumulated."""
+    """Return the averaged gradient; inside `no_sync`, as in DeepSpeed, the gradient of this rank alone."""
     gradient = reduced_gradient(param)
     return unreduced_gradient(param) if gradient is None else gradient
 
 
 def safe_get_full_model_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The averaged gradients of a model's parameters, by name. All ranks call this together."""
+    """Return the averaged gradients of a model's parameters by name. All ranks call this together."""
     return {name: safe_get_full_grad(parameter) for name, parameter in model.named_parameters()}
 
 

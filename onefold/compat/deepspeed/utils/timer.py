@@ -159,7 +159,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: list[float], trim_percent: float) -> float:
-    """The mean without so many of the smallest and of the largest."""
+    """Return the mean without a share `trim_percent` of the smallest and of the largest values."""
     cut = round(len(data) * trim_percent)
     kept = sorted(data)[cut : len(data) - cut]
     return sum(kept) / len(kept) if kept else 0.0

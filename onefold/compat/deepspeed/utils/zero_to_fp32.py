@@ -65,7 +65,7 @@ def convert_zero_checkpoint_to_state_dict(
 def to_torch_tensor(
     state_dict: dict[str, Any], return_empty_tensor: bool = False, dtype: str | torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """A state dict of tensors, or of what is still on disk, read and cast. Names of one tensor stay names of one."""
+    """Return a state dict of tensors, read from disk and cast. Tied names remain tied."""
     wanted = None if dtype is None else _output_dtype(dtype)
     made: dict[int, torch.Tensor] = {}
     for tensor in state_dict.values():
@@ -85,9 +85,9 @@ def _output_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """A file for `torch.load` with a checkpoint's counters and client state, as DeepSpeed's first has them.
+    """Write a file for `torch.load` with a checkpoint's counters and client state, and return its path.
 
-    The checkpoint itself has them in its manifest, so the file is made now and is gone when the process ends.
+    The checkpoint has them in its manifest, so the file is temporary: it is removed when the process ends.
     """
     name = "zero_pp_rank_0_mp_rank_00" if zero_stage == ZeroStageEnum.weights else "mp_rank_00"
     return _made_file(checkpoint_dir, f"{name}_model_states.pt", _model_state)
@@ -98,7 +98,7 @@ def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """A file for `torch.load` that says the stage, as DeepSpeed's do. It has no states: the engine loads them."""
+    """Write a file for `torch.load` with the stage but without states, and return its path."""
     return [_made_file(checkpoint_dir, "zero_pp_rank_0_mp_rank_00_optim_states.pt", _optimizer_state)]
 
 

@@ -122,7 +122,7 @@ class DynamicLossScaler(LossScalerBase):
 
 
 def scaler_of(scale: LossScale) -> LossScalerBase:
-    """A view of a loss scale that an engine moves."""
+    """Return a view of an engine's loss scale."""
     kind = DynamicLossScaler if isinstance(scale, DynamicLossScale) else LossScaler
     view = object.__new__(kind)
     LossScalerBase.__init__(view, scale)
@@ -146,7 +146,7 @@ def LossScaleConfig(
     *,
     profile: LossScaleProfile = LossScaleProfile.FUSED,
 ) -> LossScalerBase:
-    """The same scale, as DeepSpeed's optimizers without ZeRO ask for it."""
+    """Return a view of an engine's loss scale as DeepSpeed's optimizers without ZeRO have it."""
     return CreateLossScaler(low_precision_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
 
 

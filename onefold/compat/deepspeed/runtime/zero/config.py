@@ -27,7 +27,7 @@ class ZeroStageEnum(IntEnum):
 
 
 def _moved_to(new: str, kind: Any) -> Any:
-    """An old switch whose place a section has taken."""
+    """Return the field of an old switch that a section replaces."""
     extra = {
         "deprecated": True,
         "new_param": new,

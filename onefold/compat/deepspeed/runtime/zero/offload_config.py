@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from onefold.compat.from_schema import model_of
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
-from onefold.engine.offload_states import OffloadStateTypeEnum
+from onefold.engine.offloaded_states import OffloadStateTypeEnum
 
 
 class OffloadDeviceEnum(StrEnum):

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from onefold.engine.offload_states import OffloadStateTypeEnum, devices_of
+from onefold.engine.offloaded_states import OffloadStateTypeEnum
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """The devices that hold the states of one kind; none where there are no such states."""
-    return devices_of(model.state, state)
+    """Return the devices that hold the states of one kind; none if there are no such states."""
+    found: set[torch.device] = model.offloaded_states.devices_of(state)
+    return found

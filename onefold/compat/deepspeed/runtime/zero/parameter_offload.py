@@ -20,7 +20,7 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: Any, count: list[int] | None = None) -> None:
-        """The hooks are there."""
+        """Do nothing, because the engine has installed its hooks."""
 
     def empty_partition_cache(self) -> None:
         """Nothing is kept between two passes but what the plan says."""

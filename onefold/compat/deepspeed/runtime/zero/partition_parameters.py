@@ -1,4 +1,4 @@
-"""Parameters that rest as shards: building a model that way, reading it, writing it."""
+"""Sharded parameters: build a model with them, read them and write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from onefold.compat.deepspeed.runtime.config import read_config
 from onefold.compat.not_offered import NotOffered
-from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus
+from onefold.compat.parameters import MultipleAllGatherHandles, ZeroParamStatus, install
 from onefold.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 from onefold.zero import Init as _Init
 
@@ -22,8 +22,10 @@ __all__ = [
     "unregister_external_parameter",
 ]  # fmt: skip
 
+install()  # the ds_* attributes of parameters
+
 partitioned_param_data_shape = [0]
-"""The shape of a parameter that rests as shards."""
+"""The shape of a sharded parameter."""
 
 
 # transformers 5.23 replaces the next function while a model is built, and compares what it wraps with these.
@@ -77,10 +79,10 @@ class DeepSpeedTensorOverride(Enum):
 
 
 class Init(_Init):
-    """onefold's, which empties parameters on a single rank too, and refuses one where the launcher has started more.
+    """`onefold.zero.Init` that shards on a single rank too, and raises if the launcher has started more ranks.
 
-    `tensor_overrides` has nothing to do: tensors are made as the code inside says, none in another dtype or on another
-    device, and parameters are moved and cast when all of them have their values.
+    `tensor_overrides` is ignored: tensors are made with the dtype and device that the code inside gives, and parameters
+    are moved and cast once all of them are initialized.
     """
 
     _plan = replace(_Init._plan, shards_on_one_rank=True)
@@ -100,14 +102,14 @@ class Init(_Init):
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter rests as shards, or did until it was gathered."""
+    """Return whether a parameter is sharded when it is not gathered."""
     return hasattr(parameter, "ds_id")
 
 
 def _contradicting_single_rank_pg_error(
     dp_world_size: int, data_parallel_group: Any, env: Mapping[str, str | None] | None = None
 ) -> str | None:
-    """What is wrong with a group of one rank where the launcher has started several; None if nothing is."""
+    """Return the error of a group of one rank if the launcher has started several; otherwise None."""
     started = str((os.environ if env is None else env).get("WORLD_SIZE") or "")
     if dp_world_size != 1 or data_parallel_group is not None or not started.isdecimal() or int(started) < 2:
         return None

@@ -22,7 +22,7 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_OfStage3):
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The module with all parameters whole, for many forwards in a row."""
+    """Yield the module with all parameters unsharded, for several forwards."""
     module = getattr(model, "module", model)
     with GatheredParameters(module.parameters()):
         yield module

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader, SafetensorsWriter
-from onefold.checkpoint.loading.adapters import MergedAdapters
+from onefold.checkpoint.state.adapters import MergedAdapters
 from onefold.comm import Agreement, Ledger, data_group
 from onefold.offload.param_shard import write
 from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, handles_of, unsharded_shape

@@ -1,6 +1,6 @@
-"""What must be the same on every rank before they train, as a list that ranks compare.
+"""The facts that must be the same on all ranks, as a list that `initialize` compares.
 
-Facts of one node or one rank (paths, free memory, device numbers, logging, how its drives are read) stay out.
+Facts of one node or one rank (paths, free memory, device numbers, logging, how its drives are read) are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onefold.optim.choose import Chosen
 from onefold.plan import Plan, cut
 from onefold.runtime import unsharded_shape
 
-# Keys that may differ: local facts, what only rank 0 acts on, and what is compared in another form.
+# Keys that may differ: local facts, keys that only rank 0 acts on, and keys that are compared in another form.
 _LOCAL = {
     *"""
     activation_checkpointing aio autotuning checkpoint comet comms_logger csv_monitor dump_state flops_profiler
@@ -35,27 +35,28 @@ _LOCAL = {
 }
 
 
-def items_of(
+def facts_to_compare(
     model: nn.Module, config: Any, plan: Plan, batch: Batch, chosen: Chosen | None, scheduler: Any
 ) -> list[Item]:
-    """Config, optimizer, parameters, buffers and cut of a model, in their order."""
-    items: list[Item] = [("the config", dict(_facts(config)))]
-    items.append(("the batch", {"micro-batch": str(batch.micro), "accumulation": str(batch.accumulation)}))
+    """Return the facts of the config, the optimizer, the parameters, the buffers and the units of a model, in order."""
+    facts: list[Item] = [("the config", dict(_keys(config)))]
+    facts.append(("the batch", {"micro-batch": str(batch.micro), "accumulation": str(batch.accumulation)}))
     given = type(scheduler).__name__ if scheduler is not None else "none"
     kind, splits = (chosen.name, str(chosen.splits)) if chosen is not None else ("none", "{}")
-    items.append(("the optimizer", {"type": kind, "split_rows": splits, "lr_scheduler": given}))
+    facts.append(("the optimizer", {"type": kind, "split_rows": splits, "lr_scheduler": given}))
     for number, group in enumerate(chosen.groups if chosen is not None else ()):
-        facts = {key: _text(_evened(group[key])) for key in group if key != "params"}
-        items.append((f"parameter group {number}", facts))
-    items += _tensors(model, chosen.group_of_each() if chosen is not None else {})
+        values = {key: _text(_normalized(group[key])) for key in group if key != "params"}
+        facts.append((f"parameter group {number}", values))
+    facts += _tensors(model, chosen.group_of_each() if chosen is not None else {})
     sizes = {name: unsharded_shape(parameter).numel() for name, parameter in model.named_parameters()}
     for unit in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
         count = sum(sizes[name] for name in unit.parameters)
-        items.append((f"unit {unit.module or '(root)'}", {"parameters": f"{len(unit.parameters)} of {count} elements"}))
-    return items
+        facts.append((f"unit {unit.module or '(root)'}", {"parameters": f"{len(unit.parameters)} of {count} elements"}))
+    return facts
 
 
 def _tensors(model: nn.Module, groups: dict[int, int]) -> Iterator[Item]:
+    """Yield the facts of each parameter and buffer of a model."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = first.setdefault(id(parameter), name)
@@ -75,26 +76,27 @@ def _tensors(model: nn.Module, groups: dict[int, int]) -> Iterator[Item]:
         yield f"buffer {name}", {"shape": str(tuple(buffer.shape)), "dtype": str(buffer.dtype)}
 
 
-def _facts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _keys(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the value of each key of a config section, without local ones."""
     for field in fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
         if name in _LOCAL:
             continue
         if is_dataclass(value):
-            yield from _facts(value, f"{name}.")
+            yield from _keys(value, f"{name}.")
         else:
             yield name, _text(value)
 
 
-def _evened(value: Any) -> Any:
-    """Of groups, whose values have no fixed type: 0 and 0.0 are one value."""
+def _normalized(value: Any) -> Any:
+    """Return a value of a group with whole floats as ints, because 0 and 0.0 are the same value there."""
     if isinstance(value, list | tuple):
-        return [_evened(inner) for inner in value]
+        return [_normalized(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text(value: Any) -> str:
-    """What two processes write alike: of objects that have no value to compare, their class."""
+    """Return a text that is the same in all processes: of an object without a comparable value, its class name."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.numel() < 16 and not value.is_meta else f"tensor of {tuple(value.shape)}"
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""The ranges of named tensors that this rank keeps of a model and its optimizer: its slots.
+"""The slots of a rank: the ranges of named tensors that it holds of a model and its optimizer.
 
-Weights are `model/NAME`, in the precision they rest in (the fp32 master of what is trained); optimizer states are
-`optimizer/NAME/STATE`. Names, shapes and values know nothing of ranks, units or stages, so that any plan reads any
-other's.
+Weights are named `model/NAME` and have the precision in which they are stored (fp32 masters for trained parameters).
+Optimizer states are named `optimizer/NAME/STATE`. Names, shapes and values are independent of ranks, units and stages,
+so a checkpoint of one plan loads into any other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.format.shard_files import Slot
-from onefold.checkpoint.loading.weights import ModelTensors
+from onefold.checkpoint.state.weights import ModelTensors
 from onefold.offload.param_shard import Flat
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Layout, Member
@@ -22,7 +22,7 @@ from onefold.runtime import FlatParam, Unit, handle_of
 
 
 def own_slots(units: Sequence[Unit], step: ShardedStep | None, *, exclude_frozen: bool) -> Iterator[Slot]:
-    """Yield what this rank saves: its shard of every flat parameter, with in-place writes to the parameters in it."""
+    """Yield the slots that this rank saves: its shard of each flat parameter, in-place writes to it included."""
     if step is not None:
         step.sync_masters()
     for param in (param for unit in units for param in unit.params):
@@ -32,11 +32,15 @@ def own_slots(units: Sequence[Unit], step: ShardedStep | None, *, exclude_frozen
 
 
 def needed_range(param: FlatParam, step: ShardedStep | None) -> tuple[int, int]:
-    """What this rank loads of a flat parameter: the range it steps. Of an unsharded one others send the rest."""
+    """Return the range of a flat parameter that this rank loads: the range that it updates.
+
+    The other ranks send the rest of a parameter that stays unsharded.
+    """
     return (param.store.start, param.store.stop) if param.trainable and step is not None else param.own_range
 
 
 def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
+    """Yield the slots of the weights in [start, stop) of a flat parameter: of the master where there is one."""
     store = param.store
     memory: Flat
     if param.trainable and step is not None:
@@ -50,6 +54,7 @@ def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: i
 
 
 def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
+    """Yield the slots of the optimizer states in [start, stop) of a flat parameter."""
     if not param.trainable or step is None:
         return
     for state in step.stepper.saved_states(param.store):
@@ -60,7 +65,7 @@ def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: in
 
 
 def member_ranges(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
-    """The parameters in [start, stop), each with its range there. One without elements is the first rank's."""
+    """Yield the parameters in [start, stop) with their ranges. A parameter without elements belongs to rank 0."""
     for member in layout.members:
         low, high = max(start, member.start), min(stop, member.stop)
         if low < high or (member.start == member.stop and start == 0):
@@ -72,19 +77,27 @@ def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: i
 
 
 def outside_units(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Buffers, and parameters that are in no unit, by name; and the other names of everything that is tied."""
+    """Return buffers and parameters outside of units by name, and the aliases of all tied tensors."""
     contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     return {name: tensor for name, tensor in contents.tensors.items() if handle_of(tensor) is None}, contents.aliases
 
 
+def buffer_name(rank: int, name: str) -> str:
+    """Return the stored name of a rank's copy of a buffer that differs from the copy of rank 0."""
+    return f"buffer/{rank}/{name}"
+
+
 def groups_of(units: Sequence[Unit]) -> dict[str, int | None]:
-    """Every parameter and its optimizer group, None where it is not trained."""
+    """Return the optimizer group of each parameter by name; None for parameters that are not trained."""
     params = [param for unit in units for param in unit.params]
     return {m.name: m.group if param.trainable else None for param in params for m in param.layout.members}
 
 
 def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, dict[str, Any]]:
-    """Optimizer states that are not shaped as their parameter (step counts, factored moments), by both names."""
+    """Return optimizer states that don't have the shape of their parameter, by parameter and state name.
+
+    Examples are step counts and factored moments.
+    """
     found: dict[str, dict[str, Any]] = {}
     if step is None:
         return found

@@ -12,7 +12,7 @@ import torch
 
 
 def capture_random_states(device: torch.device) -> dict[str, Any]:
-    """The states of all generators, as plain data and tensors. Takes about 0.15 ms, most of it numpy's."""
+    """Return the states of all generators as plain data and tensors. This takes about 0.15 ms, mostly for numpy."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:  # before its import there is no state to lose
@@ -23,7 +23,7 @@ def capture_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def check_random_states(state: Any, device: torch.device) -> None:
-    """Raise unless all captured states can be restored here; nothing is changed."""
+    """Raise unless all captured states can be restored here. Change nothing."""
     if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
         raise ValueError("the random state must hold python and torch, and may hold numpy and cuda")
     for name in state.keys() - (set() if _has_cuda(state, device) else {"cuda"}):
@@ -34,7 +34,7 @@ def check_random_states(state: Any, device: torch.device) -> None:
 
 
 def restore_random_states(state: dict[str, Any], device: torch.device) -> None:
-    """Set all generators to captured states, if all are sound. Without a GPU, the state of one is left aside."""
+    """Set all generators to captured states after checking them. Skip the state of a GPU where there is none."""
     check_random_states(state, device)
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
@@ -49,10 +49,10 @@ def _has_cuda(state: dict[str, Any], device: torch.device) -> bool:
 
 
 def _try_random_state(name: str, saved: Any, device: torch.device) -> None:
-    """Try a saved state on a generator that nobody uses."""
+    """Try a saved state on a temporary generator."""
     if name == "python":
         random.Random().setstate(saved)
-        # What the generator itself does not look at.
+        # The generator itself does not check these.
         if not all(type(word) is int for word in saved[1]) or not (saved[2] is None or _is_finite(saved[2])):
             raise ValueError("its words are no whole numbers, or its next normal number is none")
     elif name == "numpy":

@@ -1,9 +1,9 @@
-"""What an engine tells of every step, to the record of the run and to monitors: on the first rank, where that is asked.
+"""Reports of an engine: progress lines, the report of each step to the run record and monitors, and the plan report.
 
-[Note: what a step may wait for]
-The host does not wait for the device to tell of a step. Losses are added up on the device, and the sum is copied to the
-host beside the training, as the norm is. A step is told when both have arrived: at once where the host had to wait for
-the norm anyway, otherwise after the next step, before which the device must have had them.
+[Note: step reports do not wait for the device]
+Losses are added up on the device. The sum and the gradient norm are copied to the host while training continues. A step
+is reported when both copies have completed: immediately if the host had to wait for the norm anyway, otherwise after
+the next step, whose launch the device reaches only after these copies.
 """
 
 from __future__ import annotations
@@ -17,88 +17,99 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from onefold.checkpoint.format.manifest import without_secrets
 from onefold.comm import Group, Ledger
+from onefold.engine.model_memory import ModelMemory
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.optim.norm import HostCopy, StepNorm
 from onefold.plan import Loop, ModelBytes, Tier
-from onefold.report.describe import held_bytes, planned_bytes
 from onefold.report.memory_usage import peak_resident_bytes, resident_bytes
 from onefold.report.monitors import Event, MonitorMaster, check_installed
 from onefold.report.plan_report import KINDS, HeldBytes, PlanReport, TrafficRow
 from onefold.report.run_file import MemoryRow, StepRow, line_of, peaks_of, write_line
 from onefold.report.run_record import RunRecord, check_folder
+from onefold.report.timeline import Timeline
 from onefold.version import __version__
 
-if TYPE_CHECKING:
-    from onefold.engine.core import Engine
-
 _LONGEST_ERROR = 400
+# Steps at which the plan report measures gradients: the first one, and the second one, after which pools are filled.
+_MEASURED_STEPS = 2
 
 
 @dataclass(frozen=True)
-class _StepToTell:
-    """A step whose loss and norm may still be on their way."""
+class _PendingReport:
+    """The report of a step whose loss and norm may still be copied to the host."""
 
     row: StepRow
     loss: HostCopy | None
     norm: StepNorm | None
     rates_after: list[float]
-    """Of each group once the scheduler has stepped,"""
+    """The learning rate of each group after the scheduler's step, as DeepSpeed's monitors show it."""
     scale_after: float
-    """and the loss scale of the next step: DeepSpeed's monitors show those."""
+    """The loss scale of the next step, as DeepSpeed's monitors show it."""
 
     @property
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether loss and norm are on the host."""
         return all(number.arrived for number in (self.loss, self.norm) if number is not None)
 
     def read(self) -> StepRow:
+        """Return the row with loss and norm. Wait for them if necessary."""
         loss = self.loss.read() if self.loss is not None else None
         return replace(self.row, loss=loss, grad_norm=self.norm.read() if self.norm is not None else None)
 
 
 class StepReports:
-    """What is told of one engine's steps, on the first rank. It holds no reference to the engine."""
+    """Reports of each step to the run record and to monitors, on rank 0. It holds no reference to the engine."""
 
-    def __init__(self, engine: Engine, record: RunRecord | None) -> None:
-        self._state, self._ledger, self._timeline = engine.state, engine.ledger, engine._timeline
-        self._monitor: MonitorMaster | None = engine.monitor if engine.monitor.enabled else None
-        self._record = record
-        self._expected = expected(engine)
-        self._start = self._before = engine.ledger.copy()
-        self._memory = measure_memory(engine.state)
+    def __init__(
+        self,
+        state: TrainState,
+        memory: ModelMemory,
+        ledger: Ledger,
+        timeline: Timeline,
+        monitor: MonitorMaster | None,
+        record: RunRecord | None,
+    ) -> None:
+        self._state, self._model_memory = state, memory
+        self._ledger, self._timeline = ledger, timeline
+        self._monitor, self._record = monitor, record
+        self._expected = expected(memory)
+        self._start = self._before = ledger.copy()
+        self._memory = measure_memory(state, memory)
         self._loss: HostCopy | None = None
         self._rates: list[float] = []
         self._scale = 1.0
-        self._to_tell: _StepToTell | None = None
+        self._pending: _PendingReport | None = None
         self._last_report: PlanReport | None = None
         self._since = time.perf_counter()
         self._num_steps = 0
-        self._write("run", time=time.time(), **_facts(engine, self._expected))
+        self._write("run", time=time.time(), **_facts(state, memory, ledger, self._expected))
         self._process = os.getpid()
-        # Many programs never close their engine.
+        # Many programs don't close their engine.
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def note(self, **facts: Any) -> None:
+        """Add facts to the record of the run."""
         self._write("note", **facts)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A backward has ended: what is held now is what the plan speaks of."""
+        """Measure memory, losses and rates after the last backward and before the optimizer step."""
         losses = [loss.reshape(()).double() for loss in self._state.decision.losses]
         self._loss = HostCopy(torch.stack(losses).sum()) if losses else None
-        self._rates, self._scale = _rates(self._state), self._state.decision.loss_scale.value
-        self._memory = measure_memory(self._state)
+        self._rates, self._scale = learning_rates(self._state), self._state.decision.loss_scale.value
+        self._memory = measure_memory(self._state, self._model_memory)
 
     def end_step(self) -> None:
-        """The step is taken or skipped, and counted."""
+        """Report a step that was taken or skipped."""
         state, decision = self._state, self._state.decision
         now, ledger = time.perf_counter(), self._ledger.copy()
         seconds, phases = now - self._since, self._timeline.take_recorded()
@@ -119,125 +130,171 @@ class StepReports:
         )
         self._since, self._before = now, ledger
         self._num_steps += 1
-        self._tell()  # the step before: what it still waits for was queued before this one
+        self._write_pending()  # of the step before, whose copies were launched before this step
         norm = decision.norm_to_read()
-        self._to_tell = _StepToTell(row, self._loss, norm, _rates(state), decision.loss_scale.value)
-        if self._to_tell.arrived:
-            self._tell()
+        self._pending = _PendingReport(row, self._loss, norm, learning_rates(state), decision.loss_scale.value)
+        if self._pending.is_complete:
+            self._write_pending()
 
-    def _tell(self) -> None:
-        told, self._to_tell = self._to_tell, None
-        if told is None:
+    def _write_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        row = told.read()
+        row = pending.read()
         if self._record is not None:
             self._record.write(line_of(row))
         if self._monitor is not None:
             try:
-                self._monitor.write_events(_events(told, row, timed=self._state.plan.loop.times_phases))
-            except Exception as error:  # of a disk or a service, on one rank alone: no reason to stop them all
+                self._monitor.write_events(_events(pending, row, timed=self._state.plan.loop.times_phases))
+            except Exception as error:  # of a disk or a service on one rank: training continues on all
                 kind = type(error).__name__
-                logger.warning("monitors: %s: %s. No more events are written; the training goes on", kind, error)
+                logger.warning("monitors: %s: %s. No more events are written; training continues", kind, error)
                 self._monitor = None
 
     # -- plan against measurement, and the end --------------------------------------------------------------------
 
     def plan_report(self) -> PlanReport:
-        """So far; of an engine that is closed, the last."""
+        """Return planned and measured bytes so far; of a closed engine those at its end."""
         return self._last_report or replace(
             self._expected,
-            planned=planned_of(self._state),
+            planned=planned_of(self._model_memory),
             held=self._memory.held,
-            peaks=peaks_of(measure_memory(self._state)),
+            peaks=peaks_of(measure_memory(self._state, self._model_memory)),
             traffic=traffic_between(self._start, self._before),
             num_steps=self._num_steps,
         )
 
     def close(self, *, at_exit: bool = False) -> None:
-        """The last words. Whoever closes an engine goes on, whatever happens here."""
+        """Write the end of the record. Log errors instead of raising them."""
         atexit.unregister(self._at_exit)
         if os.getpid() != self._process:  # a fork of the process that writes
             return
         record = self._record
         try:
-            if not at_exit or (self._to_tell is not None and self._to_tell.arrived):
-                self._tell()
+            if not at_exit or (self._pending is not None and self._pending.is_complete):
+                self._write_pending()
             self._last_report = report = self.plan_report()
             if record is not None:
                 self._write("end", time=time.time(), **_reason(at_exit=at_exit), report=asdict(report))
                 logger.info("plan against measurement\n%s", report.text())
         except Exception as error:
-            logger.warning("the record of the run has no last words: %s: %s", type(error).__name__, error)
+            logger.warning("the end of the run record could not be written: %s: %s", type(error).__name__, error)
         finally:
             if record is not None:
                 record.close()
             self._record = self._monitor = None
 
     def _write(self, kind: str, **facts: Any) -> None:
+        """Write a line to the record, if there is one."""
         if self._record is not None:
             self._record.write(write_line(kind, **facts))
 
 
 def _close_at_exit(reference: weakref.ref[StepReports]) -> None:
+    """Close the reports of an engine that the process ends with."""
     reports = reference()
     if reports is not None:
         reports.close(at_exit=True)
 
 
 def _reason(*, at_exit: bool) -> dict[str, str | None]:
-    """Why a run ends, as far as this process knows."""
+    """Return why the run ends, as far as this process knows."""
     error = getattr(sys, "last_value", None) if at_exit else sys.exc_info()[1]
     if error is not None:
         return {"reason": "error", "error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
     return {"reason": "the process ended" if at_exit else "closed", "error": None}
 
 
-# -- what an engine offers -------------------------------------------------------------------------------------------
+class EngineReports:
+    """All reports of one engine."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        memory: ModelMemory,
+        ledger: Ledger,
+        timeline: Timeline,
+        monitor: MonitorMaster,
+        record: RunRecord | None,
+    ) -> None:
+        self._state, self._memory = state, memory
+        self._ledger, self._timeline = ledger, timeline
+        self._ledger_at_start = ledger.copy()
+        self._gradients_held: dict[str, int] = {}
+        self._num_steps = 0
+        self.steps: StepReports | None = None
+        """Reports of each step: on rank 0, if the config has a run record or a monitor."""
+        if state.plan.loop.reports_steps and state.group.rank == 0:
+            self.steps = StepReports(state, memory, ledger, timeline, monitor if monitor.enabled else None, record)
+
+    def begin_step(self) -> None:
+        """Measure what the optimizer step changes or frees."""
+        if self.steps is not None:
+            self.steps.begin_step()
+        elif self._num_steps < _MEASURED_STEPS:
+            self._gradients_held = held_gradients(self._state)
+
+    def end_step(self) -> None:
+        """Report a step that was taken or skipped."""
+        self._num_steps += 1
+        self._print_progress()
+        if self.steps is not None:
+            self.steps.end_step()
+
+    def _print_progress(self) -> None:
+        """Log the step, the learning rates, the gradient norm and the times of phases every `steps_per_print` steps."""
+        state, every = self._state, self._state.plan.loop.steps_per_print
+        if not every or state.global_steps % every:
+            return
+        times = self._timeline.take()
+        if state.group.rank == 0:
+            rates = ", ".join(f"{rate:.6g}" for rate in learning_rates(state))
+            spent = "".join(f", {phase} {seconds * 1000 / every:.1f} ms" for phase, seconds in times.items())
+            logger.info(
+                "step %d, skipped %d, lr [%s], grad norm %.4g%s",
+                state.global_steps, state.skipped_steps, rates, state.decision.norm or 0.0, spent,
+            )  # fmt: skip
+
+    def plan_report(self) -> str:
+        """Return planned and measured bytes as text. See `Engine.plan_report`."""
+        if self.steps is not None:
+            return self.steps.plan_report().text()
+        memory = measure_memory(self._state, self._memory)
+        traffic = traffic_between(self._ledger_at_start, self._ledger.copy())
+        held = {tier: {**kinds, **_gradients(self._gradients_held, tier)} for tier, kinds in memory.held.items()}
+        found = replace(expected(self._memory), held=held, peaks=peaks_of(memory), traffic=traffic)
+        return replace(found, num_steps=self._num_steps).text()
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the record of the run, if there is one."""
+        if self.steps is not None:
+            self.steps.note(**facts)
+
+    def close(self) -> None:
+        """Write the end of the run record."""
+        if self.steps is not None:
+            self.steps.close()
 
 
 def check_reports(loop: Loop) -> None:
-    """Raise, before anything is built, where the record cannot be written or the package of a monitor is missing."""
+    """Raise if the run record cannot be written or the package of a monitor is missing."""
     check_installed(loop.monitoring)
     if loop.record_folder is not None:
         check_folder(loop.record_folder)
 
 
 def open_record(loop: Loop, group: Group) -> RunRecord | None:
+    """Open the run record on rank 0. Return None elsewhere, and if the config has none."""
     return RunRecord(loop.record_folder) if loop.record_folder is not None and group.rank == 0 else None
-
-
-def open_reports(engine: Engine, record: RunRecord | None) -> StepReports | None:
-    """None where nobody is told of steps, and on other ranks than the first."""
-    asked = engine.plan.loop.reports_steps and engine.state.group.rank == 0
-    return StepReports(engine, record) if asked else None
-
-
-def plan_report(self: Engine) -> str:
-    """Return planned and measured bytes as text: each tier and kind, buffers, the peak, traffic per step. Gradients are
-    those at the end of a backward, because a step frees them; before the first step they are those held now.
-    """
-    if self._reports is not None:
-        return self._reports.plan_report().text()
-    memory = measure_memory(self.state)
-    traffic = traffic_between(self._ledger_at_start, self.ledger.copy())
-    held = {tier: {**kinds, **_gradients(self._gradients_held, tier)} for tier, kinds in memory.held.items()}
-    found = replace(expected(self), held=held, peaks=peaks_of(memory), traffic=traffic)
-    return replace(found, num_steps=self._num_steps).text()
-
-
-def note_run(self: Engine, **facts: Any) -> None:
-    """Add facts to the record of the run, where there is one: `steps` is how many there will be."""
-    if self._reports is not None:
-        self._reports.note(**facts)
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def expected(engine: Engine) -> PlanReport:
-    """The plan of an engine, with nothing measured."""
-    buffers, crossing = asdict(engine.planned_buffers()), asdict(engine.planned_crossing())
-    return PlanReport(planned_of(engine.state), {}, buffers, crossing, peaks={}, traffic=(), num_steps=0)
+def expected(memory: ModelMemory) -> PlanReport:
+    """Return the plan of an engine, without measurements."""
+    buffers, crossing = asdict(memory.planned_buffers()), asdict(memory.planned_crossing())
+    return PlanReport(planned_of(memory), {}, buffers, crossing, peaks={}, traffic=(), num_steps=0)
 
 
 def held_gradients(state: TrainState) -> dict[str, int]:
@@ -246,17 +303,18 @@ def held_gradients(state: TrainState) -> dict[str, int]:
 
 
 def _gradients(held: dict[str, int], tier: str) -> dict[str, int]:
+    """Return the bytes of gradients in one tier as a kind of model state."""
     return {"gradients": held[tier]} if tier in held else {}
 
 
-def planned_of(state: TrainState) -> HeldBytes:
-    plan = replace(state.plan, accumulates=state.window.accumulates)
-    return _by_kind({tier: planned_bytes(state.schedule.units, plan, tier) for tier in Tier})
+def planned_of(memory: ModelMemory) -> HeldBytes:
+    """Return the planned bytes of model state, by tier and kind."""
+    return _by_kind({tier: memory.planned_bytes(tier) for tier in Tier})
 
 
-def measure_memory(state: TrainState) -> MemoryRow:
-    """Memory of this rank now. Nothing waits for the device."""
-    held = _by_kind({tier: held_bytes(state.schedule, state.step, tier) for tier in Tier})
+def measure_memory(state: TrainState, memory: ModelMemory) -> MemoryRow:
+    """Measure the memory of this rank without waiting for the device."""
+    held = _by_kind({tier: memory.held_bytes(tier) for tier in Tier})
     on_device, on_host = (sum(held.get(tier.value, {}).values()) for tier in (Tier.DEVICE, Tier.HOST))
     resident, peak = resident_bytes(), peak_resident_bytes()
     if state.device.type != "cuda":
@@ -268,6 +326,7 @@ def measure_memory(state: TrainState) -> MemoryRow:
 
 
 def _by_kind(sizes: dict[Tier, ModelBytes]) -> HeldBytes:
+    """Return bytes by tier and kind of state, without empty tiers other than the device."""
     return {
         tier.value: {kind: getattr(found, kind) for kind in KINDS}
         for tier, found in sizes.items()
@@ -276,7 +335,7 @@ def _by_kind(sizes: dict[Tier, ModelBytes]) -> HeldBytes:
 
 
 def traffic_between(earlier: Ledger, later: Ledger) -> tuple[TrafficRow, ...]:
-    """What was counted in between. A ledger that somebody has cleared meanwhile is counted from nothing."""
+    """Return the traffic between two copies of a ledger. If the ledger was cleared in between, count from zero."""
     before = {(row.operation, row.group): row for row in earlier.rows()}
     if any(later.calls(row.operation) < earlier.calls(row.operation) for row in before.values()):
         before = {}
@@ -289,16 +348,17 @@ def traffic_between(earlier: Ledger, later: Ledger) -> tuple[TrafficRow, ...]:
     return tuple(found)
 
 
-def _rates(state: TrainState) -> list[float]:
+def learning_rates(state: TrainState) -> list[float]:
+    """Return the learning rate of each optimizer group."""
     return [float(group["lr"]) for group in state.step.groups] if state.step is not None else []
 
 
-def _events(told: _StepToTell, row: StepRow, *, timed: bool) -> list[Event]:
-    """DeepSpeed's names first, ours under `onefold/`."""
+def _events(pending: _PendingReport, row: StepRow, *, timed: bool) -> list[Event]:
+    """Return the monitor events of a step: first those with DeepSpeed's names, then those below `onefold/`."""
     values: dict[str, float | None] = {
         "Train/Samples/train_loss": row.loss,
-        "Train/Samples/lr": told.rates_after[0] if told.rates_after else None,
-        "Train/Samples/loss_scale": told.scale_after if row.loss_scale is not None else None,
+        "Train/Samples/lr": pending.rates_after[0] if pending.rates_after else None,
+        "Train/Samples/loss_scale": pending.scale_after if row.loss_scale is not None else None,
     }
     if timed:
         values |= {
@@ -319,12 +379,13 @@ def _events(told: _StepToTell, row: StepRow, *, timed: bool) -> list[Event]:
 
 
 def _operations(row: StepRow) -> Iterator[str]:
+    """Yield the collectives and copies of a step, each once."""
     yield from dict.fromkeys(sent.operation for sent in row.traffic)
 
 
-def _facts(engine: Engine, planned: PlanReport) -> dict[str, Any]:
-    state, group = engine.state, engine.state.group
-    units, device = state.schedule.units, engine.device
+def _facts(state: TrainState, memory: ModelMemory, ledger: Ledger, planned: PlanReport) -> dict[str, Any]:
+    """Return the facts of a run at the head of its record."""
+    plan, group, units, device = state.plan, state.group, state.schedule.units, state.device
     trained = sum(param.layout.numel for unit in units for param in unit.trained)
     frozen = sum(param.layout.numel for unit in units for param in unit.params if not param.trainable)
     on_gpu = device.type == "cuda"
@@ -338,18 +399,18 @@ def _facts(engine: Engine, planned: PlanReport) -> dict[str, Any]:
             "parameters_frozen": frozen,
             "units": {unit.name: sum(param.layout.numel for param in unit.params) for unit in units},
         },
-        "plan": engine.describe(),
-        "stage": engine.plan.stage,
-        "optimizer": engine.optimizer.name if engine.optimizer is not None else None,
+        "plan": memory.describe(),
+        "stage": plan.stage,
+        "optimizer": state.step.name if state.step is not None else None,
         "config": without_secrets(state.config),
         "world_size": group.size,
         "nodes": list(group.nodes.sizes),
-        "batch": asdict(engine.batch),
+        "batch": asdict(state.window.batch),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
         "versions": versions,
         "planned": planned.planned,
         "planned_buffers": planned.buffers,
         "planned_crossing": planned.crossing,
-        "traffic": [asdict(row) for row in traffic_between(Ledger(), engine.ledger.copy())],
-        "waits_for_device": engine.plan.loop.times_phases,
+        "traffic": [asdict(row) for row in traffic_between(Ledger(), ledger.copy())],
+        "waits_for_device": plan.loop.times_phases,
     }

@@ -1,0 +1,47 @@
+"""Lay a model out by its plan: units with their schedule, and the optimizer step over their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import Group, Ledger, Wires, make_collective
+from onefold.config import Batch
+from onefold.engine.train_state import TrainState
+from onefold.optim.choose import Chosen
+from onefold.optim.step import ShardedStep, StepDecision
+from onefold.plan import Plan
+from onefold.pool import Pool
+from onefold.runtime import Schedule, lay_out
+from onefold.window import AccumulationWindow
+
+
+def build_state(
+    model: nn.Module,
+    plan: Plan,
+    batch: Batch,
+    chosen: Chosen | None,
+    group: Group,
+    device: torch.device,
+    ledger: Ledger,
+    *,
+    config: dict[str, Any],
+    shared: Collection[int],
+) -> TrainState:
+    """Build the train state of an engine. `shared`: ids of parameters that another engine stores."""
+    window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
+    plan = replace(plan, node_size=group.node_size, accumulates=window.accumulates)
+    collective = make_collective(plan.collective, group, ledger, device, Wires.of(plan), plan.node_sums)
+    groups = chosen.group_of_each() if chosen is not None else {}
+    states = chosen.states_of_groups() if chosen is not None else []
+    units, memory = lay_out(model, plan, groups, states, group, ledger, device, shared)
+    schedule = Schedule(units, plan, collective, ledger, Pool(device), memory)
+    trained = {id(each) for param in schedule.trained_params() for each in param.parameters}
+    left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained and id(p) not in shared]
+    decision = StepDecision(plan, schedule)
+    step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
+    return TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone)
