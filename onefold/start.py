@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
 from onefold.allocator import give_back_free_memory
-from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
-from onefold.comm.notes import INITIALIZE
+from onefold.comm import assert_same_on_all_ranks, data_group, init_distributed, local_device, watch_world
+from onefold.comm.wait_notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
@@ -103,7 +103,9 @@ def initialize(
     batch = solve_batch(settings, world)
     number = watch_world().rounds + 1
     if world > 1:
-        agree(f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler))
+        assert_same_on_all_ranks(
+            f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler)
+        )
     group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
     engine = engine_class(
         model,

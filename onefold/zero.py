@@ -33,7 +33,7 @@ from onefold.checkpoint.loading.weights import load_safetensors, stream_weights
 from onefold.comm import (
     Agreement,
     Ledger,
-    agree_in_meeting,
+    assert_same_by_exchange,
     data_group,
     init_distributed,
     local_device,
@@ -185,7 +185,7 @@ class Init:
             return
         with torch._C.DisableTorchFunction():
             shapes = {n: f"{tuple(p.shape)} {p.dtype}" for members in found.values() for n, p in members}
-            agree_in_meeting(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
+            assert_same_by_exchange(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
             params = []
             for dtype, members in found.items():
                 layout = Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size)

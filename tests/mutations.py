@@ -288,7 +288,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ahead-of-nobody",
-        "onefold/comm/notes.py",
+        "onefold/comm/wait_notes.py",
         "any(note.launched > fewest for note in lasting)",
         "any(note.launched < fewest for note in lasting)",
         "test_hangs.py -k launched_more",
@@ -359,10 +359,10 @@ MUTATIONS = [
     Mutation(
         "own-slice-not-rounded",
         "onefold/comm/quantized.py",
-        "codec.decode(line, gathering.line.view(line.shape[0], -1))",
-        "own = gathering.place_own(self.group.rank, self.group.size).clone()\n"
-        "                codec.decode(line, gathering.line.view(line.shape[0], -1))\n"
-        "                Gathering(gathering.line, own, span=gathering.span).place_own("
+        "codec.decode(line, op.output.view(line.shape[0], -1))",
+        "own = op.place_input(self.group.rank, self.group.size).clone()\n"
+        "                codec.decode(line, op.output.view(line.shape[0], -1))\n"
+        "                AllGatherOp(op.output, own, span=op.span).place_input("
         "self.group.rank, self.group.size)",
         "test_wires.py -k rounded_line",
     ),

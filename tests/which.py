@@ -31,7 +31,7 @@ ELSEWHERE = {
     "cli/terminal.py": "checkpoint/ckpt_command checkpoint/export",
     "cli/train.py": "train/train",
     "comm/agreement.py": "runtime/stage3 runtime/cases",
-    "comm/board.py": "checkpoint/checkpoints checkpoint/checkpoint_faults",
+    "comm/store_board.py": "checkpoint/checkpoints checkpoint/checkpoint_faults",
     "comm/clocks.py": "report/timeline",
     "comm/collective.py": "runtime/exactness",
     "comm/consensus.py": "engine/alike",

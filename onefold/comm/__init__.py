@@ -7,18 +7,17 @@ from dataclasses import replace
 import torch
 
 from onefold.comm.agreement import Agreement
-from onefold.comm.board import Board, Silent
 from onefold.comm.collective import (
+    AllGatherOp,
     Collective,
     ErrorFeedback,
-    Gathering,
     PeerExchange,
     Pending,
     Reduction,
     Source,
     broadcast_from,
 )
-from onefold.comm.consensus import Item, agree, agree_in_meeting
+from onefold.comm.consensus import Item, assert_same_by_exchange, assert_same_on_all_ranks
 from onefold.comm.exchange import Exchange
 from onefold.comm.imagined import ImaginedGroup, imagine
 from onefold.comm.ledger import Ledger
@@ -27,17 +26,18 @@ from onefold.comm.native import AllToAll, Native
 from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
+from onefold.comm.store_board import Board, RankTimeout
 from onefold.comm.two_level import TwoLevel
 from onefold.comm.watch import Disagreement, Guard, of_backend, watch_world
 
 __all__ = [
     "Agreement",
+    "AllGatherOp",
     "Board",
     "Collective",
     "Disagreement",
     "ErrorFeedback",
     "Exchange",
-    "Gathering",
     "Group",
     "Guard",
     "ImaginedGroup",
@@ -46,12 +46,12 @@ __all__ = [
     "Native",
     "PeerExchange",
     "Pending",
+    "RankTimeout",
     "Reduction",
-    "Silent",
     "Source",
     "Wires",
-    "agree",
-    "agree_in_meeting",
+    "assert_same_by_exchange",
+    "assert_same_on_all_ranks",
     "broadcast_from",
     "data_group",
     "init_distributed",

@@ -54,27 +54,26 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """The gather of one flat parameter: every rank's slice comes to its place in `line`. `own` is this rank's, where it
-    does not lie there yet, in whatever dtype and tier it rests.
-    """
+class AllGatherOp:
+    """The all-gather of one flat parameter into `output`, in which each rank's slice has its place."""
 
-    line: torch.Tensor
-    own: torch.Tensor | Source | None = None
+    output: torch.Tensor
+    input: torch.Tensor | Source | None = None
+    """This rank's slice, in any dtype and tier; None if it is in `output` already."""
     lossy: bool = False
-    """It may travel in a form that rounds it, for all ranks alike."""
+    """Whether the values may be quantized for transport. The setting is the same on all ranks."""
     span: int | None = None
-    """Only so many neighbouring ranks gather it, each with a slice of that size; None: all ranks."""
+    """The number of neighbouring ranks that gather, each with one slice; None for all ranks."""
 
-    def place_own(self, rank: int, size: int) -> torch.Tensor:
-        """This rank's slice, in its place."""
+    def place_input(self, rank: int, size: int) -> torch.Tensor:
+        """Copy `input` to its place in `output`, and return that slice."""
         size = self.span or size
-        length = self.line.numel() // size
-        slice_ = self.line.narrow(0, rank % size * length, length)
-        if isinstance(self.own, torch.Tensor):
-            slice_.copy_(self.own)
-        elif self.own is not None:
-            self.own.copy_to(slice_)
+        length = self.output.numel() // size
+        slice_ = self.output.narrow(0, rank % size * length, length)
+        if isinstance(self.input, torch.Tensor):
+            slice_.copy_(self.input)
+        elif self.input is not None:
+            self.input.copy_to(slice_)
         return slice_
 
 
@@ -106,7 +105,7 @@ class Collective(Protocol):
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending: ...
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         """Fill each line in place: every rank contributes its own slice."""
 
     def reserve_tag(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from onefold.comm.agreement import Agreement
 from onefold.comm.mesh import timeout_of
-from onefold.comm.notes import name_ranks
+from onefold.comm.wait_notes import name_ranks
 from onefold.comm.watch import Disagreement, Watch, watch_world
 from onefold.log import logger
 
@@ -31,7 +31,7 @@ Item = tuple[str, Mapping[str, str]]
 """Something all ranks must have alike: its name, and its facts."""
 
 
-def agree(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
+def assert_same_on_all_ranks(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
     """Return once every rank has come to `what` with the same items in the same order; else raise on all of them."""
     watch = watch_world()
     if watch.size > 1:
@@ -39,12 +39,12 @@ def agree(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
         _Round(watch, what, items, advice).run()
 
 
-def agree_in_meeting(agreement: Agreement, what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
+def assert_same_by_exchange(agreement: Agreement, what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
     """The same where all ranks are sure to come: one small exchange, unless they differ."""
     if agreement.group.size > 1:
         digest = int.from_bytes(_digest(_text(items))[:8], "big", signed=True)
         if len({row[0] for row in agreement.meet(what, [digest])}) > 1:
-            agree(what, items, advice)
+            assert_same_on_all_ranks(what, items, advice)
 
 
 class _Round:

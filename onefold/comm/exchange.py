@@ -13,7 +13,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, Lane, PeerExchange, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.comm.tree import add_tree
@@ -60,13 +60,13 @@ class Exchange:
 
         return self._start("reduce-scatter", exchanges(), add)
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         def exchanges() -> Iterator[tuple[PeerExchange, int]]:
-            for gathering in gatherings:
-                own, tag = gathering.place_own(self.group.rank, self.group.size), self.reserve_tag()
-                span, size = gathering.span or self.group.size, own.numel()
+            for op in ops:
+                own, tag = op.place_input(self.group.rank, self.group.size), self.reserve_tag()
+                span, size = op.span or self.group.size, own.numel()
                 for peer in self.group.peers_within(span):
-                    yield PeerExchange(peer, own, gathering.line.narrow(0, peer % span * size, size)), tag
+                    yield PeerExchange(peer, own, op.output.narrow(0, peer % span * size, size)), tag
 
         return self._start("gather", exchanges())
 

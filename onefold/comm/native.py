@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Pending, Reduction
 from onefold.comm.exchange import ACROSS, Exchange, count_sent
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
-from onefold.comm.parts import GradPart, rounds_of
+from onefold.comm.reduce_chunks import GradPart, rounds_of
 from onefold.comm.tree import add_tree
 
 
@@ -46,14 +46,14 @@ class Native(CollectiveWrapper):
 
         return self._lane.pending(complete)
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         group, ledger = self.group, self._ledger
-        spanned = [gathering for gathering in gatherings if gathering.span is not None]
-        whole = [gathering for gathering in gatherings if gathering.span is None]
+        spanned = [op for op in ops if op.span is not None]
+        whole = [op for op in ops if op.span is None]
         beside = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
         with self._lane.enter(), ledger.timed("gather", group.axis):
-            lines = [gathering.line for gathering in whole]
-            own = [gathering.place_own(group.rank, group.size) for gathering in whole]
+            lines = [op.output for op in whole]
+            own = [op.place_input(group.rank, group.size) for op in whole]
             works = self._launch("all_gather", lines, own) if whole else []
             if whole:
                 self._count_gathered(sum(slice_.nbytes for slice_ in own) * (group.size - 1))

@@ -19,10 +19,10 @@ import torch
 
 from onefold.comm.codec import Codec
 from onefold.comm.collective import (
+    AllGatherOp,
     Collective,
     CollectiveWrapper,
     ErrorFeedback,
-    Gathering,
     PeerExchange,
     Pending,
     Reduction,
@@ -60,27 +60,27 @@ class Quantized(CollectiveWrapper):
         super().__init__(plain, plain.group, device)
         self._wires = wires
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         codec = self._wires.parameters
-        coded = [gathering for gathering in gatherings if gathering.lossy and _can_be_coded(gathering.line)]
+        coded = [op for op in ops if op.lossy and _can_be_coded(op.output)]
         if codec is None or not coded:
-            return self._plain.start_gather(gatherings)
-        plain = [gathering for gathering in gatherings if not (gathering.lossy and _can_be_coded(gathering.line))]
+            return self._plain.start_gather(ops)
+        plain = [op for op in ops if not (op.lossy and _can_be_coded(op.output))]
         lines = []
         with self._lane.enter():
-            for gathering in coded:
-                size = gathering.span or self.group.size
-                own = gathering.place_own(self.group.rank, size).view(1, -1)
+            for op in coded:
+                size = op.span or self.group.size
+                own = op.place_input(self.group.rank, size).view(1, -1)
                 line = own.new_empty(size, codec.row_bytes(own.numel()), dtype=torch.uint8)
                 codec.encode(own, line.narrow(0, self.group.rank % size, 1))
                 lines.append(line)
-                plain.append(Gathering(line.view(-1), span=gathering.span))
+                plain.append(AllGatherOp(line.view(-1), span=op.span))
             pending = self._plain.start_gather(plain)
 
         def complete() -> None:
             pending.finish()
-            for gathering, line in zip(coded, lines, strict=True):
-                codec.decode(line, gathering.line.view(line.shape[0], -1))
+            for op, line in zip(coded, lines, strict=True):
+                codec.decode(line, op.output.view(line.shape[0], -1))
 
         return self._lane.pending(complete)
 

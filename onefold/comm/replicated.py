@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import torch
 
-from onefold.comm.collective import CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CollectiveWrapper, PeerExchange, Pending, Reduction
 from onefold.comm.tree import add_tree, sum_dtype
 
 
 class Replicated(CollectiveWrapper):
     """A collective whose shards lie over the ranks of a replica group."""
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
-        return self._plain.start_gather([replace(each, span=each.span or self.group.num_shards) for each in gatherings])
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
+        return self._plain.start_gather([replace(each, span=each.span or self.group.num_shards) for each in ops])
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         with self._lane.enter():

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, Lane, PeerExchange, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -48,22 +48,22 @@ class StagedExchange:
 
         return self._start([reduction.source for reduction in reductions], across, up)
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         staged: list[torch.Tensor] = []
         with self._lane.enter():
-            for gathering in gatherings:
-                gathering.place_own(self.group.rank, self.group.size)
+            for op in ops:
+                op.place_input(self.group.rank, self.group.size)
 
         def across(lines: list[torch.Tensor]) -> Pending:
             staged.extend(lines)
-            pairs = zip(lines, gatherings, strict=True)
-            return self._host.start_gather([Gathering(line, span=gathering.span) for line, gathering in pairs])
+            pairs = zip(lines, ops, strict=True)
+            return self._host.start_gather([AllGatherOp(line, span=op.span) for line, op in pairs])
 
         def up() -> None:
-            for gathering, line in zip(gatherings, staged, strict=True):
-                gathering.line.copy_(line)
+            for op, line in zip(ops, staged, strict=True):
+                op.output.copy_(line)
 
-        return self._start([gathering.line for gathering in gatherings], across, up)
+        return self._start([op.output for op in ops], across, up)
 
     def reserve_tag(self) -> int:
         return 0  # the worker starts everything, in one order

@@ -25,9 +25,9 @@ from itertools import zip_longest
 
 import torch
 
-from onefold.comm.collective import Collective, CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, Collective, CollectiveWrapper, PeerExchange, Pending, Reduction
 from onefold.comm.mesh import Group
-from onefold.comm.parts import GradPart, rounds_of
+from onefold.comm.reduce_chunks import GradPart, rounds_of
 from onefold.comm.tree import add_branches, add_tree, branches_of, sum_dtype
 from onefold.pool import Pool
 
@@ -51,16 +51,16 @@ class TwoLevel(CollectiveWrapper):
 
     # -- gathers ------------------------------------------------------------------------------------------------
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         # NCCL's own gather crosses once a node too.
-        near = [each for each in gatherings if self.group.uses_nccl or not self._crosses(each)]
-        far = [each for each in gatherings if not self.group.uses_nccl and self._crosses(each)]
+        near = [each for each in ops if self.group.uses_nccl or not self._crosses(each)]
+        far = [each for each in ops if not self.group.uses_nccl and self._crosses(each)]
         if not far:
             return self._plain.start_gather(near)
         beside = self._plain.start_gather(near) if near else Pending(lambda: None)
         with self._lane.enter():
             first, second = self.reserve_tag(), self.reserve_tag()
-            hops = [self._hops_of(gathering) for gathering in far]
+            hops = [self._hops_of(op) for op in far]
             spread = self._plain.start_peer_exchange([each for hop, _ in hops for each in hop], "gather", first)
 
         def complete() -> None:
@@ -70,21 +70,21 @@ class TwoLevel(CollectiveWrapper):
 
         return self._lane.beside(complete)
 
-    def _crosses(self, gathering: Gathering) -> bool:
+    def _crosses(self, op: AllGatherOp) -> bool:
         """Whether some ranks gather it from other nodes; those that do not keep the same order of exchanges."""
-        span = gathering.span or self.group.size
+        span = op.span or self.group.size
         return any(len(self.group.nodes.among(first, span).sizes) > 1 for first in range(0, self.group.size, span))
 
-    def _hops_of(self, gathering: Gathering) -> tuple[list[PeerExchange], list[PeerExchange]]:
+    def _hops_of(self, op: AllGatherOp) -> tuple[list[PeerExchange], list[PeerExchange]]:
         """To neighbours and agents; then from agents on to their neighbours."""
-        group, span = self.group, gathering.span or self.group.size
-        own = gathering.place_own(group.rank, group.size)
+        group, span = self.group, op.span or self.group.size
+        own = op.place_input(group.rank, group.size)
         start = group.rank - group.rank % span
         nodes, rank = group.nodes.among(start, span), group.rank - start
         mine = nodes.of(rank)
 
         def slice_of(other: int) -> torch.Tensor:
-            return gathering.line.narrow(0, other * own.numel(), own.numel())
+            return op.output.narrow(0, other * own.numel(), own.numel())
 
         nothing = own[:0]
         neighbours = [other for other in nodes.ranks(mine) if other != rank]

@@ -43,8 +43,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from onefold.comm.notes import ENDED, Note, describe, describe_loss, is_ahead, is_stuck
 from onefold.comm.stacks import MainThread
+from onefold.comm.wait_notes import ENDED, Note, describe, describe_loss, is_ahead, is_stuck
 from onefold.log import logger
 
 PATIENCE = 3.0

@@ -30,7 +30,7 @@ from onefold.checkpoint.loading.load import (
 )
 from onefold.checkpoint.loading.random_states import check_random_states, restore_random_states
 from onefold.checkpoint.loading.slots import loose_states
-from onefold.comm import agree_in_meeting
+from onefold.comm import assert_same_by_exchange
 from onefold.engine.saving import Saving
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -110,7 +110,7 @@ class Loading:
             "custom_load_fn": "a function" if custom is not None else "None",
         }
         advice = "Every rank must load the same"
-        agree_in_meeting(state.schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
+        assert_same_by_exchange(state.schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
         names, tried = self._candidates(Path(load_dir), tag), list[str]()
         while names:
             with ExitStack() as stack:

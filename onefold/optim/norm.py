@@ -85,7 +85,7 @@ class StepNorm:
 def exchange_scalars(
     params: Iterable[FlatParam],
     schedule: Schedule,
-    groups: Spelled | None,
+    groups: GroupDigest | None,
     *,
     late: bool,
     alarm: bool = False,
@@ -106,7 +106,7 @@ def exchange_scalars(
     if on_device:
         _check_reductions(schedule, [row[0] for row in rows])
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
-        one, other = _tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
+        one, other = find_mismatch(schedule.order.agreement, "the optimizer's param_groups", groups.text)
         raise RuntimeError(
             f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} "
             "before a step, and must be the same on all, as each rank steps a slice of the model: let a schedule see "
@@ -145,7 +145,7 @@ def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[
     agreement, what = schedule.order.agreement, "what the optimizer wrote to its param_groups"
     mine = _spell_groups(groups)
     if len({row[0] for row in agreement.meet(what, [_digest(mine)])}) > 1:
-        one, other = _tell_difference(agreement, what, mine)
+        one, other = find_mismatch(agreement, what, mine)
         raise RuntimeError(
             f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
             f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
@@ -172,7 +172,7 @@ def _meet(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups:
                 f"rank {rank} calls {calls[call]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
     if len({row[_DONE] for row in rows}) > 1:
-        one, other = _tell_difference(schedule.order.agreement, "what was done to parameters", done)
+        one, other = find_mismatch(schedule.order.agreement, "what was done to parameters", done)
         raise RuntimeError(
             f"rank {other.rank} has {_WORDS[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
             f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
@@ -214,7 +214,7 @@ def _digest(spelled: Mapping[str, str]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class Spelled:
+class GroupDigest:
     """The keys that groups began with, whoever writes to them, as text. It is made anew when a value has changed."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -232,7 +232,7 @@ class Spelled:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankValue:
     """What one rank holds under a key."""
 
     key: str
@@ -240,11 +240,11 @@ class Held:
     value: str | None
 
 
-def _tell_difference(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[Held, Held]:
+def find_mismatch(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[RankValue, RankValue]:
     """A key that two ranks hold differently, the same on all ranks, which call this together. They do differ."""
     told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
     for key in dict.fromkeys(key for one in told for key in one):
         for rank, one in enumerate(told):
             if one.get(key) != told[0].get(key):
-                return Held(key, 0, told[0].get(key)), Held(key, rank, one.get(key))
+                return RankValue(key, 0, told[0].get(key)), RankValue(key, rank, one.get(key))
     raise AssertionError("ranks hold the same")

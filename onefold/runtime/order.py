@@ -29,7 +29,7 @@ import torch
 
 from onefold.comm import Agreement, Disagreement, broadcast_from
 from onefold.comm.ledger import Ledger
-from onefold.comm.notes import BEGIN, advice_on_divergence
+from onefold.comm.wait_notes import BEGIN, advice_on_divergence
 from onefold.plan import Moment, Plan, Program, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives

@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.comm import watch
-from onefold.comm.notes import Note, is_ahead, is_stuck
+from onefold.comm.wait_notes import Note, is_ahead, is_stuck
 from onefold.comm.watch import of_backend
 
 Heard = tuple[str, str, float, str]

@@ -11,7 +11,7 @@ from covering import covering
 from models import Net, Trace, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.comm import Gathering, Ledger, Reduction, data_group, make_collective
+from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, make_collective
 from onefold.config import ConfigError
 from onefold.plan import Tier
 from onefold.plan.table import DTYPES
@@ -109,7 +109,7 @@ def reduce_and_gather(replicas: int, wire: str) -> tuple[torch.Tensor, torch.Ten
     target = torch.ones(10)
     collective.start_reduce_scatter([Reduction(source, target, DTYPES[wire], add=True)]).finish()
     line = torch.zeros(group.num_shards * 10)
-    collective.start_gather([Gathering(line, target)]).finish()
+    collective.start_gather([AllGatherOp(line, target)]).finish()
     return source, target, line, ledger.bytes("reduce inside")
 
 

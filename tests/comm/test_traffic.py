@@ -9,7 +9,7 @@ import torch
 from covering import covering
 from models import batches, config, more, net, precision, start
 
-from onefold.comm import Exchange, Gathering, Ledger, Native, Reduction, data_group
+from onefold.comm import AllGatherOp, Exchange, Ledger, Native, Reduction, data_group
 from onefold.comm.agreement import ROW
 
 
@@ -113,7 +113,7 @@ def collectives(
         expected += source[mine].to(wire).float()
     line = torch.zeros(group.size * 64)
     line[group.rank * 64 : (group.rank + 1) * 64] = group.rank + 1
-    collective.start_gather([Gathering(line)]).finish()
+    collective.start_gather([AllGatherOp(line)]).finish()
     return target, expected + (1.0 if add else 0.0), line
 
 

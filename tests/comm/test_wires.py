@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import Net, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.comm import ErrorFeedback, Gathering, Ledger, Reduction, data_group, make_collective
+from onefold.comm import AllGatherOp, ErrorFeedback, Ledger, Reduction, data_group, make_collective
 from onefold.comm.codec import Codec
 from onefold.comm.quantized import Wires
 from onefold.plan import Feedback
@@ -224,7 +224,7 @@ def coded_lines(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     collective = make_collective("exchange", group, Ledger(), torch.device("cpu"), Wires(parameters=Codec(8)))
     own = torch.randn(2048, generator=torch.Generator().manual_seed(group.rank), dtype=dtype)
     line = torch.zeros(group.size * 2048, dtype=dtype)
-    collective.start_gather([Gathering(line, own, lossy=True)]).finish()
+    collective.start_gather([AllGatherOp(line, own, lossy=True)]).finish()
     return line, own
 
 

@@ -22,7 +22,7 @@ SILENCE = 15.0
 _SHORTEST, _LONGEST = 0.001, 0.05
 
 
-class Silent(RuntimeError):
+class RankTimeout(RuntimeError):
     """A rank that others wait for has stopped answering."""
 
 
@@ -69,6 +69,6 @@ class Board:
                 if beat != before:
                     last[rank] = (beat, now)
                 elif now - since > SILENCE:
-                    raise Silent(
+                    raise RankTimeout(
                         f"{what}: rank {rank} has not answered for {SILENCE:.0f} s; it has ended, or has no engine"
                     )
