@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
 from onefold.allocator import give_back_free_memory
-from onefold.comm import assert_same_on_all_ranks, data_group, init_distributed, local_device, watch_world
+from onefold.comm import (
+    assert_same_on_all_ranks,
+    data_group,
+    init_distributed,
+    local_device,
+    num_comparisons,
+    world_detector,
+)
 from onefold.comm.wait_notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.config.read import ConfigSource
@@ -65,11 +72,11 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise ValueError("mpu and mesh_param describe tensor or sequence parallelism, which onefold does not do")
     if dist.is_initialized():
-        watch_world()  # which tells ranks that have come so far, should this one end before
+        world_detector()  # which tells ranks that have come so far, should this one end before
     settings = read_config(_config_source(args, config, config_params))
     check_built(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    world, is_first = watch_world().size, watch_world().rank == 0
+    world, is_first = world_detector().size, world_detector().rank == 0
     check_topology(settings, world)
     set_up_logging(settings.log_level, speaks=is_first)
     if is_first:
@@ -101,7 +108,7 @@ def initialize(
     if chosen is not None and plan.states.tier is Tier.NVME:
         chosen = for_disk(chosen)
     batch = solve_batch(settings, world)
-    number = watch_world().rounds + 1
+    number = num_comparisons() + 1
     if world > 1:
         assert_same_on_all_ranks(
             f"{INITIALIZE}, engine {number}", items_of(model, settings, plan, batch, chosen, lr_scheduler)

@@ -17,8 +17,11 @@ from onefold.comm.collective import (
     Source,
     broadcast_from,
 )
-from onefold.comm.consensus import Item, assert_same_by_exchange, assert_same_on_all_ranks
+from onefold.comm.connections import is_backend_error
+from onefold.comm.consensus import Item, assert_same_by_exchange, assert_same_on_all_ranks, num_comparisons
 from onefold.comm.exchange import Exchange
+from onefold.comm.guard import Guard
+from onefold.comm.hang_detector import Disagreement, world_detector
 from onefold.comm.imagined import ImaginedGroup, imagine
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
@@ -28,7 +31,6 @@ from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
 from onefold.comm.store_board import Board, RankTimeout
 from onefold.comm.two_level import TwoLevel
-from onefold.comm.watch import Disagreement, Guard, of_backend, watch_world
 
 __all__ = [
     "Agreement",
@@ -55,12 +57,13 @@ __all__ = [
     "broadcast_from",
     "data_group",
     "init_distributed",
+    "is_backend_error",
     "local_device",
     "local_rank",
     "make_collective",
+    "num_comparisons",
     "num_ranks_on_node",
-    "of_backend",
-    "watch_world",
+    "world_detector",
 ]
 
 

@@ -30,10 +30,10 @@ def clock_offset(agreement: Agreement) -> ClockOffset:
     half the time that it took. All ranks call this together.
     """
     group = agreement.group
-    agreement.meet("the clocks of a timeline", [])
+    agreement.synchronize("the clocks of a timeline", [])
     if group.size == 1:
         return ClockOffset()
-    with agreement.guard.waiting("the clocks of a timeline"):
+    with agreement.guard.waiting_for("the clocks of a timeline"):
         if group.rank:
             return min((_ask(group) for _ in range(_ROUNDS)), key=lambda offset: offset.error)
         for rank in range(1, group.size):
@@ -55,10 +55,10 @@ def _ask(group: Group) -> ClockOffset:
 def bytes_for_first(agreement: Agreement, what: str, data: bytes) -> list[bytes]:
     """On rank 0 every rank's bytes, in rank order; elsewhere none. All ranks call this together."""
     group = agreement.group
-    lengths = [row[0] for row in agreement.meet(what, [len(data)])]
+    lengths = [row[0] for row in agreement.synchronize(what, [len(data)])]
     if group.size == 1:
         return [data]
-    with agreement.guard.waiting(what):
+    with agreement.guard.waiting_for(what):
         if group.rank:
             _send(group, 0, torch.frombuffer(bytearray(data), dtype=torch.uint8), _DATA_TAG)
             return []

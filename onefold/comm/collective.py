@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from onefold.comm.connections import record_device_launch
+from onefold.comm.hang_detector import start_communicating_thread
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
-from onefold.comm.watch import note_event, start_beside
 from onefold.recorder import carried, carried_span
 
 
@@ -172,7 +173,7 @@ class Lane:
             span.leave(self.stream)
         event = torch.cuda.Event()
         event.record(self.stream)
-        note_event(event)
+        record_device_launch(event)
         return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
 
     def beside(self, complete: Callable[[], None]) -> Pending:
@@ -194,7 +195,7 @@ class Lane:
             except BaseException as error:
                 done.set_exception(error)
 
-        start_beside(carried(run), "onefold-wires")
+        start_communicating_thread(carried(run), "onefold-wires")
         return Pending(done.result)
 
 

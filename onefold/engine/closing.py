@@ -70,7 +70,7 @@ def close_engine(
     finally:
         if memory is not None:
             memory.close()
-        schedule.order.agreement.guard.close()  # after the last wait, which would be watched for a while longer
+        schedule.guard.close()  # after the last wait, which would be watched for a while longer
 
 
 def _close_beside(state: TrainState, *rest: Any) -> None:

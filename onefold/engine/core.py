@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.allocator import give_back_free_memory
-from onefold.comm import Disagreement, Group, Ledger, Wires, local_rank, make_collective, of_backend
+from onefold.comm import Disagreement, Group, Ledger, Wires, is_backend_error, local_rank, make_collective
 from onefold.config import Batch
 from onefold.engine import deepspeed_names, reporting
 from onefold.engine.closing import close_engine, pause_collector
@@ -120,7 +120,7 @@ class Engine(nn.Module):
             weakref.finalize(self, self._trace.give_up)
         with_less = {way: self._complete(other) for way, other in (plans_with_less or {}).items()}
         self._memory_errors = MemoryErrors(self.state, plan, with_less, self._trace)
-        schedule.order.agreement.guard.watch()
+        schedule.guard.start()
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -169,7 +169,7 @@ class Engine(nn.Module):
                     scaled.backward(retain_graph=retain_graph)
                     state.schedule.end_backward()
             except Exception as error:
-                if not isinstance(error, Disagreement) and not of_backend(error):  # else no rank can be reached
+                if not isinstance(error, Disagreement) and not is_backend_error(error):  # else no rank can be reached
                     state.abort_backward()
                 raise
             except BaseException as error:

@@ -110,7 +110,7 @@ class Loading:
             "custom_load_fn": "a function" if custom is not None else "None",
         }
         advice = "Every rank must load the same"
-        assert_same_by_exchange(state.schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
+        assert_same_by_exchange(state.schedule.agreement, "load_checkpoint", [("the call", given)], advice)
         names, tried = self._candidates(Path(load_dir), tag), list[str]()
         while names:
             with ExitStack() as stack:
@@ -138,7 +138,7 @@ class Loading:
                 text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
-        told = self._state.schedule.order.agreement.tell("load_checkpoint", f"{error}\0{text}")
+        told = self._state.schedule.publish("load_checkpoint", f"{error}\0{text}")
         error, _, text = told.partition("\0")
         if error:
             raise CheckpointError(error)
@@ -246,7 +246,7 @@ class Loading:
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._state.schedule.order.agreement.tell("load_checkpoint", str(caught or ""), worst)
+        message = self._state.schedule.publish("load_checkpoint", str(caught or ""), worst)
         if kind == 3:
             assert caught is not None
             raise caught

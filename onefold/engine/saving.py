@@ -37,8 +37,7 @@ class Saving:
         section = state.plan.loop.checkpoint
         # Where this rank stood after which step, for a save that its program does not call.
         self._after_step = state.global_steps, self._own_state()
-        agreement = state.schedule.order.agreement
-        name = agreement.tell("the name of the engine", secrets.token_hex(8))
+        name = state.schedule.publish("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint; each is written and points to the manifest."""
         self.refuses_open_window = True
@@ -46,7 +45,7 @@ class Saving:
         self.saver = Saver(
             self,
             Board(state.group, name),
-            agreement.guard,
+            state.schedule.guard,
             partial(_published, self.pointer_files, keep_last=section.keep_last, keep_every=section.keep_every),
             f"onefold {__version__}, torch {torch.__version__}",
         )

@@ -48,7 +48,7 @@ class TrainState:
         interrupted, and once ranks are known to be stuck.
         """
         self.schedule.check_present()
-        self.schedule.order.agreement.guard.check()
+        self.schedule.check()
         if self.step is not None and self.step.interrupted:
             raise RuntimeError(
                 f"{self.step.interrupted} has interrupted a step, and some weights are stepped and some are not: load "

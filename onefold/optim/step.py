@@ -492,7 +492,7 @@ class StepDecision:
             if decides_later and checks and scalars.overflow:
                 step.take_back()
             raise
-        self._schedule.order.agreement.guard.check()
+        self._schedule.check()
         self.applied = not step.overflow
         if self.applied and not decides_later:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())
@@ -559,7 +559,7 @@ def _tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
     values = [loss.item() for loss in losses]
     worst = next((value for value in values if not math.isfinite(value)), 0.0)
     mine = torch.tensor([*bad, bool(values), as_integer(worst)], dtype=torch.int64)
-    rows = schedule.order.agreement.exchange("which gradients are not finite", mine).tolist()
+    rows = schedule.agreement.exchange("which gradients are not finite", mine).tolist()
     names = [unit.name for index, unit in enumerate(units) if any(row[index] for row in rows)]
     guilty = {rank: as_float(row[-1]) for rank, row in enumerate(rows) if not math.isfinite(as_float(row[-1]))}
     if guilty:

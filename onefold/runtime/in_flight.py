@@ -51,7 +51,7 @@ class InFlightCollectives:
         self._memory = memory
 
     def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
-        return self._guard.waiting(operation, [unit.name for unit in units])
+        return self._guard.waiting_for(operation, [unit.name for unit in units])
 
     def _launching(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
         return self._guard.launching(operation, [unit.name for unit in units])
@@ -241,7 +241,7 @@ class InFlightCollectives:
             pending = self.collective.start_peer_exchange(exchanges, "matrices")
 
         def wait() -> None:
-            with self._guard.waiting(what, units), recorded(Track.COMPUTE, f"wait for {what}", units[0]):
+            with self._guard.waiting_for(what, units), recorded(Track.COMPUTE, f"wait for {what}", units[0]):
                 pending.finish()
 
         return wait

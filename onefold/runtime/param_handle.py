@@ -363,13 +363,13 @@ class ParamHandle:
         unit = self.unit
         if unit is not None:
             return unit.schedule.order.meet(request, numbers)
-        return self._agreement.meet("GatheredParameters", numbers)
+        return self._agreement.synchronize("GatheredParameters", numbers)
 
     @property
     def _agreement(self) -> Agreement:
         unit = self.unit
         if unit is not None:
-            return unit.schedule.order.agreement
+            return unit.schedule.agreement
         return Agreement(self.collective.group, self.ledger)
 
     def take_values_of(self, rank: int, agreement: Agreement | None = None) -> None:

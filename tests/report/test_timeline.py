@@ -306,7 +306,7 @@ def measured(ahead: int) -> clocks.ClockOffset:
         return real() + (ahead if rank() else 0)
 
     with mock.patch.object(clocks.time, "perf_counter_ns", shifted):
-        return clocks.clock_offset(engine.state.schedule.order.agreement)
+        return clocks.clock_offset(engine.state.schedule.agreement)
 
 
 @pytest.mark.parametrize("ahead", [0, 7_000_000_000, -1_000_000])
@@ -319,7 +319,7 @@ def test_clocks_are_aligned_as_well_as_they_say(on_ranks, ahead):
 def gathered(sizes: list[int]) -> list[int]:
     engine = start(net(), config(1))
     data = bytes([rank() + 1]) * sizes[rank()]
-    found = clocks.bytes_for_first(engine.state.schedule.order.agreement, "a test", data)
+    found = clocks.bytes_for_first(engine.state.schedule.agreement, "a test", data)
     assert all(part == bytes([number + 1]) * sizes[number] for number, part in enumerate(found))
     return [len(part) for part in found]
 

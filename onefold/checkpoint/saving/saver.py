@@ -197,7 +197,7 @@ class Saver:
             over = seconds is not None and time.monotonic() - started > seconds
             return over or self._board.read("left") is not None or self._guard.verdict is not None
 
-        guarded = self._guard.waiting("the end of its program") if seconds is None else nullcontext()
+        guarded = self._guard.waiting_for("the end of its program") if seconds is None else nullcontext()
         with suppress(RankTimeout), guarded:
             self._board.wait(done, lambda: [0], "the end of the program")
 
@@ -450,7 +450,7 @@ class Follower:
             note = self.next_note()
             return note is not None
 
-        with self._guard.waiting("save_checkpoint, for rank 0"):
+        with self._guard.waiting_for("save_checkpoint, for rank 0"):
             self._board.wait(ready, lambda: [0], "save_checkpoint")
         assert note is not None
         self._served = note["number"]
