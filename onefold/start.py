@@ -75,7 +75,11 @@ def initialize(
         world_detector()  # which tells ranks that have come so far, should this one end before
     settings = read_config(_config_source(args, config, config_params))
     check_built(settings)
-    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    init_distributed(
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        nccl_error_handling=settings.onefold.nccl_error_handling,
+    )
     world, is_first = world_detector().size, world_detector().rank == 0
     check_topology(settings, world)
     set_up_logging(settings.log_level, speaks=is_first)

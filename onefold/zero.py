@@ -104,14 +104,15 @@ class Init:
         self._enabled = enabled
         if not enabled:
             return
-        init_distributed()
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = self._read_config(source) if source is not None else Config()
+        init_distributed(nccl_error_handling=settings.onefold.nccl_error_handling)
         if str(remote_device).partition(":")[0] not in ("None", "none", "cpu", "nvme", local_device().type):
             raise ValueError(
                 f"zero.Init: remote_device {str(remote_device)!r}: shards rest on {local_device()} until initialize "
                 "moves them where the config says; leave it out"
             )
-        source = config_dict_or_path if config_dict_or_path is not None else config
-        base = make_precision(self._read_config(source)) if source is not None else Precision()
+        base = make_precision(settings) if source is not None else Precision()
         self._precision = base if dtype is None else replace(base, compute=dtype)
         self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
         self._collective = make_collective("auto", self._group, self._ledger, self._device)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import onefold
 from onefold.comm import main_thread, mesh
@@ -165,3 +166,20 @@ def test_switches_that_the_user_has_set_stay():
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_FR_BUFFER_SIZE": "20",
     }
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("section", [{}, {"nccl_error_handling": "torch"}])
+def test_the_key_is_read_before_the_process_group_is_made(section):
+    expected = section.get("nccl_error_handling", "onefold")
+    settings = {"train_batch_size": 1, "onefold": section}
+    for name, make in {
+        "onefold.start": lambda: onefold.initialize(model=nn.Linear(2, 2), config=settings),
+        "onefold.zero": lambda: onefold.zero.Init(config_dict_or_path=settings),
+    }.items():
+        with mock.patch(f"{name}.init_distributed", side_effect=StoppedError) as init, pytest.raises(StoppedError):
+            make()
+        assert init.call_args.kwargs["nccl_error_handling"] == expected
