@@ -359,9 +359,9 @@ MUTATIONS = [
     Mutation(
         "own-slice-not-rounded",
         "onefold/comm/quantized.py",
-        "codec.decode(line, op.output.view(line.shape[0], -1))",
+        "codec.decode(rows, op.output.view(rows.shape[0], -1))",
         "own = op.place_input(self.group.rank, self.group.size).clone()\n"
-        "                codec.decode(line, op.output.view(line.shape[0], -1))\n"
+        "                codec.decode(rows, op.output.view(rows.shape[0], -1))\n"
         "                AllGatherOp(op.output, own, span=op.span).place_input("
         "self.group.rank, self.group.size)",
         "test_wires.py -k rounded_line",
@@ -369,8 +369,8 @@ MUTATIONS = [
     Mutation(
         "fp64-as-integers",
         "onefold/comm/quantized.py",
-        "return line.numel() > 0 and line.dtype != torch.float64",
-        "return line.numel() > 0",
+        "return tensor.numel() > 0 and tensor.dtype != torch.float64",
+        "return tensor.numel() > 0",
         "test_wires.py -k rounded_line",
     ),
     Mutation(

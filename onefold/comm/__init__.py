@@ -1,4 +1,4 @@
-"""How bytes travel: groups, collectives, the ledger."""
+"""Communication between ranks: process groups, collectives, traffic counts and hang detection."""
 
 from __future__ import annotations
 
@@ -75,8 +75,10 @@ def make_collective(
     wires: Wires | None = None,
     node_sums: torch.dtype = torch.float32,
 ) -> Collective:
-    """`kind` is the config's `onefold.collective`: native, exchange, or auto, which crosses between nodes once a node.
-    `node_sums`: what sums of a node are cut to before they cross.
+    """Make the collective for a group.
+
+    `kind` is the config's `onefold.collective`: native, exchange or auto, which sends each value between two nodes
+    once. `node_sums` is the dtype in which the sums of a node are sent to other nodes.
     """
     if group.replicas > 1:
         alone = replace(group, replicas=1)

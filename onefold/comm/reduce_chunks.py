@@ -1,4 +1,4 @@
-"""Gradients that are added by the ranks themselves, cut so that what each receives at once stays small."""
+"""Splits gradients into rounds of chunks, so that a rank receives a bounded number of bytes before it adds them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ import torch
 
 from onefold.comm.collective import Reduction
 
-# What ranks receive before they add it, at the most: larger gradients travel in several rounds.
+# The most bytes that a rank receives in one round. Larger gradients take several rounds.
 INBOX_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
-class GradPart:
-    """Columns of a gradient that travel together: row k goes to rank k, and the sum of this rank's rows to `target`."""
+class GradChunk:
+    """Columns of a gradient that are sent together.
+
+    Row k is sent to rank k. The sum of the rows that this rank receives is stored in `target`, or added to it.
+    """
 
     rows: torch.Tensor
     target: torch.Tensor
     add: bool
 
 
-def rounds_of(
+def split_into_rounds(
     reductions: Sequence[Reduction], sources: Sequence[torch.Tensor], num_ranks: int
-) -> Iterator[list[GradPart]]:
-    """The rounds that gradients travel in; `sources` are the gradients in the dtype of the wire."""
-    pairs, batch = zip(reductions, sources, strict=True), list[GradPart]()
-    for part in (part for reduction, source in pairs for part in _parts_of(reduction, source, num_ranks)):
-        if batch and sum(each.rows.nbytes for each in [*batch, part]) > INBOX_BYTES:
+) -> Iterator[list[GradChunk]]:
+    """Yield the rounds of some reductions. `sources` are their gradients in the dtype of the transport."""
+    pairs, batch = zip(reductions, sources, strict=True), list[GradChunk]()
+    for chunk in (chunk for reduction, source in pairs for chunk in _split(reduction, source, num_ranks)):
+        if batch and sum(each.rows.nbytes for each in [*batch, chunk]) > INBOX_BYTES:
             yield batch
             batch = []
-        batch.append(part)
+        batch.append(chunk)
     if batch:
         yield batch
 
 
-def _parts_of(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> Iterator[GradPart]:
+def _split(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> Iterator[GradChunk]:
     if not source.numel():
         return
     rows = source.view(num_ranks, -1)
     width = max(1, INBOX_BYTES // rows[:, :1].nbytes)
     for start in range(0, rows.shape[1], width):
-        yield GradPart(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)
+        yield GradChunk(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)
