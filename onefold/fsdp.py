@@ -69,7 +69,7 @@ class QuantizedAllGather(_Quantized, AllGather):
 
 
 class QuantizedReduceScatter(_Quantized, ReduceScatter):
-    """Gradients travel as 8-bit integers inside a host and as 4-bit ones across hosts; sums are fp32."""
+    """Sends gradients as 8-bit integers inside a node and as 4-bit integers across nodes. Sums are fp32."""
 
     def __init__(self, *, inside: int = 8, across: int = 4, node_size: int | None = None) -> None:
         super().__init__(Wires(inside=Codec(inside), across=Codec(across)), node_size)

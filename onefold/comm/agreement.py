@@ -45,15 +45,15 @@ class Agreement:
         if self.group.size == 1:
             return mine.unsqueeze(0)
         if self.group.is_imagined:
-            self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
+            self._ledger.count("synchronize", self.group.axis, mine.nbytes * (self.group.size - 1))
             return mine.repeat(self.group.size, 1)
         rows = [torch.empty_like(mine) for _ in range(self.group.size)]
         with (
-            recorded(Track.MEETINGS, what, by_host=True),
-            self._ledger.timed("meet", self.group.axis),
+            recorded(Track.SYNCHRONIZATION, what, by_host=True),
+            self._ledger.timed("synchronize", self.group.axis),
             self.guard.waiting_for(what),
         ):
-            self._ledger.count("meet", self.group.axis, mine.nbytes * (self.group.size - 1))
+            self._ledger.count("synchronize", self.group.axis, mine.nbytes * (self.group.size - 1))
             work = dist.all_gather(rows, mine, group=self.group.host_group, async_op=True)
             assert work is not None
             start, pause = time.monotonic(), _SHORTEST
@@ -73,8 +73,10 @@ class Agreement:
             return text if length else ""
         sent = torch.frombuffer(data, dtype=torch.uint8) if self.group.rank == rank else None
         sent = sent if sent is not None else torch.empty(length, dtype=torch.uint8)
-        self._ledger.count("meet", self.group.axis, length * (self.group.size - 1) if self.group.rank == rank else 0)
-        with self._ledger.timed("meet", self.group.axis), self.guard.waiting_for(what):
+        self._ledger.count(
+            "synchronize", self.group.axis, length * (self.group.size - 1) if self.group.rank == rank else 0
+        )
+        with self._ledger.timed("synchronize", self.group.axis), self.guard.waiting_for(what):
             dist.broadcast(sent, self.group.global_rank(rank), group=self.group.host_group)
         return bytes(sent.tolist()).decode()
 

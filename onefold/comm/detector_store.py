@@ -1,10 +1,12 @@
 """The hang detector's keys in the store of the process group: notes, heartbeats, requests and the verdict.
 
-wait/RANK     the note of a rank that waits, with a counter that grows at each write
-left/RANK     the rank's process has ended; the value is its number of launches
-lives/RANK    a heartbeat, where the device waits and the host does not
-asks/PASS     a rank requests to leave the recorded order in this pass
-verdict       why the job is stuck; the first rank that writes it decides
+The keys of one process group:
+
+    wait/RANK       the note of a rank that waits, with a counter that grows at each write
+    ended/RANK      the rank's process has ended; the value is its number of launches
+    alive/RANK      a heartbeat, written if the device waits and the host does not
+    request/PASS    a rank requests to leave the recorded order in this pass
+    verdict         why the job is stuck; the first rank that writes it decides
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _BEAT_SECONDS, _SILENT_SECONDS = 1.0, 2.5
 
 
 class DetectorStore:
-    """One rank's view of the keys. The default store's clients are shared by all threads that use them."""
+    """One rank's access to the keys."""
 
     def __init__(self, rank: int, size: int, generation: int, stale_seconds: float) -> None:
         default = dist.distributed_c10d._get_default_store()
@@ -66,7 +68,7 @@ class DetectorStore:
                 if rank == self._rank:
                     continue
                 if self.has_ended(rank):
-                    launched = int(self.connection.get(self.key("left", rank)))
+                    launched = int(self.connection.get(self.key("ended", rank)))
                     notes[rank] = WaitNote(0, ENDED, lasts=True, launched=launched)
                 elif self._has("wait", rank) and (note := self._read_note(rank, alive)) is not None:
                     notes[rank] = note
@@ -89,23 +91,23 @@ class DetectorStore:
     def write_end(self, num_launched: int) -> None:
         """Publish that this rank's process ends."""
         with suppress(RuntimeError):
-            self.connection.set(self.key("left", self._rank), str(num_launched))
+            self.connection.set(self.key("ended", self._rank), str(num_launched))
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank's process has ended in an orderly way."""
-        return self._has("left", rank)
+        return self._has("ended", rank)
 
     def write_heartbeat(self) -> None:
         """Publish that this rank is alive, once a second at most."""
         if time.monotonic() - self._last_beat >= _BEAT_SECONDS:
             self._last_beat = time.monotonic()
-            self.connection.set(self.key("lives", self._rank), str(self._last_beat))
+            self.connection.set(self.key("alive", self._rank), str(self._last_beat))
 
     def is_silent(self, rank: int) -> bool:
-        """Return whether a rank that once wrote heartbeats has stopped to, and start to count its silence anew."""
-        if not self._has("lives", rank):
+        """Return whether a rank has stopped to write heartbeats. If it has, measure its silence anew from now on."""
+        if not self._has("alive", rank):
             return False
-        beat, now = self.connection.get(self.key("lives", rank)).decode(), time.monotonic()
+        beat, now = self.connection.get(self.key("alive", rank)).decode(), time.monotonic()
         last, since = self._beats.get(rank, ("", now))
         if beat != last:
             last, since = self._beats[rank] = (beat, now)
@@ -118,12 +120,12 @@ class DetectorStore:
 
     def write_request(self, pass_number: int) -> None:
         """Request that every rank that waits in this pass leaves the recorded order."""
-        self.connection.set(self.key("asks", pass_number), "1")
+        self.connection.set(self.key("request", pass_number), "1")
 
     def has_request(self, pass_number: int) -> bool:
         """Return whether a rank has requested to leave the recorded order in this pass."""
         with suppress(RuntimeError):
-            return self._has("asks", pass_number)
+            return self._has("request", pass_number)
         return False
 
     def read_verdict(self) -> str | None:

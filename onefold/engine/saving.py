@@ -56,7 +56,7 @@ class Saving:
 
     def linger(self, seconds: float | None) -> None:
         """The program is through with the engine, here: rank 0 may still be about to save a last time."""
-        with suppress(RuntimeError):  # the store's host may be gone already
+        with suppress(RuntimeError):  # the store's node may be gone already
             self.saver.linger(self, seconds=seconds)
 
     def stop(self) -> None:

@@ -87,7 +87,7 @@ def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, acc
                 trace.weights[name], weight, **rounding, msg=lambda told, name=name: f"{name}: {told}"
             )
         # Parameters travel inside a host only; gradients inside, and their sums once round across.
-        moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
+        moved = {key: num for key, num in rows.items() if key[0] not in ("synchronize", "broadcast")}
         shards = sum(totals) // 2
         assert sum(held) == 12 * shards
         assert moved == {

@@ -125,7 +125,7 @@ def test_bytes_inside_and_across_nodes_equal_the_formulas(on_ranks, accumulation
     for found in on_ranks(4, run, names, "bf16", 2, accumulation, 2):
         for name in names:
             _, rows, totals = found[name]
-            moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
+            moved = {key: num for key, num in rows.items() if key[0] not in ("synchronize", "broadcast")}
             assert moved == traffic(name, totals, 4, 2, accumulation), name
             if accumulation == 1 and name in IN_THE_DOCS:
                 left = 2 * sum(num for (_, group), num in moved.items() if group == "across")  # of both ranks of a node

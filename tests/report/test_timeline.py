@@ -110,7 +110,7 @@ def test_a_traced_run_is_the_same_and_has_every_byte_of_the_ledger(on_ranks, tmp
         for event in pieces(events, number):
             found[event["cat"]] = found.get(event["cat"], 0) + event["args"].get("bytes", 0)
         assert {track: num_bytes for track, num_bytes in found.items() if num_bytes} == counted
-        assert counted["meetings"] > 0
+        assert counted["synchronization"] > 0
         for track in (Track.DOWN, Track.UP):
             moved = [event["args"] for event in pieces(events, number, cat=track.value)]
             assert all(args["bytes"] for args in moved if args.get("elements")), "each copy has its own bytes"
