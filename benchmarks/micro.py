@@ -77,8 +77,8 @@ def compiler() -> None:
     print(f"importing torch's compiler after torch: {float(done.stdout):.1f} s")
 
 
-def guard() -> None:
-    """What a launch pays for the hang guard: on a rank of two, whose thread does not run."""
+def hang_detector() -> None:
+    """What a launch pays for the hang detector: on a rank of two, whose thread does not run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     detector = HangDetector(dist.group.WORLD, 1)
     detector.size = 2
@@ -89,7 +89,7 @@ def guard() -> None:
             with detector.waiting_for("gather of blocks.3", launches=True):
                 pass
 
-    print(f"hang guard around a launch: {best_of(launch) / 10:.2f} us")
+    print(f"hang detector around a launch: {best_of(launch) / 10:.2f} us")
     dist.destroy_process_group()
 
 
@@ -99,4 +99,4 @@ if __name__ == "__main__":
     norms()
     adam()
     compiler()
-    guard()
+    hang_detector()

@@ -294,6 +294,20 @@ MUTATIONS = [
         "test_hangs.py -k launched_more",
     ),
     Mutation(
+        "request-of-another-pass",
+        "onefold/comm/rank_activity.py",
+        "return self._requested_in == current and self._answered_in != current",
+        "return self._requested_in >= 0 and self._answered_in != current",
+        "test_hang_detector.py",
+    ),
+    Mutation(
+        "nccl-switches-always-off",
+        "onefold/comm/mesh.py",
+        'if nccl_error_handling == "onefold":',
+        "if True:",
+        "test_hang_detector.py -k switches",
+    ),
+    Mutation(
         "across-counted-as-near",
         "onefold/comm/exchange.py",
         "if group.is_near(peer) else ACROSS",

@@ -36,6 +36,7 @@ class DetectorStore:
         self._prefix = f"onefold/{generation}/"
         self._stale_seconds = stale_seconds
         self._num_written = 0
+        # Per rank: the counter of the last note, when it changed, and when it was first read.
         self._counters: dict[int, tuple[int, float, float]] = {}
         self._last_beat = 0.0
         self._beats: dict[int, tuple[str, float]] = {}

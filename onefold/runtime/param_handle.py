@@ -170,7 +170,7 @@ class ParamHandle:
                         param.reshard(drop=True)
 
     def gather(self, what: str, gatherings: list[AllGatherOp]) -> None:
-        """Gather now, under a name that the hang guard reports. All ranks call this together."""
+        """Gather now, under a name that the hang detector reports. All ranks call this together."""
         name = self.params[0].layout.members[0].name
         with self._agreement.guard.launching(what, [name]):
             self.collective.start_gather(gatherings).finish()

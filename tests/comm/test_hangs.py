@@ -141,7 +141,7 @@ def test_a_retry_on_one_rank_gets_advice_that_fits(own_ranks, at):
 
 
 def busy(kind: str) -> Heard:
-    """Rank 0 waits for much longer than the guard's patience, but nothing is stuck."""
+    """Rank 0 waits for much longer than the detector's patience, but nothing is stuck."""
     hang_detector.PATIENCE = 0.5
 
     def act() -> None:
@@ -206,7 +206,7 @@ def test_who_has_launched_more_will_not_come_to_a_meeting():
 
 
 def passes_through() -> list[str]:
-    """Errors of a guarded wait that are not the network's; and afterwards the guard has no verdict."""
+    """Errors of a published wait that are not the network's; and afterwards the detector has no verdict."""
     detector = hang_detector.world_detector()
     found = []
     for error in (torch.OutOfMemoryError("no memory"), RuntimeError("can't allocate memory"), KeyboardInterrupt()):
