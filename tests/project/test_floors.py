@@ -167,7 +167,7 @@ def test_masters_are_read_through_the_step():
 BUDGETS = {
     "checkpoint": 4_950,
     "cli": 3_100,
-    "comm": 3_500,
+    "comm": 3_950,
     "config": 2_800,
     "engine": 2_550,
     "estimate": 3_150,
