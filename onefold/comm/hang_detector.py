@@ -79,7 +79,7 @@ class HangDetector:
     def __init__(self, world: dist.ProcessGroup, generation: int) -> None:
         self.world = world
         self.rank, self.size = dist.get_rank(world), dist.get_world_size(world)
-        # Why the job is stuck; None while it is not.
+        # Why the job is stuck, or None. Either thread may set it, to the text that the store holds; nothing clears it.
         self.verdict: str | None = None
         self.store = DetectorStore(self.rank, self.size, generation, _STALE)
         self.connections = Connections(world, self.rank)
@@ -87,6 +87,7 @@ class HangDetector:
         self._main_thread = MainThreadProbe()
         self._user_group: dist.ProcessGroup | None = None
         self._previous_notes: dict[int, WaitNote] = {}
+        # When to break connections. Set with the verdict; the detector's thread acts on it and clears it.
         self._break_at: float | None = None
         self._holders: set[int] = set()
         self._thread = _PeriodicThread("onefold-watch", self._look_safely, self._is_needed)
@@ -156,10 +157,10 @@ class HangDetector:
 
     def _end_failed_wait(self, wait: CurrentWait, error: BaseException | None) -> None:
         """End a wait that raised, or during which a verdict was reached: a broken wait may look like a success."""
-        is_backends = error is not None and is_backend_error(error)
-        verdict = self._explain(wait, error) if error is not None and is_backends else self.verdict
+        backend_error = error if error is not None and is_backend_error(error) else None
+        verdict = self._explain(wait, backend_error) if backend_error is not None else self.verdict
         self._activity.end_wait(wait)
-        if verdict is not None and (error is None or is_backends):
+        if verdict is not None and (error is None or backend_error is not None):
             self.raise_verdict(verdict, error)
 
     def _explain(self, wait: CurrentWait, error: BaseException) -> str:
