@@ -51,7 +51,7 @@ docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fit
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 
-bench-network: $(STAMP)  ## ZeRO++ between two hosts, as network namespaces with a slow link (needs root)
+bench-network: $(STAMP)  ## ZeRO++ between two nodes, as network namespaces with a slow link (needs root)
 	$(BIN)/python -m benchmarks.network $(ARGS)
 
 matrix: $(STAMP)  ## frameworks and releases from the package index on onefold; ARGS="--list", "--only 'trl*'", "--failed"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from onefold.comm.watch import Watch
+from onefold.comm.hang_detector import HangDetector
 from onefold.offload.grad_shard import square_sum
 
 ELEMENTS = 13_700_000 // 65536 * 65536
@@ -77,18 +77,19 @@ def compiler() -> None:
     print(f"importing torch's compiler after torch: {float(done.stdout):.1f} s")
 
 
-def guard() -> None:
-    """What a launch pays for the hang guard: on a rank of two, whose thread does not run."""
+def hang_detector() -> None:
+    """What a launch pays for the hang detector: on a rank of two, whose thread does not run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    watch = Watch(dist.group.WORLD, 1)
-    watch.size, watch._over = 2, True
+    detector = HangDetector(dist.group.WORLD, 1)
+    detector.size = 2
+    detector.close()
 
     def launch() -> None:
         for _ in range(10_000):
-            with watch.waiting("gather of blocks.3", None, launches=True):
+            with detector.waiting_for("gather of blocks.3", launches=True):
                 pass
 
-    print(f"hang guard around a launch: {best_of(launch) / 10:.2f} us")
+    print(f"hang detector around a launch: {best_of(launch) / 10:.2f} us")
     dist.destroy_process_group()
 
 
@@ -98,4 +99,4 @@ if __name__ == "__main__":
     norms()
     adam()
     compiler()
-    guard()
+    hang_detector()

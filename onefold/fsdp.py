@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from onefold.comm.codec import BLOCK, Codec
-from onefold.comm.collective import Gathering, Reduction
+from onefold.comm.collective import AllGatherOp, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import DATA_AXIS, Group
@@ -59,17 +59,17 @@ class QuantizedAllGather(_Quantized, AllGather):
         collective = self._collective(group, output_tensor.device)
         size, numel = collective.group.size, input_tensor.numel()
         if not input_tensor.is_floating_point():  # parameters of several dtypes come as bytes
-            collective.start_gather([Gathering(output_tensor.view(-1), input_tensor.view(-1))]).finish()
+            collective.start_gather([AllGatherOp(output_tensor.view(-1), input_tensor.view(-1))]).finish()
             return None
         line = output_tensor.new_zeros(size, round_up(numel, BLOCK))
         line[collective.group.rank, :numel].copy_(input_tensor.view(-1))
-        collective.start_gather([Gathering(line.view(-1), lossy=True)]).finish()
+        collective.start_gather([AllGatherOp(line.view(-1), lossy=True)]).finish()
         output_tensor.view(size, numel).copy_(line[:, :numel])
         return None
 
 
 class QuantizedReduceScatter(_Quantized, ReduceScatter):
-    """Gradients travel as 8-bit integers inside a host and as 4-bit ones across hosts; sums are fp32."""
+    """Sends gradients as 8-bit integers inside a node and as 4-bit integers across nodes. Sums are fp32."""
 
     def __init__(self, *, inside: int = 8, across: int = 4, node_size: int | None = None) -> None:
         super().__init__(Wires(inside=Codec(inside), across=Codec(across)), node_size)

@@ -38,7 +38,7 @@ class Track(Enum):
     DOWN = "bus down"
     UP = "bus up"
     DISK = "disk"
-    MEETINGS = "meetings"
+    SYNCHRONIZATION = "synchronization"
 
 
 # The ledger's operations, and the track that has their bytes.
@@ -51,8 +51,8 @@ TRACKS = {
     "up": Track.UP,
     "read": Track.DISK,
     "write": Track.DISK,
-    "meet": Track.MEETINGS,
-    "broadcast": Track.MEETINGS,
+    "synchronize": Track.SYNCHRONIZATION,
+    "broadcast": Track.SYNCHRONIZATION,
 }
 
 Mark = int | torch.cuda.Event
@@ -132,7 +132,7 @@ class Recorder:
 
     def count(self, operation: str, num_bytes: int) -> None:
         """The ledger has counted these bytes."""
-        span, track = _span.get(), TRACKS.get(operation, Track.MEETINGS)
+        span, track = _span.get(), TRACKS.get(operation, Track.SYNCHRONIZATION)
         if span is None or span.track is not track:
             if not num_bytes:
                 return

@@ -14,8 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from onefold import checkpointing
 from onefold.allocator import give_back_free_memory
-from onefold.comm import agree, data_group, init_distributed, local_device, watch_world
-from onefold.comm.notes import INITIALIZE
+from onefold.comm import (
+    assert_same_on_all_ranks,
+    data_group,
+    init_distributed,
+    local_device,
+    num_comparisons,
+    world_detector,
+)
+from onefold.comm.wait_notes import INITIALIZE
 from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
@@ -67,11 +74,15 @@ def initialize(
             "mpu and mesh_param ask for tensor or sequence parallelism, which onefold lacks. Leave them out"
         )
     if dist.is_initialized():
-        watch_world()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
+        world_detector()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
     settings = read_config(_config_source(args, config, config_params))
     check_built(settings)
-    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    world, is_first = watch_world().size, watch_world().rank == 0
+    init_distributed(
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        nccl_error_handling=settings.onefold.nccl_error_handling,
+    )
+    world, is_first = world_detector().size, world_detector().rank == 0
     check_topology(settings, world)
     set_up_logging(settings.log_level, speaks=is_first)
     _log_notices(settings.notices, speaks=is_first)
@@ -93,9 +104,11 @@ def initialize(
     if chosen is not None:
         chosen = _fit_optimizer(chosen, plan, allow_untested=settings.zero_allow_untested_optimizer)
     batch = solve_batch(settings, world)
-    number = watch_world().rounds + 1
+    number = num_comparisons() + 1
     if world > 1:
-        agree(f"{INITIALIZE}, engine {number}", facts_to_compare(model, settings, plan, batch, chosen, lr_scheduler))
+        assert_same_on_all_ranks(
+            f"{INITIALIZE}, engine {number}", facts_to_compare(model, settings, plan, batch, chosen, lr_scheduler)
+        )
     group, others = data_group(plan.node_size, plan.num_replicas), plan_every_stage(settings, world)
     engine = engine_class(
         model,

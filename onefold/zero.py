@@ -33,7 +33,7 @@ from onefold.checkpoint.state.weights import load_safetensors, stream_weights
 from onefold.comm import (
     Agreement,
     Ledger,
-    agree_in_meeting,
+    assert_same_by_exchange,
     data_group,
     init_distributed,
     local_device,
@@ -104,14 +104,15 @@ class Init:
         self._enabled = enabled
         if not enabled:
             return
-        init_distributed()
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = self._read_config(source) if source is not None else Config()
+        init_distributed(nccl_error_handling=settings.onefold.nccl_error_handling)
         if str(remote_device).partition(":")[0] not in ("None", "none", "cpu", "nvme", local_device().type):
             raise ValueError(
                 f"zero.Init: remote_device {str(remote_device)!r}: shards rest on {local_device()} until initialize "
                 "moves them where the config says; leave it out"
             )
-        source = config_dict_or_path if config_dict_or_path is not None else config
-        base = make_precision(self._read_config(source)) if source is not None else Precision()
+        base = make_precision(settings) if source is not None else Precision()
         self._precision = base if dtype is None else replace(base, compute=dtype)
         self._group, self._device, self._ledger = data_group(), local_device(), Ledger()
         self._collective = make_collective("auto", self._group, self._ledger, self._device)
@@ -185,7 +186,7 @@ class Init:
             return
         with torch._C.DisableTorchFunction():
             shapes = {n: f"{tuple(p.shape)} {p.dtype}" for members in found.values() for n, p in members}
-            agree_in_meeting(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
+            assert_same_by_exchange(self._agreement, "onefold.zero.Init", [(type(module).__name__, shapes)])
             params = []
             for dtype, members in found.items():
                 layout = Layout.of([(name, tuple(parameter.shape), 0) for name, parameter in members], self._group.size)

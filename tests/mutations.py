@@ -288,10 +288,24 @@ MUTATIONS = [
     ),
     Mutation(
         "ahead-of-nobody",
-        "onefold/comm/notes.py",
+        "onefold/comm/wait_notes.py",
         "any(note.launched > fewest for note in lasting)",
         "any(note.launched < fewest for note in lasting)",
         "test_hangs.py -k launched_more",
+    ),
+    Mutation(
+        "request-of-another-pass",
+        "onefold/comm/rank_activity.py",
+        "return self._requested_in == current and self._answered_in != current",
+        "return self._requested_in >= 0 and self._answered_in != current",
+        "test_hang_detector.py",
+    ),
+    Mutation(
+        "nccl-switches-always-off",
+        "onefold/comm/mesh.py",
+        'if nccl_error_handling == "onefold":',
+        "if True:",
+        "test_hang_detector.py -k switches",
     ),
     Mutation(
         "across-counted-as-near",
@@ -359,18 +373,18 @@ MUTATIONS = [
     Mutation(
         "own-slice-not-rounded",
         "onefold/comm/quantized.py",
-        "codec.decode(line, gathering.line.view(line.shape[0], -1))",
-        "own = gathering.place_own(self.group.rank, self.group.size).clone()\n"
-        "                codec.decode(line, gathering.line.view(line.shape[0], -1))\n"
-        "                Gathering(gathering.line, own, span=gathering.span).place_own("
+        "codec.decode(rows, op.output.view(rows.shape[0], -1))",
+        "own = op.place_input(self.group.rank, self.group.size).clone()\n"
+        "                codec.decode(rows, op.output.view(rows.shape[0], -1))\n"
+        "                AllGatherOp(op.output, own, span=op.span).place_input("
         "self.group.rank, self.group.size)",
         "test_wires.py -k rounded_line",
     ),
     Mutation(
         "fp64-as-integers",
         "onefold/comm/quantized.py",
-        "return line.numel() > 0 and line.dtype != torch.float64",
-        "return line.numel() > 0",
+        "return tensor.numel() > 0 and tensor.dtype != torch.float64",
+        "return tensor.numel() > 0",
         "test_wires.py -k rounded_line",
     ),
     Mutation(

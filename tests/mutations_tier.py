@@ -55,8 +55,8 @@ TIER_MUTATIONS = [
     Mutation(
         "tier-nodes-forget-the-first-micro-step",
         "onefold/comm/two_level.py",
-        "add_branches(one.branches, one.part.target, add=one.part.add)",
-        "add_branches(one.branches, one.part.target, add=False)",
+        "add_branches(one.branches, one.chunk.target, add=one.chunk.add)",
+        "add_branches(one.branches, one.chunk.target, add=False)",
         "test_two_level.py test_wires.py test_network.py",
     ),
     # Quantized wires, a gradient that is not finite.

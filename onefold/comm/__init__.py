@@ -1,4 +1,4 @@
-"""How bytes travel: groups, collectives, the ledger."""
+"""Communication between ranks: process groups, collectives, traffic counts and hang detection."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ from dataclasses import replace
 import torch
 
 from onefold.comm.agreement import Agreement
-from onefold.comm.board import Board, Silent
 from onefold.comm.collective import (
+    AllGatherOp,
     Collective,
     ErrorFeedback,
-    Gathering,
     PeerExchange,
     Pending,
     Reduction,
     Source,
     broadcast_from,
 )
-from onefold.comm.consensus import Item, agree, agree_in_meeting
+from onefold.comm.connections import is_backend_error
+from onefold.comm.consensus import Item, assert_same_by_exchange, assert_same_on_all_ranks, num_comparisons
 from onefold.comm.exchange import Exchange
 from onefold.comm.fake_group import FakeGroup, make_fake_collective
+from onefold.comm.guard import Guard
+from onefold.comm.hang_detector import Disagreement, world_detector
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
 from onefold.comm.native import AllToAll, Native
 from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
 from onefold.comm.staged import StagedExchange
+from onefold.comm.store_board import Board, RankTimeout
 from onefold.comm.two_level import TwoLevel
-from onefold.comm.watch import Disagreement, Guard, of_backend, watch_world
 
 __all__ = [
     "Agreement",
+    "AllGatherOp",
     "Board",
     "Collective",
     "Disagreement",
     "ErrorFeedback",
     "Exchange",
     "FakeGroup",
-    "Gathering",
     "Group",
     "Guard",
     "Item",
@@ -46,21 +48,22 @@ __all__ = [
     "Native",
     "PeerExchange",
     "Pending",
+    "RankTimeout",
     "Reduction",
-    "Silent",
     "Source",
     "Wires",
-    "agree",
-    "agree_in_meeting",
+    "assert_same_by_exchange",
+    "assert_same_on_all_ranks",
     "broadcast_from",
     "data_group",
     "init_distributed",
+    "is_backend_error",
     "local_device",
     "local_rank",
     "make_collective",
+    "num_comparisons",
     "num_ranks_on_node",
-    "of_backend",
-    "watch_world",
+    "world_detector",
 ]
 
 
@@ -72,8 +75,10 @@ def make_collective(
     wires: Wires | None = None,
     node_sums: torch.dtype = torch.float32,
 ) -> Collective:
-    """`kind` is the config's `onefold.collective`: native, exchange, or auto, which crosses between nodes once a node.
-    `node_sums`: what sums of a node are cut to before they cross.
+    """Make the collective for a group.
+
+    `kind` is the config's `onefold.collective`: native, exchange or auto, which sends each value between two nodes
+    once. `node_sums` is the dtype in which the sums of a node are sent to other nodes.
     """
     if group.replicas > 1:
         alone = replace(group, replicas=1)

@@ -1,4 +1,4 @@
-"""Clocks of ranks, and bytes for rank 0: what one file of all ranks needs."""
+"""Clock offsets between ranks, and a gather of bytes on rank 0, to write one timeline file for all ranks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from onefold.comm.agreement import Agreement
 from onefold.comm.mesh import Group
 
 _ROUNDS = 8
-# Beyond the tags of exchanges in flight and of probes.
+# Tags beyond those of exchanges in flight and of probes.
 _TAG = (1 << 20) + 3
 _DATA_TAG = (1 << 20) + 4
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What is added to this rank's `perf_counter_ns` to be at rank 0's, and how far that may be wrong, both ways."""
+    """The offset from this rank's `perf_counter_ns` to rank 0's, and its largest error in either direction."""
 
     nanoseconds: int = 0
     error: int = 0
 
 
 def clock_offset(agreement: Agreement) -> ClockOffset:
-    """Rank 0 tells each rank the time, some times over: the answer that came back soonest is wrong by no more than
-    half the time that it took. All ranks call this together.
+    """Measure the offset of this rank's clock. All ranks call this together.
+
+    Rank 0 sends each rank the time several times. The error of an answer is at most half its round-trip time, so the
+    fastest one is used.
     """
     group = agreement.group
-    agreement.meet("the clocks of a timeline", [])
+    agreement.synchronize("the clocks of a timeline", [])
     if group.size == 1:
         return ClockOffset()
-    with agreement.guard.waiting("the clocks of a timeline"):
+    with agreement.guard.waiting_for("the clocks of a timeline"):
         if group.rank:
-            return min((_ask(group) for _ in range(_ROUNDS)), key=lambda offset: offset.error)
+            return min((_measure_offset(group) for _ in range(_ROUNDS)), key=lambda offset: offset.error)
         for rank in range(1, group.size):
             for _ in range(_ROUNDS):
                 _receive(group, rank, torch.zeros(1, dtype=torch.int64), _TAG)
@@ -43,7 +45,8 @@ def clock_offset(agreement: Agreement) -> ClockOffset:
     return ClockOffset()
 
 
-def _ask(group: Group) -> ClockOffset:
+def _measure_offset(group: Group) -> ClockOffset:
+    """Ask rank 0 for its time once."""
     theirs = torch.zeros(1, dtype=torch.int64)
     before = time.perf_counter_ns()
     _send(group, 0, theirs, _TAG)
@@ -53,12 +56,12 @@ def _ask(group: Group) -> ClockOffset:
 
 
 def bytes_for_first(agreement: Agreement, what: str, data: bytes) -> list[bytes]:
-    """On rank 0 every rank's bytes, in rank order; elsewhere none. All ranks call this together."""
+    """Return every rank's bytes in rank order on rank 0, an empty list elsewhere. All ranks call this together."""
     group = agreement.group
-    lengths = [row[0] for row in agreement.meet(what, [len(data)])]
+    lengths = [row[0] for row in agreement.synchronize(what, [len(data)])]
     if group.size == 1:
         return [data]
-    with agreement.guard.waiting(what):
+    with agreement.guard.waiting_for(what):
         if group.rank:
             _send(group, 0, torch.frombuffer(bytearray(data), dtype=torch.uint8), _DATA_TAG)
             return []

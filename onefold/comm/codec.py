@@ -1,17 +1,17 @@
-"""Block-wise symmetric integers: the form in which quantized wires carry floats. A specification in torch.
+"""Block-wise symmetric quantization for transport, specified in torch.
 
-A row of values becomes a row of bytes: first the integers, then one fp32 scale a block: one message carries both.
+A row of values becomes a row of bytes: the integers, then one fp32 scale per block, so that one message carries both.
 
     scale = amax * (1 / limit)    limit: 127 for 8 bits, 7 for 4; all in fp32
     q     = round(x * (limit / amax)), half to even: never beyond the limit
     x'    = q * scale
 
 [Note: what the codec promises]
-* |x - x'| <= scale / 2, and a little for the rounding of the product: half a step of the block it is in.
-* A block of zeros is zeros. A block whose largest value is below TINY is taken for zeros.
-* A block with an infinity or a NaN is all NaN when it is decoded, so that an overflow is seen by whoever looks for it.
-* Rows that are added are decoded one after the other and added in their order, in fp32.
-On a CUDA device Triton's kernels do the same to the bit, in one pass over memory (`comm/kernels.py`).
+* |x - x'| <= scale / 2, plus the rounding error of the product: half a quantization step of the block.
+* A block of zeros stays zeros. A block whose largest value is below TINY becomes zeros.
+* A block with an infinity or a NaN is all NaN after decoding, so that the overflow check finds it.
+* Rows are decoded one after the other and added in their order, in fp32.
+On a CUDA device Triton kernels give the same bits in one pass over memory (`comm/kernels.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from onefold.gpu_kernels import kernels_of
 
-# Values that share a scale. Shards are multiples of 2,048 values, so a block never straddles two ranks.
+# Values per scale. Shards are multiples of 2,048 values, so a block never straddles two ranks.
 BLOCK = 256
 TINY = 1e-30
 
@@ -31,26 +31,27 @@ _kernels = kernels_of("onefold.comm.kernels", "quantized wires")
 
 @dataclass(frozen=True)
 class Codec:
-    """Floats as integers of `bits` bits, 8 or 4; two of the latter in a byte, the first in its lower half."""
+    """Quantizes floats to 8 or 4 bits. Two 4-bit integers share a byte, the first in its lower half."""
 
     bits: int
     block: int = BLOCK
 
     @property
     def limit(self) -> int:
+        """The largest integer."""
         return (1 << (self.bits - 1)) - 1
 
     def row_bytes(self, numel: int) -> int:
-        """Of a row of so many values, which end with a block."""
+        """Return the bytes of a row of values, a multiple of the block."""
         assert numel % self.block == 0, "rows end with a block"
         return numel * self.bits // 8 + numel // self.block * 4
 
     def values_in(self, row_bytes: int) -> int:
-        """The values of a row of so many bytes."""
+        """Return the number of values in a row of bytes."""
         return row_bytes // self.row_bytes(self.block) * self.block
 
     def encode(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of any floating dtype to rows of bytes. A row may lie in several pieces: (rows, pieces, values)."""
+        """Encode rows of any floating dtype as rows of bytes. A row may have several pieces: (rows, pieces, values)."""
         num_rows, numel = rows.shape[0], rows.shape[1:].numel()
         if out is None:
             out = rows.new_empty(num_rows, self.row_bytes(numel), dtype=torch.uint8)
@@ -69,7 +70,7 @@ class Codec:
         return out
 
     def decode(self, data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of bytes to rows of values: fp32, or whatever `out` is."""
+        """Decode rows of bytes to rows of values, in fp32 or the dtype of `out`."""
         numel = self.values_in(data.shape[1])
         if out is None:
             out = data.new_empty(data.shape[0], numel, dtype=torch.float32)
@@ -79,14 +80,14 @@ class Codec:
             kernels.decode(data, out, self.bits, self.block)
             return out
         size = numel * self.bits // 8
-        for row, target in zip(data, out, strict=True):  # one row at a time is wide in fp32
+        for row, target in zip(data, out, strict=True):  # row by row, to limit the memory of fp32 copies
             scale = row[size:].contiguous().view(torch.float32)
             integers = self._unpack(row[:size]).view(-1, self.block)
             target.copy_((integers.float() * scale.unsqueeze(-1)).view(numel))
         return out
 
     def add(self, data: torch.Tensor) -> torch.Tensor:
-        """The sum of rows of bytes, as values in fp32."""
+        """Return the sum of rows of bytes, as fp32 values."""
         if kernels := _kernels(data):
             out = data.new_empty(self.values_in(data.shape[1]), dtype=torch.float32)
             kernels.add(data, out, self.bits, self.block)
@@ -97,7 +98,7 @@ class Codec:
         return total[0]
 
     def recode(self, data: torch.Tensor, other: Codec, num_rows: int) -> torch.Tensor:
-        """The sum of rows of bytes, as so many rows of another codec."""
+        """Return the sum of rows of bytes, encoded as `num_rows` rows of another codec."""
         if self.block == other.block and (kernels := _kernels(data)):
             out = data.new_empty(num_rows, other.row_bytes(self.values_in(data.shape[1]) // num_rows))
             kernels.recode(data, out, self.bits, other.bits, self.block)
@@ -114,5 +115,5 @@ class Codec:
         integers = data.view(torch.int8)
         if self.bits == 8:
             return integers
-        # Shifted up and down again, a half keeps its sign.
+        # Shifting left and right again extends the sign of the lower half.
         return torch.stack([(integers << 4) >> 4, integers >> 4], -1).view(-1)

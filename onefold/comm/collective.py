@@ -1,4 +1,4 @@
-"""The seam between units and the network: gather and reduce-scatter, each in two halves, start and finish."""
+"""The interface between units and the network: all-gather and reduce-scatter, each with a start and a finish."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from onefold.comm.connections import record_device_launch
+from onefold.comm.hang_detector import start_communicating_thread
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
-from onefold.comm.watch import note_event, start_beside
 from onefold.recorder import carried, carried_span
 
 
 @dataclass
 class ErrorFeedback:
-    """What quantized wires have lost of one flat gradient, by hop, and how often it was kept."""
+    """The quantization errors of one flat gradient by hop, and how often each was stored."""
 
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -27,8 +28,10 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduce-scatter of one flat gradient: the sum over ranks of this rank's slice of `source` goes to `target`,
-    which may be that slice itself. With `add`, it is added to what `target` holds.
+    """The reduce-scatter of one flat gradient.
+
+    The sum over ranks of this rank's slice of `source` is stored in `target`, which may be that slice itself, or with
+    `add` is added to it. `wire` is the dtype of the transport.
     """
 
     source: torch.Tensor
@@ -36,10 +39,10 @@ class Reduction:
     wire: torch.dtype
     add: bool
     error: ErrorFeedback | None = None
-    """What was lost of this gradient before, for wires that add it to what they encode."""
+    """The quantization errors of earlier reductions, which quantized transport adds to the gradient."""
 
     def store(self, total: torch.Tensor) -> None:
-        """The sum is known."""
+        """Store the sum in `target`, or add it."""
         if self.add:
             self.target.add_(total)
         elif total.data_ptr() != self.target.data_ptr():
@@ -47,40 +50,39 @@ class Reduction:
 
 
 class Source(Protocol):
-    """A slice that rests outside the device."""
+    """A slice that is stored outside the device."""
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Fill the target, in the order of the caller's stream."""
+        """Copy the slice into `target`, on the caller's stream."""
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """The gather of one flat parameter: every rank's slice comes to its place in `line`. `own` is this rank's, where it
-    does not lie there yet, in whatever dtype and tier it rests.
-    """
+class AllGatherOp:
+    """The all-gather of one flat parameter into `output`, in which each rank's slice has its place."""
 
-    line: torch.Tensor
-    own: torch.Tensor | Source | None = None
+    output: torch.Tensor
+    input: torch.Tensor | Source | None = None
+    """This rank's slice, in any dtype and tier; None if it is in `output` already."""
     lossy: bool = False
-    """It may travel in a form that rounds it, for all ranks alike."""
+    """Whether the values may be quantized for transport. The setting is the same on all ranks."""
     span: int | None = None
-    """Only so many neighbouring ranks gather it, each with a slice of that size; None: all ranks."""
+    """The number of neighbouring ranks that gather, each with one slice; None for all ranks."""
 
-    def place_own(self, rank: int, size: int) -> torch.Tensor:
-        """This rank's slice, in its place."""
+    def place_input(self, rank: int, size: int) -> torch.Tensor:
+        """Copy `input` to its place in `output`, and return that slice."""
         size = self.span or size
-        length = self.line.numel() // size
-        slice_ = self.line.narrow(0, rank % size * length, length)
-        if isinstance(self.own, torch.Tensor):
-            slice_.copy_(self.own)
-        elif self.own is not None:
-            self.own.copy_to(slice_)
+        length = self.output.numel() // size
+        slice_ = self.output.narrow(0, rank % size * length, length)
+        if isinstance(self.input, torch.Tensor):
+            slice_.copy_(self.input)
+        elif self.input is not None:
+            self.input.copy_to(slice_)
         return slice_
 
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """A tensor for one peer, and room for one from it; an empty one does not travel."""
+    """A tensor to send to one peer, and a buffer to receive one from it. Empty tensors are not sent."""
 
     peer: int
     outgoing: torch.Tensor
@@ -88,7 +90,7 @@ class PeerExchange:
 
 
 class Pending:
-    """A started collective. `finish` orders everything the caller does next behind it."""
+    """A collective that was started. `finish` orders everything that the caller does next after it."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -100,29 +102,30 @@ class Pending:
 
 
 class Collective(Protocol):
-    """What a unit may ask of the network. One call may carry several flat parameters."""
+    """The operations of a collective. One call may carry several flat parameters."""
 
     group: Group
 
-    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending: ...
+    def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
+        """Start to sum gradients over ranks, each rank its slice."""
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
-        """Fill each line in place: every rank contributes its own slice."""
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
+        """Start to fill each output in place with the slices of all ranks."""
 
     def reserve_tag(self) -> int:
-        """A place in the order of exchanges for one that starts later: all ranks take theirs in one order."""
+        """Return a tag for an exchange that starts later. All ranks reserve tags in the same order."""
 
     def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
-        """Exchange with some peers, who do the same. `operation` is the ledger's name for it."""
+        """Start to exchange tensors with some peers, which do the same. `operation` is the name in the ledger."""
 
 
 class CollectiveWrapper:
-    """A collective around another one: what it does not do itself, that one does."""
+    """A collective around another one, which performs the operations that the wrapper does not override."""
 
     def __init__(self, plain: Collective, group: Group, device: torch.device) -> None:
         self.group = group
         self._plain = plain
-        self._lane = Lane(device)
+        self._comm_stream = CommStream(device)
 
     def reserve_tag(self) -> int:
         return self._plain.reserve_tag()
@@ -131,13 +134,13 @@ class CollectiveWrapper:
         return self._plain.start_peer_exchange(exchanges, operation, tag)
 
 
-class Lane:
-    """Where collectives run beside the compute: a stream of their own on a GPU, nothing on a CPU.
+class CommStream:
+    """The CUDA stream on which collectives overlap with compute. On a CPU there is none.
 
     [Note: streams]
-    Work enters the lane behind everything the compute stream has queued, and leaves it through an event that the
-    compute stream waits for. Buffers that travel are held by Python references until `finish`, and are allocated and
-    freed on one stream each, so no tensor ever needs `record_stream`.
+    Work on this stream starts after everything that the compute stream has queued, and ends in an event that the
+    compute stream waits for. Python references keep the buffers of a collective until `finish`, and each buffer is
+    allocated and freed on one stream, so no tensor needs `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,6 +150,7 @@ class Lane:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
+        """Run the context on this stream, after the work queued on the compute stream."""
         if self.stream is None:
             yield
             return
@@ -160,7 +164,7 @@ class Lane:
             span.leave(self.stream)
 
     def pending(self, complete: Callable[[], None]) -> Pending:
-        """On a GPU `complete` only queues work, so it runs now; on a CPU it waits, so it runs at the finish."""
+        """Return a `Pending` for `complete`. On a GPU it only queues work and runs now; on a CPU it runs at finish."""
         if self.device.type == "meta":
             complete()
             return Pending(lambda: None)
@@ -173,12 +177,14 @@ class Lane:
             span.leave(self.stream)
         event = torch.cuda.Event()
         event.record(self.stream)
-        note_event(event)
+        record_device_launch(event)
         return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
 
-    def beside(self, complete: Callable[[], None]) -> Pending:
-        """For what talks to other ranks on its way: on a CPU threads complete it, in the order of the starts. Ranks
-        may be at other places of a pass by then, and none may have to come to its finish for another to get through.
+    def complete_in_background(self, complete: Callable[[], None]) -> Pending:
+        """Like `pending`, for a `complete` that exchanges data with other ranks. On a CPU a thread runs it.
+
+        Threads run in the order of the starts. Without them a rank could not proceed until another rank, which may be
+        at a different place of the pass, reached its finish.
         """
         if self.device.type != "cpu":
             return self.pending(complete)
@@ -190,17 +196,17 @@ class Lane:
                 if before is not None:
                     before.exception()
                 with torch.no_grad():
-                    job.pop()()  # what it holds goes before anybody hears that it is done
+                    job.pop()()  # so that its buffers are freed before the result is set
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
 
-        start_beside(carried(run), "onefold-wires")
+        start_communicating_thread(carried(run), "onefold-wires")
         return Pending(done.result)
 
 
 def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger) -> None:
-    """Take one rank's values, in place."""
+    """Overwrite a tensor with the values of one rank."""
     if group.size == 1 or group.is_fake or tensor.numel() == 0:
         return
     staged = tensor.to(group.device).contiguous()
@@ -212,7 +218,7 @@ def broadcast_from(group: Group, rank: int, tensor: torch.Tensor, ledger: Ledger
         tensor.copy_(staged)
 
 
-# Types that some backend does not know; their bytes travel all the same.
+# Dtypes that some backend does not support. Their bytes are sent instead.
 _AS_BYTES = {torch.bool, torch.int16, torch.bfloat16, torch.float16} | {
     kind for name, kind in vars(torch).items() if name.startswith(("float8_", "float4_"))
 }

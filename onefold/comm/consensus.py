@@ -1,10 +1,11 @@
-"""Ranks compare what must be equal on all of them before anything collective can hang on it, or mix it up.
+"""Checks that ranks are set up the same, before a collective could hang on a difference or mix up data.
 
 [Note: agreeing without a collective]
-A rank that is made differently, or never comes, must not be met in a collective: sizes would not fit, or fit by
-accident. Each rank counts itself in the store, under the digest of its own description; when all have come, one more
-look says whether all hold the same digest. Only where they do not does the first holder of each digest post its
-description, and every rank raises the same error, with the first difference. A round's keys are removed in the next.
+A rank that is set up differently, or never comes, must not take part in a collective: sizes would not match, or match
+by accident. Each rank counts itself in the store of the process group, under the digest of its own description. When
+all ranks have come, one more read shows whether all have the same digest. Only if they do not, the first rank of each
+digest publishes its description, and every rank raises the same error with the first difference. The keys of a
+comparison are removed in the next one.
 """
 
 from __future__ import annotations
@@ -12,120 +13,153 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from onefold.comm.agreement import Agreement
+from onefold.comm.hang_detector import Disagreement, HangDetector, world_detector
 from onefold.comm.mesh import timeout_of
-from onefold.comm.notes import name_ranks
-from onefold.comm.watch import Disagreement, Watch, watch_world
+from onefold.comm.wait_notes import name_ranks
 from onefold.log import logger
 
-# A rank that has not come is named in a warning after this long; the error comes at the process group's timeout.
+# A missing rank is named in a warning after this long; the error is raised at the process group's timeout.
 WARN_SECONDS = 60.0
 TIMEOUT_SECONDS: float | None = None
 _SHORTEST, _LONGEST = 0.0001, 0.05
 _ADVICE = "Every rank must build the same model, with the same config and optimizer"
 
 Item = tuple[str, Mapping[str, str]]
-"""Something all ranks must have alike: its name, and its facts."""
+"""Something that must be the same on all ranks: its name, and its facts."""
 
 
-def agree(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
-    """Return once every rank has come to `what` with the same items in the same order; else raise on all of them."""
-    watch = watch_world()
-    if watch.size > 1:
-        watch.rounds += 1
-        _Round(watch, what, items, advice).run()
+@dataclass
+class _History:
+    """The comparisons that the ranks of one process group have made."""
+
+    num_comparisons: int = 0
+    last_digest: str = ""
 
 
-def agree_in_meeting(agreement: Agreement, what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
-    """The same where all ranks are sure to come: one small exchange, unless they differ."""
+_histories: weakref.WeakKeyDictionary[HangDetector, _History] = weakref.WeakKeyDictionary()
+
+
+def num_comparisons() -> int:
+    """Return how often the ranks of the default process group have called `assert_same_on_all_ranks`."""
+    return _histories.setdefault(world_detector(), _History()).num_comparisons
+
+
+def assert_same_on_all_ranks(what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
+    """Wait until every rank has called this, and raise `Disagreement` on all of them if their items differ.
+
+    `what` names the call in errors. Items must be the same, in the same order.
+    """
+    detector = world_detector()
+    if detector.size > 1:
+        history = _histories.setdefault(detector, _History())
+        history.num_comparisons += 1
+        _Comparison(detector, history, what, items, advice).run()
+
+
+def assert_same_by_exchange(agreement: Agreement, what: str, items: Sequence[Item], advice: str = _ADVICE) -> None:
+    """Like `assert_same_on_all_ranks`, for calls that all ranks are sure to make: one small exchange of digests.
+
+    The full comparison follows only if the digests differ.
+    """
     if agreement.group.size > 1:
         digest = int.from_bytes(_digest(_text(items))[:8], "big", signed=True)
-        if len({row[0] for row in agreement.meet(what, [digest])}) > 1:
-            agree(what, items, advice)
+        if len({row[0] for row in agreement.synchronize(what, [digest])}) > 1:
+            assert_same_on_all_ranks(what, items, advice)
 
 
-class _Round:
-    def __init__(self, watch: Watch, what: str, items: Sequence[Item], advice: str) -> None:
-        self._watch, self._store = watch, watch.store
+class _Comparison:
+    """One comparison of all ranks through the store."""
+
+    def __init__(
+        self, detector: HangDetector, history: _History, what: str, items: Sequence[Item], advice: str
+    ) -> None:
+        self._detector, self._store, self._history = detector, detector.store.connection, history
         self._what, self._items, self._advice = what, items, advice
         self._mine = _digest(_text(items)).hex()
 
     def run(self) -> None:
-        watch, store = self._watch, self._store
-        with watch.waiting(self._what):
-            store.set(self._key("rank", watch.rank), self._mine)
+        detector, store = self._detector, self._store
+        with detector.waiting_for(self._what):
+            store.set(self._key("rank", detector.rank), self._mine)
             store.add(self._key("digest", self._mine), 1)
             store.add(self._key("come"), 1)
-            self._await_all()
-            alike = store.add(self._key("digest", self._mine), 0) == watch.size
-            self._forget(watch.rounds - 1)
-            if not alike:
-                raise Disagreement(self._name_difference())
+            self._wait_for_all()
+            is_same = store.add(self._key("digest", self._mine), 0) == detector.size
+            self._remove_previous_keys()
+            if not is_same:
+                raise Disagreement(self._describe_difference())
 
-    def _await_all(self) -> None:
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks have come. Raise if one has ended, or does not come within the timeout."""
         started, pause, warned = time.monotonic(), _SHORTEST, False
-        limit = TIMEOUT_SECONDS if TIMEOUT_SECONDS is not None else timeout_of(self._watch.world).total_seconds()
-        look = started + 1.0
-        while self._store.add(self._key("come"), 0) < self._watch.size:
-            self._watch.check()
+        limit = TIMEOUT_SECONDS if TIMEOUT_SECONDS is not None else timeout_of(self._detector.world).total_seconds()
+        next_check = started + 1.0
+        while self._store.add(self._key("come"), 0) < self._detector.size:
+            self._detector.check()
             now = time.monotonic()
-            if now > look:
-                look = now + 1.0
+            if now > next_check:
+                next_check = now + 1.0
                 missing = self._missing()
-                gone = [rank for rank in missing if self._watch.has_left(rank)]
-                if gone:
-                    raise Disagreement(f"{self._what}: {name_ranks(gone)} ended before coming to it")
+                ended = [rank for rank in missing if self._detector.store.has_ended(rank)]
+                if ended:
+                    raise Disagreement(
+                        f"{self._what}: {name_ranks(ended)} ended before coming to it. Look at the end of its log"
+                    )
                 if now - started > WARN_SECONDS and missing and not warned:
                     warned = True
                     logger.warning(
                         "%s: rank %d has waited %.0f s for %s, which has not come to it; the wait ends after %.0f s",
-                        self._what, self._watch.rank, now - started, name_ranks(missing), limit,
+                        self._what, self._detector.rank, now - started, name_ranks(missing), limit,
                     )  # fmt: skip
             if now - started > limit and (missing := self._missing()):
                 raise Disagreement(
                     f"{self._what}: {name_ranks(missing)} did not come to it within {limit:.0f} s, the timeout of the "
-                    "process group: every rank must make the same engines, in the same order"
+                    "process group. Every rank must make the same engines, in the same order"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._watch.size) if not self._store.check([self._key("rank", rank)])]
+        return [rank for rank in range(self._detector.size) if not self._store.check([self._key("rank", rank)])]
 
-    def _name_difference(self) -> str:
-        """The same on every rank."""
-        store, watch = self._store, self._watch
-        digests = [store.get(self._key("rank", rank)).decode() for rank in range(watch.size)]
-        if digests.index(self._mine) == watch.rank:
-            store.set(self._key("text", watch.rank), zlib.compress(_text(self._items), 1))
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        texts = [store.get(self._key("text", rank)) for rank in (0, other)]  # waits until they are there
+    def _describe_difference(self) -> str:
+        """Return an error message with the first difference. It is the same on every rank."""
+        store, rank = self._store, self._detector.rank
+        digests = [store.get(self._key("rank", other)).decode() for other in range(self._detector.size)]
+        if digests.index(self._mine) == rank:
+            store.set(self._key("text", rank), zlib.compress(_text(self._items), 1))
+        other = next(number for number, digest in enumerate(digests) if digest != digests[0])
+        texts = [store.get(self._key("text", number)) for number in (0, other)]  # waits until they are written
         first, second = (json.loads(zlib.decompress(text)) for text in texts)
-        differing = [rank for rank, digest in enumerate(digests) if digest == digests[other]]
+        differing = [number for number, digest in enumerate(digests) if digest == digests[other]]
         verb = "differs" if len(differing) == 1 else "differ"
         return (
             f"{self._what}: {name_ranks(differing)} {verb} from rank 0: {first_difference(first, second)}. "
             f"{self._advice}"
         )
 
-    def _forget(self, number: int) -> None:
-        """All ranks have left the round before this one."""
-        keys = [self._key("rank", self._watch.rank, number=number), self._key("text", self._watch.rank, number=number)]
-        if self._watch.rank == 0:
-            keys += [self._key("come", number=number), self._key("digest", self._watch.agreed, number=number)]
+    def _remove_previous_keys(self) -> None:
+        """Remove the keys of the previous comparison, which all ranks have finished."""
+        rank, number = self._detector.rank, self._history.num_comparisons - 1
+        keys = [self._key("rank", rank, number=number), self._key("text", rank, number=number)]
+        if rank == 0:
+            keys += [self._key("come", number=number), self._key("digest", self._history.last_digest, number=number)]
         for key in keys:
             self._store.delete_key(key)
-        self._watch.agreed = self._mine
+        self._history.last_digest = self._mine
 
     def _key(self, *words: object, number: int | None = None) -> str:
-        return self._watch.key("alike", self._watch.rounds if number is None else number, *words)
+        return self._detector.store.key("same", self._history.num_comparisons if number is None else number, *words)
 
 
 def first_difference(first: Sequence[Item], other: Sequence[Item]) -> str:
-    """In words, from the other's side."""
+    """Return how `other` differs from the items of rank 0, as a clause for an error message."""
     names, other_names = [name for name, _ in first], [name for name, _ in other]
     for place, (name, facts) in enumerate(other):
         if place >= len(first) or (name != names[place] and name not in names):

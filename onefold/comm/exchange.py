@@ -1,7 +1,7 @@
-"""Collectives by pairwise exchange: the default on gloo, whose rings are slower.
+"""Collectives by pairwise exchange: the default on gloo, whose ring algorithms are slower.
 
-Every rank sends each peer that peer's slice and adds what it receives in the order of the tree, in fp32: one order of
-addition at any stage ([Note: one order of addition] in tree.py), which is what makes stages bit-equal.
+Every rank sends each peer its slice, and adds what it receives in the order of the tree, in fp32. The order of addition
+is the same in every stage ([Note: one order of addition] in tree.py), so stages are bit-equal.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CommStream, PeerExchange, Pending, Reduction
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.comm.tree import add_tree
 from onefold.pool import Pool
 
-# The ledger's group for what leaves a node, where ranks are on several.
+# The ledger's group for traffic between nodes.
 ACROSS = "across"
 
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
-    """Reduce-scatter and gather out of sends and receives."""
+    """Reduce-scatter and all-gather made of sends and receives."""
 
     def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
         self.group = group
         self._ledger = ledger
-        self._lane = Lane(device)
+        self._comm_stream = CommStream(device)
         self._pool = Pool(device)
-        # Exchanges in flight between two ranks are told apart by tag, over all engines of a group; all ranks start
-        # them in one order.
+        # Tags distinguish the exchanges in flight between two ranks, over all engines of a group. All ranks start
+        # exchanges in the same order.
         self._tags = count() if group.is_fake else _tags.setdefault(group.process_group, count())
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
@@ -60,13 +60,13 @@ class Exchange:
 
         return self._start("reduce-scatter", exchanges(), add)
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         def exchanges() -> Iterator[tuple[PeerExchange, int]]:
-            for gathering in gatherings:
-                own, tag = gathering.place_own(self.group.rank, self.group.size), self.reserve_tag()
-                span, size = gathering.span or self.group.size, own.numel()
+            for op in ops:
+                own, tag = op.place_input(self.group.rank, self.group.size), self.reserve_tag()
+                span, size = op.span or self.group.size, own.numel()
                 for peer in self.group.peers_within(span):
-                    yield PeerExchange(peer, own, gathering.line.narrow(0, peer % span * size, size)), tag
+                    yield PeerExchange(peer, own, op.output.narrow(0, peer % span * size, size)), tag
 
         return self._start("gather", exchanges())
 
@@ -80,9 +80,9 @@ class Exchange:
     def _start(
         self, operation: str, exchanges: Iterable[tuple[PeerExchange, int]], then: Callable[[], None] = lambda: None
     ) -> Pending:
-        """Launch exchanges, each with its tag, which are prepared on the lane; `then` follows when all have arrived."""
+        """Prepare and launch exchanges with their tags on the communication stream. `then` runs after all of them."""
         group, ledger = self.group, self._ledger
-        with self._lane.enter(), ledger.timed(operation, group.axis):
+        with self._comm_stream.enter(), ledger.timed(operation, group.axis):
             launched = list(exchanges)
             works = self._launch(launched)
         sent: dict[int, int] = {}
@@ -97,20 +97,21 @@ class Exchange:
                     work.wait()
                 then()
 
-        return self._lane.pending(complete)
+        return self._comm_stream.pending(complete)
 
     def _launch(self, exchanges: Iterable[tuple[PeerExchange, int]]) -> list[dist.Work]:
         operations: list[dist.P2POp] = []
         group = self.group.process_group
         for each, tag in exchanges:
-            there = self.group.global_rank(each.peer)
+            peer = self.group.global_rank(each.peer)
             if each.incoming.numel():
-                operations.append(dist.P2POp(dist.irecv, each.incoming, there, group, tag))
+                operations.append(dist.P2POp(dist.irecv, each.incoming, peer, group, tag))
             if each.outgoing.numel():
-                operations.append(dist.P2POp(dist.isend, each.outgoing, there, group, tag))
+                operations.append(dist.P2POp(dist.isend, each.outgoing, peer, group, tag))
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _on_wire(self, reduction: Reduction) -> torch.Tensor:
+        """Return the gradient in the dtype of the transport."""
         if reduction.source.dtype == reduction.wire:
             return reduction.source
         return self._pool.take(reduction.source.numel(), reduction.wire).copy_(reduction.source)
@@ -127,7 +128,7 @@ class Exchange:
 
 
 def count_sent(ledger: Ledger, operation: str, group: Group, sent: Mapping[int, int]) -> None:
-    """One call, in which so many bytes go to each peer."""
+    """Count one call that sends `sent[peer]` bytes to each peer."""
     by_axis: dict[str, int] = {}
     for peer, num_bytes in sent.items():
         axis = group.axis if group.is_near(peer) else ACROSS

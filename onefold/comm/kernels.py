@@ -1,7 +1,7 @@
-"""The codec's kernels in Triton: what `comm/codec.py` specifies, to the bit, each value read and written once.
+"""The codec's Triton kernels: the bits that `comm/codec.py` specifies, with one read and one write per value.
 
-A program takes a few blocks of one row, or of one piece of it. Products and sums are kept apart (`enable_fp_fusion` is
-off): a fused one would round once where the specification rounds twice.
+A program takes a few blocks of one row, or of one piece of it. Products and sums are not fused (`enable_fp_fusion` is
+off), because a fused operation would round once where the specification rounds twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Adding this to a small number rounds it to a whole one, half to even, and leaves it in the lowest bits.
+# Adding this to a small number rounds it to an integer, half to even, in the lowest bits of the result.
 MAGIC = tl.constexpr(12582912.0)
 TINY = tl.constexpr(1e-30)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -20,10 +20,10 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _quantize(x, BITS: tl.constexpr):
-    """Blocks of fp32 values to integers, in the lowest bits of 32, and their scales."""
+    """Quantize blocks of fp32 values. Return integers in the lowest bits of 32, and scales."""
     limit: tl.constexpr = (1 << (BITS - 1)) - 1.0
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    most = tl.max(bits, axis=1)  # as integers NaN is above infinity, and infinity above all else
+    most = tl.max(bits, axis=1)  # compared as integers, NaN is above infinity, and infinity above all other values
     amax = most.to(tl.float32, bitcast=True)
     finite = most < INFINITY_BITS
     usable = finite & (amax >= TINY)
@@ -36,7 +36,7 @@ def _quantize(x, BITS: tl.constexpr):
 
 @triton.jit
 def _store(q, scale, row, scales, block, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Integers and scales of blocks to their places in a row of bytes."""
+    """Store the integers and scales of blocks in a row of bytes."""
     tl.store(scales + block, scale, mask=mask)
     if BITS == 8:
         packed = q.to(tl.int8)
@@ -49,7 +49,7 @@ def _store(q, scale, row, scales, block, mask, BITS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _load(row, scales, block, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of a row of bytes as fp32 values."""
+    """Load blocks of a row of bytes as fp32 values."""
     scale = tl.load(scales + block, mask=mask, other=0.0)
     width: tl.constexpr = BLOCK * BITS // 8
     q = tl.load(row + (block * width)[:, None] + tl.arange(0, width)[None, :], mask=mask[:, None], other=0)
@@ -61,7 +61,7 @@ def _load(row, scales, block, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_sum(row, scales, row_bytes, block, mask, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The same blocks of several rows, added in their order."""
+    """Load the same blocks of several rows, and add them in their order."""
     total = _load(row, scales, block, mask, BITS, BLOCK)
     for number in tl.static_range(1, ROWS):
         far = number * row_bytes
@@ -135,12 +135,12 @@ def _recode(
     )  # fmt: skip
 
 
-# Blocks and warps of a program: small ones, of which a multiprocessor holds many.
+# Blocks and warps per program. Small programs let a multiprocessor run many of them.
 PER, NUM_WARPS = 4, 1
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **constants: Any) -> None:
-    """`grid`: blocks of a piece, pieces of a row, rows."""
+    """Launch a kernel. `grid` is (blocks of a piece, pieces of a row, rows)."""
     if 0 in grid:
         return
     with torch.cuda.device(arguments[0].device):
@@ -150,13 +150,14 @@ def _launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **constant
 
 
 def _both(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of bytes as integers, and as the scales that end them."""
+    """Return two views of rows of bytes: as integers, and as the fp32 scales at their ends."""
     return data.view(torch.int8), data.view(torch.float32)
 
 
 def encode(rows: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
+    """Encode rows of values into rows of bytes."""
     pieces = rows if rows.dim() == 3 else rows.unsqueeze(1)
-    if pieces.stride(2) != 1 or pieces.shape[2] % block:  # a piece that ends within a block
+    if pieces.stride(2) != 1 or pieces.shape[2] % block:  # a piece ends within a block
         pieces = rows.reshape(rows.shape[0], 1, -1)
     per_piece = pieces.shape[2] // block
     _launch(
@@ -166,6 +167,7 @@ def encode(rows: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None
 
 
 def decode(data: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
+    """Decode rows of bytes into rows of values."""
     assert out.stride(1) == 1
     per_row = out.shape[1] // block
     _launch(
@@ -175,6 +177,7 @@ def decode(data: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None
 
 
 def add(data: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
+    """Sum rows of bytes into fp32 values."""
     per_row = out.numel() // block
     _launch(
         _add, (per_row, 1, 1), *_both(data), out,
@@ -183,6 +186,7 @@ def add(data: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
 
 
 def recode(data: torch.Tensor, out: torch.Tensor, bits: int, out_bits: int, block: int) -> None:
+    """Sum rows of bytes, and encode the sum with another number of bits."""
     out_per_row = out.shape[1] // (block * out_bits // 8 + 4)
     _launch(
         _recode, (out_per_row, 1, out.shape[0]), *_both(data), *_both(out),
@@ -192,7 +196,7 @@ def recode(data: torch.Tensor, out: torch.Tensor, bits: int, out_bits: int, bloc
 
 
 def try_out() -> None:
-    """Build each kernel and run it once; whatever is wrong with the compiler shows here."""
+    """Compile each kernel and run it once, so that compiler errors show early."""
     for bits in (8, 4):
         values = torch.ones(1, 256, device="cuda")
         data = torch.empty(1, 256 * bits // 8 + 4, dtype=torch.uint8, device="cuda")

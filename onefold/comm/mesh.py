@@ -1,4 +1,18 @@
-"""Process groups: started once, named once. Everything above asks for a group by its axis."""
+"""Process groups: the default group, and the groups of ranks along the axes of the device mesh.
+
+[Note: torch's NCCL switches]
+Two features of torch would act before the hang detector when an NCCL collective fails or hangs. `init_distributed`
+switches them off through the environment, so for every NCCL group of the process, those of the user included:
+
+* The watchdog (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`). It ends the process without naming what the ranks wait for. The
+  detector reports that on every rank and then aborts the communicators. Without the watchdog no timeout ends a hanging
+  collective of the user's own on the device, which the detector does not see.
+* The flight recorder (`TORCH_FR_BUFFER_SIZE=0`, and `TORCH_NCCL_TRACE_BUFFER_SIZE=0` for older releases). It reads
+  Python objects after an error, also while the interpreter finalizes, which ends in a segmentation fault.
+
+Variables that the user has set stay as they are. With the config key `onefold.nccl_error_handling` "torch", or the
+argument of that name of `init_distributed`, none is set.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +24,18 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from onefold.comm.hang_detector import world_detector
 from onefold.comm.nodes import Nodes
-from onefold.comm.watch import watch_world
 
 DATA_AXIS = "data"
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 DEFAULT_TIMEOUT_MINUTES = 10.0
 
@@ -36,19 +51,25 @@ def init_distributed(
     config: Any = None,
     rank: int = -1,
     world_size: int = -1,
+    *,
+    nccl_error_handling: Literal["onefold", "torch"] = "onefold",
 ) -> None:
-    """Start the default process group if none runs: NCCL where there are GPUs, gloo elsewhere.
+    """Initialize the default process group unless there is one: NCCL on GPUs, gloo elsewhere.
 
-    The arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have nothing to do: under an MPI
-    launcher this raises, and nothing is printed.
+    The positional arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have no effect: an MPI
+    launcher without RANK raises an error, and nothing is printed. `nccl_error_handling` "torch" leaves torch's
+    watchdog and flight recorder on ([Note: torch's NCCL switches]).
 
-    Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without any
-    of it this is a world of one rank.
+    Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without it
+    the world has one rank.
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise RuntimeError("dist_init_required is False, but torch.distributed is not initialized")
+        raise RuntimeError(
+            "dist_init_required is False, but torch.distributed is not initialized. Call "
+            "torch.distributed.init_process_group first, or leave the argument out"
+        )
     if "WORLD_SIZE" not in os.environ and world_size <= 0:
         _check_alone()
         rank, world_size = 0, 1
@@ -57,12 +78,8 @@ def init_distributed(
     timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES)))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
-        # The hang guard says what is wrong on every rank and ends their waits; torch would end the process first.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        # Its record of what NCCL did is written out from Python's objects after an error, also while the process ends,
-        # which is then a segmentation fault. Who wants the record sets one of these.
-        if not any(name in os.environ for name in _FLIGHT_RECORDER):
-            os.environ.update(dict.fromkeys(_FLIGHT_RECORDER, "0"))
+        if nccl_error_handling == "onefold":
+            _switch_off_torch_handlers()
     store: Store | None = None
     if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank = rank if rank >= 0 else int(os.environ["RANK"])
@@ -77,11 +94,21 @@ def init_distributed(
             world_size=world_size,
             timeout=timeout,
         )
-    watch_world()  # from here on a rank that ends says so: others may wait for it in initialize
+    world_detector()  # publishes the end of this process from here on: others may wait for it in initialize
+
+
+def _switch_off_torch_handlers() -> None:
+    """Switch off torch's NCCL watchdog and flight recorder, unless the user has set them."""
+    os.environ.setdefault(_WATCHDOG, "0")
+    if not any(name in os.environ for name in _FLIGHT_RECORDER):
+        os.environ.update(dict.fromkeys(_FLIGHT_RECORDER, "0"))
 
 
 def _check_alone() -> None:
-    """Refuse to take one of several processes of an MPI or SLURM launcher, which sets no RANK, for a world alone."""
+    """Raise if an MPI or SLURM launcher has started several processes without setting RANK.
+
+    Each of them would otherwise become a world of one rank.
+    """
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
             raise RuntimeError(
@@ -92,8 +119,10 @@ def _check_alone() -> None:
 
 
 def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """Where ranks find each other: nowhere for one rank; else a server on rank 0 that listens at MASTER_ADDR alone,
-    where torch's own listens on all interfaces. None: torch's own has to do, which other ranks cannot tell from ours.
+    """Make the store in which ranks find each other: in memory for one rank, else a server on rank 0.
+
+    The server listens at MASTER_ADDR alone, while torch's own listens on all interfaces. Return None if torch's own
+    must be used; other ranks cannot tell the two apart.
     """
     if world_size == 1:
         return HashStore()
@@ -104,12 +133,13 @@ def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
     store = TCPStore(
         host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
-    return PrefixStore("default_pg", store)  # as torch has it, whose ranks may be among the clients
+    return PrefixStore("default_pg", store)  # torch's prefix, because some ranks may be started by torch
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A listening socket at this address; None where it is none of this node's, or a name, which nodes may resolve
-    differently.
+    """Return a listening socket at this address.
+
+    Return None if the address does not belong to this node, or is a name, which nodes may resolve differently.
     """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -128,7 +158,7 @@ def _listen(host: str, port: int) -> int | None:
 
 @contextmanager
 def _gloo_on_loopback() -> Iterator[None]:
-    """A world of one rank talks to nobody, but gloo opens a socket all the same."""
+    """Bind gloo to the loopback interface: it opens a socket even in a world of one rank."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if name is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
@@ -141,27 +171,31 @@ def _gloo_on_loopback() -> Iterator[None]:
 
 
 def local_rank() -> int:
+    """Return the rank of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
 def num_ranks_on_node(group: Group) -> int:
-    """By the launcher; without its word all ranks are held to be on one node."""
+    """Return the launcher's number of ranks on this node. Without a launcher all ranks count as being on one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
 
 
 def _nodes_of(host_group: dist.ProcessGroup) -> Nodes:
-    """The nodes of a group's ranks, by the launcher. All ranks call this together."""
+    """Return the nodes of a group's ranks, from what the launcher has set. All ranks call this together."""
     num_ranks = dist.get_world_size(host_group)
     if num_ranks == 1:
         return Nodes((1,))
     mine = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))])
-    told = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(told, mine, group=host_group)
-    return Nodes.from_launcher([int(size) for size in told])
+    sizes = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(sizes, mine, group=host_group)
+    return Nodes.from_launcher([int(size) for size in sizes])
 
 
 def local_device() -> torch.device:
-    """The device of this rank. Ranks beyond the GPUs of a node share them, which only a host-staged wire can serve."""
+    """Return the device of this rank.
+
+    If a node has more ranks than GPUs, ranks share them, which only the exchange staged through the host supports.
+    """
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
@@ -174,11 +208,11 @@ class Group:
     axis: str
     process_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
-    """The same ranks on a backend whose waits the host makes itself: where ranks tell each other what comes next."""
+    """The same ranks on gloo, on which the host itself waits. Used for exchanges between hosts."""
 
     nodes: Nodes
     replicas: int = 1
-    """How many groups of neighbouring ranks hold a model state each, sharded over the ranks of the group (MiCS)."""
+    """The number of replica groups (MiCS). Each has a whole model state, sharded over its neighbouring ranks."""
 
     is_fake: ClassVar[bool] = False
     """Whether this is a fake process group, in which the other ranks do not exist (`comm/fake_group.py`)."""
@@ -193,7 +227,7 @@ class Group:
 
     @property
     def node_size(self) -> int:
-        """Ranks of each node; nodes of different sizes are held to be one."""
+        """Ranks per node, or the group's size if nodes have different sizes."""
         return self.nodes.common_size
 
     @property
@@ -202,7 +236,7 @@ class Group:
 
     @property
     def shard(self) -> int:
-        """Which shard this rank holds."""
+        """The index of the shard that this rank stores."""
         return self.rank % self.num_shards
 
     @cached_property
@@ -211,24 +245,25 @@ class Group:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where tensors must lie to travel in this group."""
+        """The device that this group's backend communicates from."""
         return torch.device("cuda", torch.cuda.current_device()) if self.uses_nccl else torch.device("cpu")
 
     def global_rank(self, rank: int) -> int:
+        """Return a rank of this group as a rank of the default group."""
         return dist.get_global_rank(self.process_group, rank)
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, nearest above first, so that no rank is everybody's first target."""
+        """The other ranks, from the next one upwards, so that ranks do not all send to the same one first."""
         return self.peers_within(self.size)
 
     def peers_within(self, span: int) -> list[int]:
-        """The other ranks of the `span` neighbours that this rank is one of."""
+        """Return the other ranks of this rank's block of `span` neighbours."""
         first, place = self.rank - self.rank % span, self.rank % span
         return [first + (place + distance) % span for distance in range(1, span)]
 
     def is_near(self, peer: int) -> bool:
-        """Whether a rank is on the same node."""
+        """Return whether a rank is on the same node."""
         return self.nodes.of(peer) == self.nodes.of(self.rank)
 
 
@@ -236,8 +271,9 @@ _mesh: tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup, Nodes] | None = N
 
 
 def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
-    """The group over which model state is sharded, out of a mesh that is made once per process group. `node_size`:
-    ranks of a node, where the launcher's word is not to be taken.
+    """Return the group over which model state is sharded. Its mesh is made once per process group.
+
+    `node_size` is the number of ranks per node; None for the launcher's.
     """
     global _mesh
     world = dist.group.WORLD
@@ -245,11 +281,11 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
     if _mesh is None or _mesh[0] is not world:
         kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
         alone = dist.get_world_size() == 1
-        with watch_world().waiting("the process groups"), _gloo_on_loopback() if alone else nullcontext():
+        with world_detector().waiting_for("the process groups"), _gloo_on_loopback() if alone else nullcontext():
             mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
             group = mesh.get_group(DATA_AXIS)
-            # The mesh's is the program's own. Gloo pairs calls by their kind and number alone: a rank that gathers a
-            # metric there must not be given what another rank sends in a meeting.
+            # The mesh's group is the user's. Gloo matches calls by their kind and number alone, so a user's collective
+            # there could receive the data of one of ours.
             host = group if alone else dist.new_group(backend="gloo", timeout=timeout_of(world))
             _mesh = (world, mesh, host, _nodes_of(host))
     _, mesh, host, nodes = _mesh
@@ -260,6 +296,6 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
 
 
 def timeout_of(world: dist.ProcessGroup) -> timedelta:
-    """How long a wait in a process group may last."""
+    """Return how long a wait in a process group may last."""
     device = torch.device("cuda" if "nccl" in str(dist.get_backend(world)) else "cpu")
     return world._get_backend(device).options._timeout  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Collectives of the backend, one call for all that travels together: the default on NCCL."""
+"""The backend's collectives, one coalesced call for several flat parameters. The default on NCCL."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from onefold.comm.collective import CollectiveWrapper, Gathering, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Pending, Reduction
 from onefold.comm.exchange import ACROSS, Exchange, count_sent
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
-from onefold.comm.parts import GradPart, rounds_of
+from onefold.comm.reduce_chunks import GradChunk, split_into_rounds
 from onefold.comm.tree import add_tree
 
 
 class Native(CollectiveWrapper):
-    """Reduce-scatter and gather as the backend offers them: it adds in its own order, in the wire's dtype. What only
-    some ranks do together goes peer by peer.
+    """The backend's reduce-scatter and all-gather. It adds in its own order, in the dtype of the transport.
+
+    Operations of only some ranks are sent peer by peer.
     """
 
     peer_by_peer = Exchange
@@ -30,8 +31,8 @@ class Native(CollectiveWrapper):
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
-        with self._lane.enter(), ledger.timed("reduce-scatter", group.axis):
-            # Sources stay referenced until the sums are stored: they may be casts that nobody else holds.
+        with self._comm_stream.enter(), ledger.timed("reduce-scatter", group.axis):
+            # Casts have no other reference, so sources are kept until the sums are stored.
             sources = [reduction.source.to(reduction.wire) for reduction in reductions]
             totals = [_total(*pair, group.size) for pair in zip(reductions, sources, strict=True)]
             works = self._launch("reduce_scatter", totals, sources)
@@ -44,16 +45,16 @@ class Native(CollectiveWrapper):
                 for reduction, _, total in zip(reductions, sources, totals, strict=True):
                     reduction.store(total)
 
-        return self._lane.pending(complete)
+        return self._comm_stream.pending(complete)
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         group, ledger = self.group, self._ledger
-        spanned = [gathering for gathering in gatherings if gathering.span is not None]
-        whole = [gathering for gathering in gatherings if gathering.span is None]
-        beside = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
-        with self._lane.enter(), ledger.timed("gather", group.axis):
-            lines = [gathering.line for gathering in whole]
-            own = [gathering.place_own(group.rank, group.size) for gathering in whole]
+        spanned = [op for op in ops if op.span is not None]
+        whole = [op for op in ops if op.span is None]
+        others = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
+        with self._comm_stream.enter(), ledger.timed("gather", group.axis):
+            lines = [op.output for op in whole]
+            own = [op.place_input(group.rank, group.size) for op in whole]
             works = self._launch("all_gather", lines, own) if whole else []
             if whole:
                 self._count_gathered(sum(slice_.nbytes for slice_ in own) * (group.size - 1))
@@ -62,13 +63,14 @@ class Native(CollectiveWrapper):
             with ledger.timed("gather", group.axis):
                 for work in works:
                     work.wait()
-                beside.finish()
+                others.finish()
 
-        return self._lane.pending(complete)
+        return self._comm_stream.pending(complete)
 
     def _count_gathered(self, num_bytes: int) -> None:
-        """Each rank hands so much on to the next; one rank of each node hands it to another node, a share of it each
-        where all count alike.
+        """Count the bytes of a ring all-gather: each rank sends `num_bytes` to the next rank.
+
+        One rank of each node sends to another node. Every rank counts an equal share of that.
         """
         nodes = self.group.nodes
         across = num_bytes // nodes.common_size if len(nodes.sizes) > 1 else 0
@@ -77,11 +79,11 @@ class Native(CollectiveWrapper):
             self._ledger.count("gather", ACROSS, across)
 
     def _launch(self, kind: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[dist.Work]:
-        """One call, whatever number of tensors it carries: what is to be waited for."""
+        """Launch one coalesced call, and return the work to wait for."""
         names, make_options = _COALESCED[kind]
         launch = next(found for name in names if (found := getattr(self.group.process_group, name, None)))
         options = make_options()
-        options.asyncOp = self._lane.stream is None  # on a device it runs on the lane itself
+        options.asyncOp = self._comm_stream.stream is None  # on a device it runs on the current stream
         work = launch(outputs, inputs, options)
         return [work] if work is not None else []
 
@@ -94,49 +96,51 @@ _COALESCED: dict[str, tuple[tuple[str, str], Callable[[], Any]]] = {
 
 
 def _total(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Where the backend leaves a sum."""
+    """Return the buffer for a sum: the target itself if the backend can write to it."""
     in_place = not reduction.add and reduction.target.dtype == source.dtype
     return reduction.target if in_place else source.new_empty(source.numel() // num_ranks)
 
 
 class AllToAll(Native):
-    """The backend's gathers; gradients in one grouped all-to-all, added by this rank in the order of the tree, in fp32
-    ([Note: one order of addition] in tree.py). As many bytes travel as in a reduce-scatter.
+    """The backend's all-gather, and a reduce-scatter made of one grouped all-to-all.
+
+    Each rank adds the gradients that it receives in the order of the tree, in fp32 ([Note: one order of addition] in
+    tree.py). It sends as many bytes as a reduce-scatter.
     """
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
-        with self._lane.enter():
-            rounds = list(rounds_of(reductions, [each.source.to(each.wire) for each in reductions], group.size))
+        with self._comm_stream.enter():
+            rounds = list(split_into_rounds(reductions, [each.source.to(each.wire) for each in reductions], group.size))
 
         def complete() -> None:
             with ledger.timed("reduce-scatter", group.axis):
-                for parts in rounds:
-                    pieces = self._exchange(parts)
-                    for part, ordered in zip(parts, pieces, strict=True):
-                        add_tree(ordered, part.target, add=part.add)
+                for chunks in rounds:
+                    pieces = self._exchange(chunks)
+                    for chunk, ordered in zip(chunks, pieces, strict=True):
+                        add_tree(ordered, chunk.target, add=chunk.add)
 
-        return self._lane.pending(complete)
+        return self._comm_stream.pending(complete)
 
-    def _exchange(self, parts: Sequence[GradPart]) -> list[list[torch.Tensor]]:
-        """Every rank's pieces of this rank's row, in the order of ranks."""
+    def _exchange(self, chunks: Sequence[GradChunk]) -> list[list[torch.Tensor]]:
+        """Return every rank's piece of this rank's row, in rank order."""
         group, pieces = self.group, []
-        for part in parts:
-            nothing = part.rows.new_empty(0)  # a rank has its own
+        for chunk in chunks:
+            nothing = chunk.rows.new_empty(0)  # a rank does not send to itself
             pieces.append(
-                [nothing if rank == group.rank else torch.empty_like(part.rows[0]) for rank in range(group.size)]
+                [nothing if rank == group.rank else torch.empty_like(chunk.rows[0]) for rank in range(group.size)]
             )
-        outgoing = [[nothing if rank == group.rank else row for rank, row in enumerate(p.rows)] for p in parts]
+        outgoing = [[nothing if rank == group.rank else row for rank, row in enumerate(p.rows)] for p in chunks]
         self._swap(pieces, outgoing)
-        for part, incoming in zip(parts, pieces, strict=True):
-            incoming[group.rank] = part.rows[group.rank]
-        sent = sum(part.rows[0].nbytes for part in parts)
+        for chunk, incoming in zip(chunks, pieces, strict=True):
+            incoming[group.rank] = chunk.rows[group.rank]
+        sent = sum(chunk.rows[0].nbytes for chunk in chunks)
         count_sent(self._ledger, "reduce-scatter", group, dict.fromkeys(group.peers, sent))
         return pieces
 
     def _swap(self, incoming: list[list[torch.Tensor]], outgoing: list[list[torch.Tensor]]) -> None:
-        """All of it in one group of calls."""
+        """Run all-to-alls as one group of calls."""
         group = self.group.process_group
-        with dist.distributed_c10d._coalescing_manager(group, self._lane.device):
-            for come, go in zip(incoming, outgoing, strict=True):
-                dist.all_to_all(come, go, group=group)
+        with dist.distributed_c10d._coalescing_manager(group, self._comm_stream.device):
+            for received, sent in zip(incoming, outgoing, strict=True):
+                dist.all_to_all(received, sent, group=group)

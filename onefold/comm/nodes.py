@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which rank of a node stands for one of another node."""
+"""Which ranks share a node, and which rank of a node is the agent of a rank of another node."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Nodes:
-    """The sizes of the nodes of a group; the ranks of a node are neighbours, in the order of the nodes."""
+    """The sizes of the nodes of a group. The ranks of a node are consecutive, in the order of the nodes."""
 
     sizes: tuple[int, ...]
 
     @staticmethod
     def of_size(size: int, num_ranks: int) -> Nodes:
-        """Nodes of one size, which divides the number of ranks."""
+        """Return nodes of one size, which divides the number of ranks."""
         return Nodes((size,) * (num_ranks // size))
 
     @staticmethod
-    def from_launcher(told: Sequence[int]) -> Nodes:
-        """By what the launcher told each rank of the size of its node. One node where that does not fit together."""
+    def from_launcher(given: Sequence[int]) -> Nodes:
+        """Return nodes from the node size that the launcher has set on each rank; one node if these contradict."""
         sizes, first = [], 0
-        while first < len(told):
-            size = told[first]
-            if size < 1 or list(told[first : first + size]) != [size] * size:
-                return Nodes((len(told),))
+        while first < len(given):
+            size = given[first]
+            if size < 1 or list(given[first : first + size]) != [size] * size:
+                return Nodes((len(given),))
             sizes.append(size)
             first += size
         return Nodes(tuple(sizes))
@@ -42,19 +42,21 @@ class Nodes:
 
     @property
     def common_size(self) -> int:
-        """The size of each node; nodes of different sizes are one for whoever asks for this."""
+        """The number of ranks per node, or of all ranks if nodes have different sizes."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else self.num_ranks
 
     def of(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return bisect_right(self._firsts, rank) - 1
 
     def ranks(self, node: int) -> range:
+        """Return the ranks of a node."""
         return range(self._firsts[node], self._firsts[node + 1])
 
     def agent(self, node: int, rank: int) -> int:
-        """Who stands for a rank on a node: on its own node itself, on others the rank with its place there, counted
-        round where a node is smaller.
+        """Return the agent of a rank on a node: the rank itself on its own node, else the rank with its place there.
+
+        Places wrap around on smaller nodes.
         """
         if rank in self.ranks(node):
             return rank
@@ -62,7 +64,7 @@ class Nodes:
         return self.ranks(node)[place % self.sizes[node]]
 
     def among(self, first: int, num_ranks: int) -> Nodes:
-        """Of these neighbouring ranks alone, counted from the first of them."""
+        """Return the nodes of these consecutive ranks alone, which are numbered from 0."""
         counts: dict[int, int] = {}
         for rank in range(first, first + num_ranks):
             counts[self.of(rank)] = counts.get(self.of(rank), 0) + 1

@@ -1,10 +1,10 @@
-"""Replica groups: a whole model state sharded over each group of neighbouring ranks (MiCS), over any collective.
+"""Replica groups (MiCS): each group of neighbouring ranks shards a whole model state, over any collective.
 
 [Note: replica groups]
-Gathers stay inside a replica group. A gradient is added inside the group first; then ranks with the same place in their
-groups add theirs, each of them a fraction of it, and hand the fractions round: every group has the same bits. Groups of
-2, 4, 8, ... ranks are branches of one tree ([Note: one order of addition] in tree.py), so the bits are those of shards
-over all ranks.
+All-gathers stay inside a replica group. A gradient is summed inside each group first. Ranks with the same place in
+their groups then sum over the groups: each sums one fraction, and sends it to the others, so every group has the same
+bits. Groups of 2, 4, 8, ... ranks are branches of one tree ([Note: one order of addition] in tree.py), so the bits
+equal those of shards over all ranks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import replace
 
 import torch
 
-from onefold.comm.collective import CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CollectiveWrapper, PeerExchange, Pending, Reduction
 from onefold.comm.tree import add_tree, sum_dtype
 
 
 class Replicated(CollectiveWrapper):
-    """A collective whose shards lie over the ranks of a replica group."""
+    """A collective whose shards are distributed over the ranks of a replica group."""
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
-        return self._plain.start_gather([replace(each, span=each.span or self.group.num_shards) for each in gatherings])
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
+        return self._plain.start_gather([replace(each, span=each.span or self.group.num_shards) for each in ops])
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
-        with self._lane.enter():
+        with self._comm_stream.enter():
             inside = [
                 (*self._start_inside(reduction), self.reserve_tag(), self.reserve_tag()) for reduction in reductions
             ]
@@ -44,10 +44,10 @@ class Replicated(CollectiveWrapper):
                 pending.finish()
                 reduction.store(total)
 
-        return self._lane.beside(complete)
+        return self._comm_stream.complete_in_background(complete)
 
     def _start_inside(self, reduction: Reduction) -> tuple[Pending, torch.Tensor, torch.Tensor]:
-        """What is sent, and this rank's slice as it comes: a row for each rank of the group."""
+        """Start the sum inside the group. Return what is sent, and the buffer with one row per rank of the group."""
         group = self.group
         source = reduction.source.to(reduction.wire).view(group.num_shards, -1)
         rows = torch.empty_like(source)
@@ -58,7 +58,7 @@ class Replicated(CollectiveWrapper):
         return self._plain.start_peer_exchange(exchanges, "reduce inside"), source, rows
 
     def _start_across(self, total: torch.Tensor, tag: int) -> tuple[Pending, list[torch.Tensor]]:
-        """This group's fraction of the sum, as each group has it."""
+        """Start to exchange fractions of the sum. Return this group's fraction from every group."""
         outgoing = total.tensor_split(self.group.replicas)
         mine = self._replica
         fractions = [torch.empty_like(outgoing[mine]) for _ in outgoing]
@@ -66,7 +66,7 @@ class Replicated(CollectiveWrapper):
         return self._exchange_with_replicas(list(outgoing), fractions, tag), fractions
 
     def _start_round(self, total: torch.Tensor, fraction: torch.Tensor, tag: int) -> Pending:
-        """All fractions of the sum to all groups."""
+        """Start to send the summed fraction to all groups, and to receive theirs."""
         fractions = list(total.tensor_split(self.group.replicas))
         fractions[self._replica].copy_(fraction)
         return self._exchange_with_replicas([fractions[self._replica]] * len(fractions), fractions, tag)

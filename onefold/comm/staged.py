@@ -1,7 +1,7 @@
-"""GPU tensors over a host backend: each exchange goes down to pinned memory, across gloo, and up again.
+"""Exchanges of GPU tensors over gloo: copied to pinned host memory, sent, and copied back.
 
-For machines where NCCL cannot serve (two ranks on one GPU, no NCCL build). One worker thread per process group runs the
-host side in launch order, so starting never blocks; finishing waits for the worker.
+For nodes on which NCCL does not work (two ranks on one GPU, no NCCL build). One worker thread per process group runs
+the host side in launch order, so that starting never blocks. Finishing waits for the worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Gathering, Lane, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CommStream, PeerExchange, Pending, Reduction
 from onefold.comm.exchange import Exchange
 from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
@@ -23,12 +23,12 @@ _workers: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = wea
 
 
 class StagedExchange:
-    """The pairwise exchange, staged through the host."""
+    """The pairwise exchange, staged through host memory."""
 
     def __init__(self, group: Group, ledger: Ledger, device: torch.device) -> None:
         self.group = group
         self._host = Exchange(group, ledger, torch.device("cpu"))
-        self._lane = Lane(device)
+        self._comm_stream = CommStream(device)
         if group.process_group not in _workers:
             _workers[group.process_group] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-staged")
         self._worker = _workers[group.process_group]
@@ -36,73 +36,76 @@ class StagedExchange:
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         shards = [torch.empty(r.source.numel() // self.group.size, dtype=r.target.dtype) for r in reductions]
 
-        def across(lines: list[torch.Tensor]) -> Pending:
-            jobs = zip(lines, shards, reductions, strict=True)
+        def send(sources: list[torch.Tensor]) -> Pending:
+            jobs = zip(sources, shards, reductions, strict=True)
             return self._host.start_reduce_scatter(
-                [Reduction(line, shard, reduction.wire, add=False) for line, shard, reduction in jobs]
+                [Reduction(source, shard, reduction.wire, add=False) for source, shard, reduction in jobs]
             )
 
-        def up() -> None:
+        def copy_back() -> None:
             for reduction, shard in zip(reductions, shards, strict=True):
                 reduction.store(shard.to(reduction.target.device) if reduction.add else shard)
 
-        return self._start([reduction.source for reduction in reductions], across, up)
+        return self._start([reduction.source for reduction in reductions], send, copy_back)
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         staged: list[torch.Tensor] = []
-        with self._lane.enter():
-            for gathering in gatherings:
-                gathering.place_own(self.group.rank, self.group.size)
+        with self._comm_stream.enter():
+            for op in ops:
+                op.place_input(self.group.rank, self.group.size)
 
-        def across(lines: list[torch.Tensor]) -> Pending:
-            staged.extend(lines)
-            pairs = zip(lines, gatherings, strict=True)
-            return self._host.start_gather([Gathering(line, span=gathering.span) for line, gathering in pairs])
+        def send(outputs: list[torch.Tensor]) -> Pending:
+            staged.extend(outputs)
+            pairs = zip(outputs, ops, strict=True)
+            return self._host.start_gather([AllGatherOp(output, span=op.span) for output, op in pairs])
 
-        def up() -> None:
-            for gathering, line in zip(gatherings, staged, strict=True):
-                gathering.line.copy_(line)
+        def copy_back() -> None:
+            for op, output in zip(ops, staged, strict=True):
+                op.output.copy_(output)
 
-        return self._start([gathering.line for gathering in gatherings], across, up)
+        return self._start([op.output for op in ops], send, copy_back)
 
     def reserve_tag(self) -> int:
-        return 0  # the worker starts everything, in one order
+        return 0  # the worker starts all exchanges in one order
 
     def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
         inbox = [torch.empty(exchange.incoming.shape, dtype=exchange.incoming.dtype) for exchange in exchanges]
 
-        def across(lines: list[torch.Tensor]) -> Pending:
-            jobs = zip(exchanges, lines, inbox, strict=True)
-            staged = [PeerExchange(exchange.peer, line, into) for exchange, line, into in jobs]
+        def send(outgoing: list[torch.Tensor]) -> Pending:
+            jobs = zip(exchanges, outgoing, inbox, strict=True)
+            staged = [PeerExchange(exchange.peer, tensor, into) for exchange, tensor, into in jobs]
             return self._host.start_peer_exchange(staged, operation)
 
-        def up() -> None:
+        def copy_back() -> None:
             for exchange, received in zip(exchanges, inbox, strict=True):
                 exchange.incoming.copy_(received)
 
-        return self._start([exchange.outgoing for exchange in exchanges], across, up)
+        return self._start([exchange.outgoing for exchange in exchanges], send, copy_back)
 
     def _start(
-        self, lines: Sequence[torch.Tensor], across: Callable[[list[torch.Tensor]], Pending], up: Callable[[], None]
+        self,
+        tensors: Sequence[torch.Tensor],
+        send: Callable[[list[torch.Tensor]], Pending],
+        copy_back: Callable[[], None],
     ) -> Pending:
-        """Copy lines to the host; its exchange follows on the worker, and `up` on the lane at the finish."""
-        with self._lane.enter():
-            pinned = [torch.empty(line.shape, dtype=line.dtype, pin_memory=True) for line in lines]
-            for host, line in zip(pinned, lines, strict=True):
-                host.copy_(line, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+        """Copy tensors to the host, and `send` them on the worker. `copy_back` runs at finish."""
+        with self._comm_stream.enter():
+            pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+            for copy, tensor in zip(pinned, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
 
-        def cross() -> None:
-            arrived.synchronize()
-            across(pinned).finish()
+        def exchange() -> None:
+            copied.synchronize()
+            send(pinned).finish()
 
-        crossed = self._worker.submit(carried(cross))
+        exchanged = self._worker.submit(carried(exchange))
 
         def finish() -> None:
-            crossed.result()
-            with self._lane.enter():
-                up()
-            torch.cuda.current_stream(self._lane.device).wait_stream(self._lane.stream)  # type: ignore[arg-type]
+            exchanged.result()
+            with self._comm_stream.enter():
+                copy_back()
+            torch.cuda.current_stream(self._comm_stream.device).wait_stream(self._comm_stream.stream)  # type: ignore[arg-type]
 
         return Pending(finish)

@@ -1,14 +1,13 @@
-"""Sums over ranks, always in one order: a balanced binary tree, in fp32.
+"""Sums over ranks in one fixed order: a balanced binary tree, in fp32.
 
 [Note: one order of addition]
-Neighbours are added in pairs, then neighbouring pairs, and so on; whoever is left over waits for the next level:
+Neighbouring ranks are added in pairs, then neighbouring pairs, and so on. An odd one is added at the next level:
 
     ranks 0 1 2 3 4 5      ((0 + 1) + (2 + 3)) + (4 + 5)
 
-So the sum of 2, 4, 8, ... neighbouring ranks is a branch of the tree, wherever it is computed: inside a node or a
-replica group first and then across gives the bits of one sum over all ranks. Floats of 16 bits are widened before they
-are added. On a CUDA device one kernel of Triton's does the same to the bit, in one pass over memory
-(`comm/tree_kernel.py`).
+The sum of 2, 4, 8, ... aligned neighbours is therefore a branch of the tree. Adding inside a node or a replica group
+first and across them later gives the bits of one sum over all ranks. 16-bit floats are widened before they are added.
+On a CUDA device a Triton kernel gives the same bits in one pass over memory (`comm/tree_kernel.py`).
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ import torch
 
 from onefold.gpu_kernels import kernels_of
 
-# Elements that are added at once on a CPU: partial sums stay in cache.
+# Elements added at once on a CPU, so that partial sums stay in cache.
 _CHUNK = 1 << 17
 
 _kernels = kernels_of("onefold.comm.tree_kernel", "sums over ranks")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what pieces of a dtype are added."""
+    """Return the dtype in which tensors of a dtype are added."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool = False) -> None:
-    """The sum of pieces of one dtype, in the order of the tree, to the target, or added to what it holds. The target
-    may be one of the pieces.
+    """Store the sum of pieces of one dtype in `target`, or with `add` add it, in the order of the tree.
+
+    The target may be one of the pieces.
     """
     if pieces[0].dtype != torch.float64 and (kernels := _kernels(target)):
         kernels.add_tree(pieces, target, add=add)
@@ -53,7 +53,7 @@ def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool 
 
 
 def _fold(pieces: Sequence[torch.Tensor], spare: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """The sum in `out`, or the only piece itself."""
+    """Sum pieces into `out`, and return it. Return a single piece as it is."""
     if len(pieces) == 1:
         return pieces[0]
     half = _half(len(pieces))
@@ -64,11 +64,11 @@ def _fold(pieces: Sequence[torch.Tensor], spare: Sequence[torch.Tensor], out: to
 def _add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if left.dtype == out.dtype or right.dtype == out.dtype:
         return torch.add(left, right, out=out)
-    return out.copy_(left).add_(right)  # both are narrow
+    return out.copy_(left).add_(right)  # both have 16 bits
 
 
 def _half(num: int) -> int:
-    """How many of so many pieces are the left branch: the largest power of two below."""
+    """Return how many of `num` pieces form the left branch: the largest power of two below `num`."""
     return 1 << (num - 1).bit_length() - 1
 
 
@@ -76,7 +76,7 @@ def _half(num: int) -> int:
 
 
 def branches_of(ranks: range, num_ranks: int) -> list[range]:
-    """The largest branches of the tree over so many ranks that these neighbouring ones are made of."""
+    """Return the largest branches of the tree over `num_ranks` ranks that consecutive `ranks` consist of."""
     found, start = [], ranks.start
     while start < ranks.stop:
         width = 1
@@ -90,14 +90,14 @@ def branches_of(ranks: range, num_ranks: int) -> list[range]:
 
 
 def add_branches(branches: Mapping[range, torch.Tensor], target: torch.Tensor, *, add: bool = False) -> None:
-    """The sum of branches that cover all ranks, to the target, or added to what it holds."""
+    """Store the sum of branches that cover all ranks in `target`, or with `add` add it."""
     ordered = sorted(branches, key=lambda branch: branch.start)
     width = len(ordered[0])
     if (
         all(branch.start == index * width for index, branch in enumerate(ordered))
         and len({b.dtype for b in branches.values()}) == 1
     ):
-        add_tree([branches[branch] for branch in ordered], target, add=add)  # equal branches are a tree of their own
+        add_tree([branches[branch] for branch in ordered], target, add=add)  # equal branches form a tree
         return
     add_tree([_join(branches, 0, ordered[-1].stop)], target, add=add)
 

@@ -1,4 +1,4 @@
-"""The sum over ranks in Triton: what `comm/tree.py` specifies, to the bit, each value read and written once."""
+"""The sum over ranks in Triton: the bits that `comm/tree.py` specifies, with one read and one write per value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Pieces that one kernel adds: a branch of the tree. More of them are added branch by branch.
+# Pieces that one kernel adds: a branch of the tree. More pieces are added branch by branch.
 BRANCH = 8
 _BLOCK = 1024
 
@@ -26,7 +26,7 @@ def _add_branch(
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < numel
-    # What is not there is not added: adding 0 would change -0.
+    # Missing pieces are skipped: adding 0 would change -0.
     total = _load(a, place, mask)
     if NUM > 1:
         total += _load(b, place, mask)
@@ -54,6 +54,7 @@ _launch: Any = _add_branch
 
 
 def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool = False) -> None:
+    """Store the sum of pieces in `target`, or with `add` add it."""
     while len(pieces) > BRANCH:
         branches = [pieces[start : start + BRANCH] for start in range(0, len(pieces), BRANCH)]
         sums = target.new_empty(len(branches), target.numel(), dtype=torch.float32)
@@ -68,9 +69,9 @@ def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool 
 
 
 def try_out() -> None:
-    """Raises where the kernel does not build, or is wrong."""
+    """Compile the kernel and run it once. Raise if it does not compile, or gives a wrong sum."""
     pieces = [torch.full((3,), float(1 << number), device="cuda", dtype=torch.bfloat16) for number in range(3)]
     total = torch.ones(3, device="cuda")
     add_tree(pieces, total, add=True)
     if total.tolist() != [8.0] * 3:
-        raise RuntimeError(f"1 + 1 + 2 + 4 came out as {total.tolist()}")
+        raise RuntimeError(f"the kernel computes 1 + 1 + 2 + 4 as {total.tolist()}")

@@ -1,17 +1,17 @@
-"""Collectives that cross between nodes once a node, over any exchange between peers.
+"""Collectives that send each value between two nodes once, over any exchange between peers.
 
 [Note: two levels]
-A slice has an agent on every node: the rank there with the place of its owner (`Nodes.agent`). To gather, each rank
-sends its slice to its neighbours and to its agents, and agents hand it on to their neighbours. To reduce, the agent of
-a slice on each node adds what its neighbours have for it, and sends the sum to the owner:
+A slice has an agent on every node: the rank there with the place of its owner (`Nodes.agent`). In an all-gather each
+rank sends its slice to its neighbours and to its agents, and agents send it on to their neighbours. In a reduction the
+agent of a slice on each node adds what its neighbours have for it, and sends the sum to the owner:
 
     4 ranks, 2 nodes, slices a b c d        inside                        across
     rank 0   a0 b0 c0 d0     a c of both  ->  a0+a1  c0+c1     c to rank 2  ->   a0+a1 + a2+a3
     rank 1   a1 b1 c1 d1     b d of both  ->  b0+b1  d0+d1     d to rank 3  ->   b0+b1 + b2+b3
 
-What an agent sends are branches of the tree over all ranks ([Note: one order of addition] in tree.py), so the bits are
-those of one level whatever the nodes. A node of 2, 4, 8, ... ranks in its place is one branch; other nodes are a few.
-A sum crosses in fp32, the gradient of a rank that is a branch by itself as it is.
+Agents send branches of the tree over all ranks ([Note: one order of addition] in tree.py), so the bits equal those of
+one level for any nodes. An aligned node of 2, 4, 8, ... ranks is one branch; other nodes consist of several. Sums are
+sent in fp32. The gradient of a rank that is a branch by itself is sent in its own dtype.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from itertools import zip_longest
 
 import torch
 
-from onefold.comm.collective import Collective, CollectiveWrapper, Gathering, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, Collective, CollectiveWrapper, PeerExchange, Pending, Reduction
 from onefold.comm.mesh import Group
-from onefold.comm.parts import GradPart, rounds_of
+from onefold.comm.reduce_chunks import GradChunk, split_into_rounds
 from onefold.comm.tree import add_branches, add_tree, branches_of, sum_dtype
 from onefold.pool import Pool
 
 
 class TwoLevel(CollectiveWrapper):
-    """A collective over several nodes. `sums`: what sums are cut to, where they have more digits, before they cross."""
+    """A collective over several nodes. `sums` is the dtype in which fp32 sums are sent between nodes."""
 
     def __init__(
         self, plain: Collective, group: Group, device: torch.device, sums: torch.dtype = torch.float32
@@ -43,48 +43,48 @@ class TwoLevel(CollectiveWrapper):
         self._pool, self._lock = Pool(device), threading.Lock()
         nodes, mine = group.nodes, group.nodes.of(group.rank)
         self._neighbours = [rank for rank in nodes.ranks(mine) if rank != group.rank]
-        # For each rank of this node: the slices it stands for here, its own among them.
-        self._stands_for = {
+        # For each rank of this node, the slices that it is the agent of. Its own slice is one of them.
+        self._agent_slices = {
             rank: [s for s in range(group.size) if nodes.agent(mine, s) == rank] for rank in nodes.ranks(mine)
         }
         self._branches = [branches_of(nodes.ranks(node), group.size) for node in range(len(nodes.sizes))]
 
     # -- gathers ------------------------------------------------------------------------------------------------
 
-    def start_gather(self, gatherings: Sequence[Gathering]) -> Pending:
-        # NCCL's own gather crosses once a node too.
-        near = [each for each in gatherings if self.group.uses_nccl or not self._crosses(each)]
-        far = [each for each in gatherings if not self.group.uses_nccl and self._crosses(each)]
+    def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
+        # NCCL's own all-gather sends each value between two nodes once too.
+        near = [each for each in ops if self.group.uses_nccl or not self._crosses(each)]
+        far = [each for each in ops if not self.group.uses_nccl and self._crosses(each)]
         if not far:
             return self._plain.start_gather(near)
-        beside = self._plain.start_gather(near) if near else Pending(lambda: None)
-        with self._lane.enter():
+        others = self._plain.start_gather(near) if near else Pending(lambda: None)
+        with self._comm_stream.enter():
             first, second = self.reserve_tag(), self.reserve_tag()
-            hops = [self._hops_of(gathering) for gathering in far]
+            hops = [self._hops_of(op) for op in far]
             spread = self._plain.start_peer_exchange([each for hop, _ in hops for each in hop], "gather", first)
 
         def complete() -> None:
             spread.finish()
             self._plain.start_peer_exchange([each for _, hop in hops for each in hop], "gather", second).finish()
-            beside.finish()
+            others.finish()
 
-        return self._lane.beside(complete)
+        return self._comm_stream.complete_in_background(complete)
 
-    def _crosses(self, gathering: Gathering) -> bool:
-        """Whether some ranks gather it from other nodes; those that do not keep the same order of exchanges."""
-        span = gathering.span or self.group.size
+    def _crosses(self, op: AllGatherOp) -> bool:
+        """Return whether any rank gathers from another node. The answer is the same on all ranks."""
+        span = op.span or self.group.size
         return any(len(self.group.nodes.among(first, span).sizes) > 1 for first in range(0, self.group.size, span))
 
-    def _hops_of(self, gathering: Gathering) -> tuple[list[PeerExchange], list[PeerExchange]]:
-        """To neighbours and agents; then from agents on to their neighbours."""
-        group, span = self.group, gathering.span or self.group.size
-        own = gathering.place_own(group.rank, group.size)
+    def _hops_of(self, op: AllGatherOp) -> tuple[list[PeerExchange], list[PeerExchange]]:
+        """Return the exchanges with neighbours and agents, and those from agents on to their neighbours."""
+        group, span = self.group, op.span or self.group.size
+        own = op.place_input(group.rank, group.size)
         start = group.rank - group.rank % span
         nodes, rank = group.nodes.among(start, span), group.rank - start
         mine = nodes.of(rank)
 
         def slice_of(other: int) -> torch.Tensor:
-            return gathering.line.narrow(0, other * own.numel(), own.numel())
+            return op.output.narrow(0, other * own.numel(), own.numel())
 
         nothing = own[:0]
         neighbours = [other for other in nodes.ranks(mine) if other != rank]
@@ -106,11 +106,11 @@ class TwoLevel(CollectiveWrapper):
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
-        with self._lane.enter():
+        with self._comm_stream.enter():
             sources = [self._on_wire(reduction) for reduction in reductions]
             rounds = [
-                _TaggedRound(parts, self.reserve_tag(), self.reserve_tag())
-                for parts in rounds_of(reductions, sources, self.group.size)
+                _TaggedRound(chunks, self.reserve_tag(), self.reserve_tag())
+                for chunks in split_into_rounds(reductions, sources, self.group.size)
             ]
             ahead = deque([self._start_inside(each) for each in rounds[:1]])
 
@@ -122,36 +122,36 @@ class TwoLevel(CollectiveWrapper):
                 across = [each for one in sums for each in self._exchanges_across(one)]
                 self._plain.start_peer_exchange(across, "reduce-scatter", this.across).finish()
                 for one in sums:
-                    add_branches(one.branches, one.part.target, add=one.part.add)
+                    add_branches(one.branches, one.chunk.target, add=one.chunk.add)
                     self._give_back(one.taken)
             self._give_back([cast for cast, each in zip(sources, reductions, strict=True) if cast is not each.source])
 
-        return self._lane.beside(complete)
+        return self._comm_stream.complete_in_background(complete)
 
     def _start_inside(self, this: _TaggedRound) -> tuple[list[_Sums], Pending]:
         sums = []
-        for part in this.parts:
-            shape = (len(self._stands_for[self.group.rank]), len(self._neighbours), part.rows.shape[1])
-            inbox = self._take(math.prod(shape), part.rows.dtype)
-            sums.append(_Sums(part, inbox.view(shape), [inbox], {}))
+        for chunk in this.chunks:
+            shape = (len(self._agent_slices[self.group.rank]), len(self._neighbours), chunk.rows.shape[1])
+            inbox = self._take(math.prod(shape), chunk.rows.dtype)
+            sums.append(_Sums(chunk, inbox.view(shape), [inbox], {}))
         exchanges = [each for one in sums for each in self._exchanges_inside(one)]
         return sums, self._plain.start_peer_exchange(exchanges, "reduce-scatter", this.inside)
 
     def _exchanges_inside(self, one: _Sums) -> Iterator[PeerExchange]:
-        """What each neighbour stands for goes to it, and what this rank stands for comes from it."""
-        nothing = one.part.rows[0, :0]
+        """Yield exchanges with neighbours: the slices that they are agents of for those that this rank is agent of."""
+        nothing = one.chunk.rows[0, :0]
         for column, other in enumerate(self._neighbours):
-            outgoing = [one.part.rows[slice_] for slice_ in self._stands_for[other]]
+            outgoing = [one.chunk.rows[slice_] for slice_ in self._agent_slices[other]]
             for sent, received in zip_longest(outgoing, one.inbox[:, column], fillvalue=nothing):
                 yield PeerExchange(other, sent, received)
 
     def _exchanges_across(self, one: _Sums) -> Iterator[PeerExchange]:
-        """Branches of other ranks' slices go to them; of this rank's slice they come from its agents."""
+        """Yield exchanges across nodes: send branches to the owners of slices, receive this rank's from its agents."""
         group, nodes, mine = self.group, self.group.nodes, self.group.nodes.of(self.group.rank)
         columns = {other: column for column, other in enumerate(self._neighbours)}
         sent: dict[int, list[torch.Tensor]] = {}
-        for index, slice_ in enumerate(self._stands_for[group.rank]):
-            own = one.part.rows[slice_]
+        for index, slice_ in enumerate(self._agent_slices[group.rank]):
+            own = one.chunk.rows[slice_]
             pieces = {
                 rank: one.inbox[index, columns[rank]] if rank != group.rank else own for rank in nodes.ranks(mine)
             }
@@ -167,13 +167,13 @@ class TwoLevel(CollectiveWrapper):
                 for branch in branches:
                     one.branches[branch] = self._room(one, branch)
                     received.setdefault(agent, []).append(one.branches[branch])
-        nothing = one.part.rows[0, :0]
+        nothing = one.chunk.rows[0, :0]
         for peer in sorted(sent.keys() | received.keys()):
             for outgoing, incoming in zip_longest(sent.get(peer, []), received.get(peer, []), fillvalue=nothing):
                 yield PeerExchange(peer, outgoing, incoming)
 
     def _sum(self, one: _Sums, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of the ranks of a branch; the gradient of a rank that is one by itself stays as it is."""
+        """Return the sum of a branch. A branch of one rank is returned as it is."""
         if len(pieces) == 1:
             return pieces[0]
         total = self._take(pieces[0].numel(), sum_dtype(pieces[0].dtype))
@@ -182,15 +182,15 @@ class TwoLevel(CollectiveWrapper):
         return total
 
     def _wire(self, one: _Sums, branch: range) -> torch.dtype:
-        """What a branch crosses in."""
-        own = one.part.rows.dtype
+        """Return the dtype in which a branch is sent between nodes."""
+        own = one.chunk.rows.dtype
         if len(branch) == 1:
             return own
         return self._sums if sum_dtype(own) == torch.float32 else own
 
     def _room(self, one: _Sums, branch: range) -> torch.Tensor:
-        """For a branch that comes from another node."""
-        room = self._take(one.part.rows.shape[1], self._wire(one, branch))
+        """Return a buffer for a branch from another node."""
+        room = self._take(one.chunk.rows.shape[1], self._wire(one, branch))
         one.taken.append(room)
         return room
 
@@ -204,26 +204,28 @@ class TwoLevel(CollectiveWrapper):
                 self._pool.give_back(buffer)
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with self._lock:  # the next collective may start while a thread completes this one
+        with self._lock:  # a thread may complete this collective while the next one starts
             return self._pool.take(numel, dtype)
 
 
 @dataclass(frozen=True)
 class _TaggedRound:
-    """What travels together, and its places in the order of exchanges."""
+    """Chunks that are sent together, with the tags of their exchanges."""
 
-    parts: list[GradPart]
+    chunks: list[GradChunk]
     inside: int
     across: int
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """A part on its way: for each slice that this rank stands for a row from each neighbour, memory that goes back, and
-    branches of this rank's own slice, all over the ranks.
+    """The sums of a chunk.
+
+    `inbox` has a row from each neighbour for each slice that this rank is the agent of. `taken` are buffers to return
+    to the pool. `branches` cover this rank's own slice over all ranks.
     """
 
-    part: GradPart
+    chunk: GradChunk
     inbox: torch.Tensor
     taken: list[torch.Tensor]
     branches: dict[range, torch.Tensor]

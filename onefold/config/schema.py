@@ -195,6 +195,11 @@ class OnefoldSection:
         "Let the host step run beside the next forward and backward, which then use weights one step old. Inexact: "
         "it changes the training.",
     )
+    nccl_error_handling: Literal["onefold", "torch"] = key(
+        "onefold",
+        "Who ends NCCL collectives that hang. onefold: the hang detector, which names the ranks; torch's watchdog and "
+        "flight recorder are then off in the whole process. torch: both stay on. No effect on an existing group.",
+    )
     report: str | None = key(
         None,
         "A folder for the record of a run, `run.jsonl`, which the first rank writes: facts, then a line a step. "

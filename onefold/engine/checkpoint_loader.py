@@ -30,7 +30,7 @@ from onefold.checkpoint.loading.load import (
 )
 from onefold.checkpoint.state.random_states import check_random_states, restore_random_states
 from onefold.checkpoint.state.slots import loose_states
-from onefold.comm import agree_in_meeting
+from onefold.comm import assert_same_by_exchange
 from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -120,7 +120,7 @@ class CheckpointLoader:
             "custom_load_fn": "a function" if custom is not None else "None",
         }
         advice = "Every rank must load the same"
-        agree_in_meeting(state.schedule.order.agreement, "load_checkpoint", [("the call", given)], advice)
+        assert_same_by_exchange(state.schedule.agreement, "load_checkpoint", [("the call", given)], advice)
         names, tried = self._candidates(Path(load_dir), tag), list[str]()
         while names:
             with ExitStack() as stack:
@@ -149,7 +149,7 @@ class CheckpointLoader:
                 text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
-        published = self._state.schedule.order.agreement.tell("load_checkpoint", f"{error}\0{text}")
+        published = self._state.schedule.publish("load_checkpoint", f"{error}\0{text}")
         error, _, text = published.partition("\0")
         if error:
             raise CheckpointError(error)
@@ -263,7 +263,7 @@ class CheckpointLoader:
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._state.schedule.order.agreement.tell("load_checkpoint", str(caught or ""), worst)
+        message = self._state.schedule.publish("load_checkpoint", str(caught or ""), worst)
         if kind == 3:
             assert caught is not None
             raise caught

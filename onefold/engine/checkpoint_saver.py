@@ -37,8 +37,7 @@ class CheckpointSaver:
         section = state.plan.loop.checkpoint
         # The last step and the state of this rank after it, for saves that its program does not call.
         self._after_step = state.global_steps, self._own_state()
-        agreement = state.schedule.order.agreement
-        name = agreement.tell("the name of the engine", secrets.token_hex(8))
+        name = state.schedule.publish("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
         self.refuses_open_window = True
@@ -46,7 +45,7 @@ class CheckpointSaver:
         self.coordinator = Saver(
             self,
             Board(state.group, name),
-            agreement.guard,
+            state.schedule.guard,
             partial(_finish_folder, self.pointer_files, keep_last=section.keep_last, keep_every=section.keep_every),
             f"onefold {__version__}, torch {torch.__version__}",
         )

@@ -63,7 +63,7 @@ class EngineParts:
         finally:
             if schedule.memory is not None:
                 schedule.memory.close()
-            schedule.order.agreement.guard.close()  # last, because the guard watches the waits above
+            schedule.guard.close()  # last, because the guard watches the waits above
 
     def _finish_step(self) -> None:
         """Wait for the last step. If it failed, log its error and drop it."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.allocator import give_back_free_memory
-from onefold.comm import Disagreement, Group, Ledger, local_rank, of_backend
+from onefold.comm import Disagreement, Group, Ledger, is_backend_error, local_rank
 from onefold.config import Batch
 from onefold.engine.build_state import build_state
 from onefold.engine.checkpoint_loader import CheckpointLoader
@@ -104,7 +104,7 @@ class Engine(nn.Module):
             weakref.finalize(self, self._trace.give_up)
         with_less = {way: self.model_memory.complete(other) for way, other in (plans_with_less or {}).items()}
         self._memory_errors = MemoryErrors(self.state, plan, with_less, self._trace)
-        schedule.order.agreement.guard.watch()
+        schedule.guard.start()
         self._modules["module"] = model
         self.training = model.training
         _engines[model] = weakref.ref(self)
@@ -157,7 +157,9 @@ class Engine(nn.Module):
                     scaled.backward(retain_graph=retain_graph)
                     state.schedule.end_backward()
             except Exception as error:
-                if not isinstance(error, Disagreement) and not of_backend(error):  # otherwise no rank can be reached
+                if not isinstance(error, Disagreement) and not is_backend_error(
+                    error
+                ):  # otherwise no rank can be reached
                     state.abort_backward()
                 raise
             except BaseException as error:

@@ -56,7 +56,7 @@ class TrainState:
         known to hang.
         """
         self.schedule.check_present()
-        self.schedule.order.agreement.guard.check()
+        self.schedule.check()
         if self.step is not None and self.step.interrupted:
             raise RuntimeError(
                 f"{self.step.interrupted} has interrupted a step, so only some weights are updated. Load a checkpoint "

@@ -34,7 +34,7 @@ def place(
         on_device = torch.cuda.mem_get_info(device)[0] * 3 // 4
     if on_host is None:
         on_host = available_bytes() * 9 // 10
-    rows = agreement.meet("the room in each tier", [on_device or 0, on_host])
+    rows = agreement.synchronize("the room in each tier", [on_device or 0, on_host])
     on_device = min(row[0] for row in rows) if on_device is not None else None
     on_host = min(row[1] for row in rows) // num_ranks_on_node(agreement.group)
     return assign_tiers(specs, plan, device_bytes=on_device, host_bytes=on_host)
@@ -61,9 +61,9 @@ def make_memory(
         check_room(needs.host_bytes, what, num_ranks_on_node(agreement.group), ratio)
         memory = OffloadMemory(needs, plan.offload, Bus(device, count), agreement.group.rank)
     except (OSError, MemoryError, ValueError):
-        agreement.meet("the room below the device", [1])
+        agreement.synchronize("the room below the device", [1])
         raise
-    failed = [rank for rank, row in enumerate(agreement.meet("the room below the device", [0])) if row[0]]
+    failed = [rank for rank, row in enumerate(agreement.synchronize("the room below the device", [0])) if row[0]]
     if failed:
         memory.close()
         raise RuntimeError(f"rank {failed[0]} could not make room below the device: see its error")

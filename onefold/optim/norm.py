@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from onefold.comm import Agreement
 from onefold.comm.agreement import as_float, as_integer
 from onefold.optim.instance import METHODS, is_plain, plain_number
 from onefold.runtime import FlatParam, Schedule
@@ -85,7 +84,7 @@ class StepNorm:
 def exchange_scalars(
     params: Iterable[FlatParam],
     schedule: Schedule,
-    groups: Spelled | None,
+    groups: GroupDigest | None,
     *,
     late: bool,
     alarm: bool = False,
@@ -106,7 +105,7 @@ def exchange_scalars(
     if on_device:
         _check_reductions(schedule, [row[0] for row in rows])
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
-        one, other = _tell_difference(schedule.order.agreement, "the optimizer's param_groups", groups.text)
+        one, other = find_mismatch(schedule, "the optimizer's param_groups", groups.text)
         raise RuntimeError(
             f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} "
             "before a step, and must be the same on all, as each rank steps a slice of the model: let a schedule see "
@@ -130,7 +129,7 @@ def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:
     """
     if len(set(done)) > 1:
         stands = "; ".join(f"rank {rank} is at a step after {number} reductions" for rank, number in enumerate(done))
-        schedule.order.agreement.guard.give_up(
+        schedule.guard.fail(
             f"the ranks have diverged: {stands}. Let all ranks call forward, backward and step equally often"
         )
 
@@ -142,10 +141,10 @@ def meet_for_call(schedule: Schedule, method: str) -> None:
 
 def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
-    agreement, what = schedule.order.agreement, "what the optimizer wrote to its param_groups"
+    what = "what the optimizer wrote to its param_groups"
     mine = _spell_groups(groups)
-    if len({row[0] for row in agreement.meet(what, [_digest(mine)])}) > 1:
-        one, other = _tell_difference(agreement, what, mine)
+    if len({row[0] for row in schedule.synchronize(what, [_digest(mine)])}) > 1:
+        one, other = find_mismatch(schedule, what, mine)
         raise RuntimeError(
             f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
             f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
@@ -172,7 +171,7 @@ def _meet(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups:
                 f"rank {rank} calls {calls[call]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
     if len({row[_DONE] for row in rows}) > 1:
-        one, other = _tell_difference(schedule.order.agreement, "what was done to parameters", done)
+        one, other = find_mismatch(schedule, "what was done to parameters", done)
         raise RuntimeError(
             f"rank {other.rank} has {_WORDS[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
             f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
@@ -214,8 +213,11 @@ def _digest(spelled: Mapping[str, str]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class Spelled:
-    """The keys that groups began with, whoever writes to them, as text. It is made anew when a value has changed."""
+class GroupDigest:
+    """The values of parameter groups as text and as a digest, to compare them over ranks.
+
+    Only keys that the groups had at the start count. The text is made again when a value has changed.
+    """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._keys = [[key for key in group if key != "params"] for group in groups]
@@ -232,19 +234,19 @@ class Spelled:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank holds under a key."""
+class RankValue:
+    """The value that one rank has under a key."""
 
     key: str
     rank: int
     value: str | None
 
 
-def _tell_difference(agreement: Agreement, what: str, mine: Mapping[str, str]) -> tuple[Held, Held]:
-    """A key that two ranks hold differently, the same on all ranks, which call this together. They do differ."""
-    told = [json.loads(agreement.tell(what, json.dumps(mine), rank)) for rank in range(agreement.group.size)]
-    for key in dict.fromkeys(key for one in told for key in one):
-        for rank, one in enumerate(told):
-            if one.get(key) != told[0].get(key):
-                return Held(key, 0, told[0].get(key)), Held(key, rank, one.get(key))
+def find_mismatch(schedule: Schedule, what: str, mine: Mapping[str, str]) -> tuple[RankValue, RankValue]:
+    """Return a key that two ranks hold differently, and their values. All ranks call this, and get the same."""
+    held = [json.loads(schedule.publish(what, json.dumps(mine), rank)) for rank in range(schedule.agreement.group.size)]
+    for key in dict.fromkeys(key for one in held for key in one):
+        for rank, one in enumerate(held):
+            if one.get(key) != held[0].get(key):
+                return RankValue(key, 0, held[0].get(key)), RankValue(key, rank, one.get(key))
     raise AssertionError("ranks hold the same")

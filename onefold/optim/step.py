@@ -26,7 +26,7 @@ from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.matrix_rules import MatrixRule, names_of_states
 from onefold.optim.matrix_steps import MatrixSteps
 from onefold.optim.norm import (
-    Spelled,
+    GroupDigest,
     StepNorm,
     StepScalars,
     compare_written_groups,
@@ -87,7 +87,7 @@ class ShardedStep:
         # A class of the user's own may make a number of what it sees of the model, which differs between ranks.
         own_class = chosen.is_stepped and not is_torchs(chosen.instance)
         self._compares = own_class and sharded
-        self._spelled = None if own_class else Spelled(self.groups)
+        self._spelled = None if own_class else GroupDigest(self.groups)
         flags = [rule.flag for rule in chosen.rules if isinstance(rule, MatrixRule)]
         self._written = WrittenValues(self.name, self.groups, chosen.checks_of_groups(), flags)
         self._formats = plan.formats
@@ -270,7 +270,7 @@ class ShardedStep:
             late = enumerate(self._rules)
             self.stepper.not_begun = {(i, name) for i, rule in late for name in rule.late_states if i not in groups}
 
-    def groups_to_compare(self) -> Spelled | None:
+    def groups_to_compare(self) -> GroupDigest | None:
         """What all ranks must hold alike before a step; the user's own class is looked at after its steps instead."""
         if self._spelled is not None:
             self._spelled.update(self.groups)
@@ -492,7 +492,7 @@ class StepDecision:
             if decides_later and checks and scalars.overflow:
                 step.take_back()
             raise
-        self._schedule.order.agreement.guard.check()
+        self._schedule.check()
         self.applied = not step.overflow
         if self.applied and not decides_later:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())
@@ -524,7 +524,7 @@ class StepDecision:
         """By the scale the gradients were computed with: it is updated only after it has been divided out."""
         return self._scaling.postscale / (self.loss_scale.value * divisor)
 
-    def _exchange(self, groups: Spelled | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
+    def _exchange(self, groups: GroupDigest | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
         params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
         late = bool(self._schedule.late_units())
         if not params and not late and self._schedule.trained:
@@ -559,7 +559,7 @@ def _tell_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
     values = [loss.item() for loss in losses]
     worst = next((value for value in values if not math.isfinite(value)), 0.0)
     mine = torch.tensor([*bad, bool(values), as_integer(worst)], dtype=torch.int64)
-    rows = schedule.order.agreement.exchange("which gradients are not finite", mine).tolist()
+    rows = schedule.agreement.exchange("which gradients are not finite", mine).tolist()
     names = [unit.name for index, unit in enumerate(units) if any(row[index] for row in rows)]
     guilty = {rank: as_float(row[-1]) for rank, row in enumerate(rows) if not math.isfinite(as_float(row[-1]))}
     if guilty:

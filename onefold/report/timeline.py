@@ -157,7 +157,7 @@ class Profiling:
 
     def _write(self, trace: str | os.PathLike[str], slices: list[Slice], device_error: int, *, failed: bool) -> None:
         timeline = RankTimeline(_rank(), host_name(), slices, device_error)
-        agreement = next((engine.schedule.order.agreement for engine in self._engines), None)
+        agreement = next((engine.schedule.agreement for engine in self._engines), None)
         if failed or agreement is None:  # other ranks may not come to where their parts would be collected
             self.path = write_alone(timeline, trace)
             logger.warning("the timeline of rank %d alone is in %s", timeline.rank, self.path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from onefold.comm import Gathering
+from onefold.comm import AllGatherOp
 from onefold.offload.fingerprint import fingerprint
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
@@ -109,7 +109,7 @@ class FlatParam:
         """A gather comes soon: read ahead what is on disk. False where that is not possible yet."""
         return self._secondary_serves or self.store.prefetch()
 
-    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> Gathering:
+    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> AllGatherOp:
         """Memory for the unsharded flat parameter, and what the collective has to fill it with. What is computed with
         may be rounded on its way; what is looked at or written from outside, `lossless`, is not.
         """
@@ -122,12 +122,12 @@ class FlatParam:
         self._is_rounded = wire is not Wire.NATIVE
         if self.secondary is not None and not lossless and (use_secondary or not self.trainable):
             if self._secondary_serves:
-                return Gathering(self.full, self.secondary, span=self.plan.node_shard_size)
+                return AllGatherOp(self.full, self.secondary, span=self.plan.node_shard_size)
             self._secondary_serves = self._fills_secondary = True
         assert self.store.param is not None
         # The user may write to what is looked at.
         source = self.store.param.gather_source(is_overwritten=self._is_rounded or lossless)
-        return Gathering(self.full, source, lossy=self._is_rounded)
+        return AllGatherOp(self.full, source, lossy=self._is_rounded)
 
     def attach_views(self) -> None:
         """The flat parameter is unsharded: parameters are views of it."""

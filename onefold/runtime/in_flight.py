@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onefold.comm import Collective, Gathering, Guard, PeerExchange, Pending
+from onefold.comm import AllGatherOp, Collective, Guard, PeerExchange, Pending
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
@@ -51,7 +51,7 @@ class InFlightCollectives:
         self._memory = memory
 
     def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
-        return self._guard.waiting(operation, [unit.name for unit in units])
+        return self._guard.waiting_for(operation, [unit.name for unit in units])
 
     def _launching(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
         return self._guard.launching(operation, [unit.name for unit in units])
@@ -92,7 +92,7 @@ class InFlightCollectives:
         span = self._span(Track.GATHERS, "unshard", units, size, self._plan.parameters.tier, wire)
         try:
             with self._launching("gather of", units), carrying(span):
-                gatherings: list[Gathering] = []
+                gatherings: list[AllGatherOp] = []
                 for unit in units:
                     started.append(unit)
                     gatherings += unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
@@ -187,7 +187,7 @@ class InFlightCollectives:
         if self.collective.group.size == 1:
             return Pending(lambda: None)
         with self._launching("refresh of", batch), carrying(span):
-            return self.collective.start_gather([Gathering(param.full) for param in params])
+            return self.collective.start_gather([AllGatherOp(param.full) for param in params])
 
     def _finish_refresh(self) -> None:
         refresh = self.refreshes[0]
@@ -220,7 +220,7 @@ class InFlightCollectives:
             self._launching("gather of what was loaded, of", [unit]),
             recorded(Track.GATHERS, "gather of what was loaded", unit.name),
         ):
-            self.collective.start_gather([Gathering(param.full) for param in params]).finish()
+            self.collective.start_gather([AllGatherOp(param.full) for param in params]).finish()
 
     def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """The numbers of the ranks that hold the model state between them, in their order, on the device: the host
@@ -228,7 +228,7 @@ class InFlightCollectives:
         """
         numbers = mine.new_empty(self.collective.group.num_shards)
         with self._guard.launching(what, ()), recorded(Track.GATHERS, what, numel=numbers.numel()):
-            self.collective.start_gather([Gathering(numbers, mine)]).finish()
+            self.collective.start_gather([AllGatherOp(numbers, mine)]).finish()
         return numbers
 
     def start_exchange(self, what: str, units: list[str], exchanges: list[PeerExchange]) -> Callable[[], None]:
@@ -241,7 +241,7 @@ class InFlightCollectives:
             pending = self.collective.start_peer_exchange(exchanges, "matrices")
 
         def wait() -> None:
-            with self._guard.waiting(what, units), recorded(Track.COMPUTE, f"wait for {what}", units[0]):
+            with self._guard.waiting_for(what, units), recorded(Track.COMPUTE, f"wait for {what}", units[0]):
                 pending.finish()
 
         return wait
@@ -267,7 +267,7 @@ class InFlightCollectives:
         gathered, gatherings = {}, []
         for param in (param for unit in batch for param in unit.trained):
             gathered[param.store] = self.pool.take(param.layout.total, param.grad.reduced.dtype)
-            gatherings.append(Gathering(gathered[param.store], param.grad.reduced))
+            gatherings.append(AllGatherOp(gathered[param.store], param.grad.reduced))
         size = sum(gradient.numel() for gradient in gathered.values())
         span = self._span(Track.GATHERS, "gather of gradients", batch, size, Tier.DEVICE, Wire.NATIVE)
         with self._launching("gather of gradients of", batch), carrying(span):

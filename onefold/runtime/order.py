@@ -29,7 +29,7 @@ import torch
 
 from onefold.comm import Agreement, Disagreement, broadcast_from
 from onefold.comm.ledger import Ledger
-from onefold.comm.notes import BEGIN, advice_on_divergence
+from onefold.comm.wait_notes import BEGIN, advice_on_divergence
 from onefold.plan import Moment, Plan, Program, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
@@ -81,7 +81,7 @@ class Order:
         self.reduces = False
         self.agreement = agreement
         self._guard = agreement.guard
-        self._guard.passes = next(_orders) * 1_000_000_000  # passes of two engines are never the same
+        self._guard.number_passes_from(next(_orders) * 1_000_000_000)  # passes of two engines are never the same
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
@@ -122,8 +122,7 @@ class Order:
             self.program = self._programs[0 if forward else 1]
         self.open = True
         self._next_event = self._launched = 0
-        self._guard.passes += 1
-        self._guard.progress, self._guard.asked = 0, False
+        self._guard.begin_pass()
         self._finished.clear()
         self._reduced.clear()
         self._events.clear()
@@ -131,7 +130,7 @@ class Order:
 
     def demand(self, moment: Moment, unit: Unit) -> None:
         """A sharded unit is used now: have its gather launched, and whatever the order puts before it."""
-        if self._guard.asked:
+        if self._guard.divergence_requested:
             self._diverge(unit)
         if not self.open or self.program is None:
             if unit.parameter is ParameterState.SHARDED:
@@ -142,7 +141,7 @@ class Order:
             self._follow_to(self.program, place)
             unit.uses.event = place
         if unit.parameter is ParameterState.SHARDED:
-            self._guard.ask()
+            self._guard.request_divergence()
             self._diverge(unit)
             self._negotiate(Request(moment), unit.index)
 
@@ -188,7 +187,7 @@ class Order:
 
     def end(self, *, aborted: bool = False) -> None:
         """The backward is over: what this rank has skipped is joined, what got no gradient is reduced with zeros."""
-        if self._guard.asked:
+        if self._guard.divergence_requested:
             self._diverge()
         if self.program is not None:
             self._follow_to(self.program, len(self.program.events))
@@ -223,7 +222,7 @@ class Order:
 
     def _launch(self, launch: Launch) -> None:
         self._launched += 1
-        self._guard.progress = self._launched
+        self._guard.publish_launches(self._launched)
         if launch.gathers:
             self._in_flight.start_unshard([self.units[index] for index in launch.units], use_secondary=True)
             assert self.program is not None
@@ -243,7 +242,7 @@ class Order:
         """Leave the program for the rest of this pass, together with every rank that is still in it."""
         program = self.program
         if program is None:
-            self._guard.asked = False
+            self._guard.answer_request()
             return
         rows = self._meet(Request.DIVERGE, unit.index if unit else 0, [], [self._launched])
         # A rank that has already finished the pass has launched everything.
@@ -260,7 +259,7 @@ class Order:
                 unit.reshard_unused()
 
     def _drop_program(self) -> None:
-        self._guard.asked = False
+        self._guard.answer_request()
         if self.program is not None:
             self.program, self._programs, self._whole_record = None, [], False
             self._retraces -= 1
@@ -293,7 +292,7 @@ class Order:
                     return rows
                 if any(row[0] == Request.END for row in rows) and not self._whole_record:
                     continue  # ranks that diverged end their pass now; the others were through with it before
-                self._guard.give_up(self._differ(rows))
+                self._guard.fail(self._differ(rows))
             moment, index = min(gathers, key=_turn)
             unit = self.units[index]
             self._in_flight.start_unshard([unit])
@@ -307,14 +306,14 @@ class Order:
     def _meet(self, request: Request, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
         row = [request, value, len(finished), *finished]
         row += [0] * (_OWN - len(row))
-        return self.agreement.meet(self._say(row), [*row, *own], self._meanwhile())
+        return self.agreement.synchronize(self._say(row), [*row, *own], self._meanwhile())
 
     def _meanwhile(self) -> Callable[[], None] | None:
         """While a rank in the middle of a program waits for the others, these may wait for what it has not launched."""
         program = self.program
         if program is None or not self.open or not self._gathers:
             return None
-        return lambda: self._catch_up(program, self._guard.furthest())
+        return lambda: self._catch_up(program, self._guard.furthest_progress())
 
     def _differ(self, rows: list[list[int]]) -> str:
         stands = "; ".join(f"rank {rank} is at {self._say(row)}" for rank, row in enumerate(rows))
@@ -337,7 +336,7 @@ class Order:
         firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
         group = self.agreement.group
         device = group.device
-        with self._guard.waiting("the record of the first pass"):
+        with self._guard.waiting_for("the record of the first pass"):
             sizes = torch.tensor([len(record), len(firsts)], device=device)
             broadcast_from(group, 0, sizes, self._ledger)
             numbers = torch.zeros(int(sizes.sum()), dtype=torch.int64, device=device)

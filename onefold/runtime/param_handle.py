@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.comm import Agreement, Collective, Gathering, Ledger, agree, broadcast_from
+from onefold.comm import Agreement, AllGatherOp, Collective, Ledger, assert_same_on_all_ranks, broadcast_from
 from onefold.offload.fingerprint import fingerprint
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
@@ -169,8 +169,8 @@ class ParamHandle:
                     if not param.stays_unsharded:
                         param.reshard(drop=True)
 
-    def gather(self, what: str, gatherings: list[Gathering]) -> None:
-        """Gather now, under a name that the hang guard reports. All ranks call this together."""
+    def gather(self, what: str, gatherings: list[AllGatherOp]) -> None:
+        """Gather now, under a name that the hang detector reports. All ranks call this together."""
         name = self.params[0].layout.members[0].name
         with self._agreement.guard.launching(what, [name]):
             self.collective.start_gather(gatherings).finish()
@@ -235,7 +235,7 @@ class ParamHandle:
         are taken.
         """
         what = f"{getattr(func, '__name__', func)}() on a parameter before initialize"
-        agree(what, [(self.name_of(parameter), {"number": str(self.number_of(parameter))})])
+        assert_same_on_all_ranks(what, [(self.name_of(parameter), {"number": str(self.number_of(parameter))})])
         self.borrow()
         try:
             result = func(*args, **kwargs)
@@ -363,13 +363,13 @@ class ParamHandle:
         unit = self.unit
         if unit is not None:
             return unit.schedule.order.meet(request, numbers)
-        return self._agreement.meet("GatheredParameters", numbers)
+        return self._agreement.synchronize("GatheredParameters", numbers)
 
     @property
     def _agreement(self) -> Agreement:
         unit = self.unit
         if unit is not None:
-            return unit.schedule.order.agreement
+            return unit.schedule.agreement
         return Agreement(self.collective.group, self.ledger)
 
     def take_values_of(self, rank: int, agreement: Agreement | None = None) -> None:

@@ -43,9 +43,10 @@ class Schedule:
         self.trained = [unit for unit in units if unit.trained]
         self.sharded = [unit for unit in units if unit.sharded]
         self.in_backward = False
-        agreement = Agreement(collective.group, ledger)
-        self.in_flight = InFlightCollectives(plan, collective, agreement.guard, pool, memory)
-        self.order = Order(units, plan, self.in_flight, agreement, ledger)
+        self.agreement = Agreement(collective.group, ledger)
+        self.guard = self.agreement.guard
+        self.in_flight = InFlightCollectives(plan, collective, self.guard, pool, memory)
+        self.order = Order(units, plan, self.in_flight, self.agreement, ledger)
         for unit in units:
             unit.join(self)
         self._plan = plan
@@ -63,6 +64,20 @@ class Schedule:
         # Numbers the calls of units that have a backward.
         self.calls = count(1)
         self.num_backwards = 0
+
+    # -- exchanges between the hosts of all ranks -----------------------------------------------------------------
+
+    def synchronize(self, what: str, row: Sequence[int]) -> list[list[int]]:
+        """Wait for all ranks, and return every rank's row of integers in rank order. `what` names the exchange."""
+        return self.agreement.synchronize(what, row)
+
+    def publish(self, what: str, text: str, rank: int = 0) -> str:
+        """Return one rank's text on all ranks, which call this together."""
+        return self.agreement.publish(what, text, rank)
+
+    def check(self) -> None:
+        """Raise `Disagreement` if the hang detector has found the job stuck."""
+        self.guard.check()
 
     # -- passes -------------------------------------------------------------------------------------------------
 
@@ -170,7 +185,7 @@ class Schedule:
         """Reduce once more whatever units any rank has late gradients in. Every rank calls this together."""
         late = self.late_units()
         mine = torch.tensor([unit in late for unit in self.trained], dtype=torch.int32)
-        everybody = self.order.agreement.exchange("the late gradients", mine).sum(0).tolist()
+        everybody = self.agreement.exchange("the late gradients", mine).sum(0).tolist()
         for unit, late_on in zip(self.trained, everybody, strict=True):
             if late_on:
                 # It came late once: from now on only the end of backward finishes it.

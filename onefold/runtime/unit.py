@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onefold.comm import Gathering, Reduction
+from onefold.comm import AllGatherOp, Reduction
 from onefold.plan import Moment
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
@@ -283,7 +283,7 @@ class Unit:
             schedule.order.demand(moment, self)
             schedule.in_flight.wait_for_unshard(self)
 
-    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> list[Gathering]:
+    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> list[AllGatherOp]:
         """What the collective has to gather."""
         self.num_gathers += 1
         if self.parameter is ParameterState.SHARDED:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import Gathering
+from onefold.comm import AllGatherOp
 from onefold.engine.model_events import ModelEvents
 from onefold.log import logger as logger
 from onefold.offload.param_shard import Flat, read, write
@@ -97,7 +97,7 @@ class _Range:
             handle = self.place.handle
             handle.meet(Request.READ, [])
             full = torch.empty(param.layout.total, dtype=full.dtype, device=full.device)
-            handle.gather("gather of states of", [Gathering(full, own)])
+            handle.gather("gather of states of", [AllGatherOp(full, own)])
         return full[member.start : member.stop].view(member.shape).clone()
 
     def local(self) -> torch.Tensor:
@@ -180,7 +180,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         start, stop = flat.own_range
         flat.full[start:stop].copy_(read(master.tensor))
         place.handle.meet(Request.READ, [])
-        place.handle.gather("gather of weights of", [Gathering(flat.full)])
+        place.handle.gather("gather of weights of", [AllGatherOp(flat.full)])
         flat.note_values()
 
 

@@ -14,9 +14,9 @@ from test_alike import heard, layers
 from torch import nn
 
 import onefold
-from onefold.comm import watch
-from onefold.comm.notes import Note, is_ahead, is_stuck
-from onefold.comm.watch import of_backend
+from onefold.comm import hang_detector
+from onefold.comm.connections import is_backend_error
+from onefold.comm.wait_notes import WaitNote, is_ahead, is_stuck
 
 Heard = tuple[str, str, float, str]
 
@@ -141,8 +141,8 @@ def test_a_retry_on_one_rank_gets_advice_that_fits(own_ranks, at):
 
 
 def busy(kind: str) -> Heard:
-    """Rank 0 waits for much longer than the guard's patience, but nothing is stuck."""
-    watch.PATIENCE = 0.5
+    """Rank 0 waits for much longer than the detector's patience, but nothing is stuck."""
+    hang_detector.PATIENCE = 0.5
 
     def act() -> None:
         engine = engine_of(3)
@@ -173,12 +173,12 @@ def test_slow_ranks_are_not_stuck(side_by_side):
             assert seconds > 2.5, kind  # others were waited for
 
 
-def ours(what: str, *, lasts: bool = True) -> Note:
-    return Note(1, what, lasts=lasts)
+def ours(what: str, *, lasts: bool = True) -> WaitNote:
+    return WaitNote(1, what, lasts=lasts)
 
 
-def theirs(*ranks: int) -> Note:
-    return Note(0, "its own all_reduce()", ours=False, ranks=ranks or None, lasts=True)
+def theirs(*ranks: int) -> WaitNote:
+    return WaitNote(0, "its own all_reduce()", ours=False, ranks=ranks or None, lasts=True)
 
 
 def test_what_counts_as_stuck():
@@ -193,7 +193,7 @@ def test_what_counts_as_stuck():
 
 def test_who_has_launched_more_will_not_come_to_a_meeting():
     """Where devices wait and hosts do not."""
-    meets, computes = ours("the step"), Note(1, "its own computation", ours=False, lasts=True, computes=True)
+    meets, computes = ours("the step"), WaitNote(1, "its own computation", ours=False, lasts=True, computes=True)
     assert is_ahead({0: replace(meets, launched=4), 1: replace(computes, launched=5)})
     assert is_ahead({0: replace(meets, launched=4), 1: replace(meets, launched=5)})
     # It may still come: it has launched as much, or less, or has only just launched more.
@@ -206,22 +206,24 @@ def test_who_has_launched_more_will_not_come_to_a_meeting():
 
 
 def passes_through() -> list[str]:
-    """Errors of a guarded wait that are not the network's; and afterwards the guard has no verdict."""
-    watched = watch.watch_world()
+    """Errors of a published wait that are not the network's; and afterwards the detector has no verdict."""
+    detector = hang_detector.world_detector()
     found = []
     for error in (torch.OutOfMemoryError("no memory"), RuntimeError("can't allocate memory"), KeyboardInterrupt()):
         try:
-            with watched.waiting("a wait"):
+            with detector.waiting_for("a wait"):
                 raise error
         except BaseException as caught:
             found.append(caught is error)
-    return [*map(str, found), str(watched.verdict)]
+    return [*map(str, found), str(detector.verdict)]
 
 
 def test_only_the_networks_errors_become_a_disagreement(on_ranks):
     assert on_ranks(2, passes_through) == [["True", "True", "True", "None"]] * 2
-    assert of_backend(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"))
-    assert not of_backend(ValueError("Connection closed by peer"))
+    assert is_backend_error(
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+    )
+    assert not is_backend_error(ValueError("Connection closed by peer"))
 
 
 def threads_of_engines() -> list[list[str]]:

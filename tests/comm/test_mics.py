@@ -11,7 +11,7 @@ from covering import covering
 from models import Net, Trace, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.comm import Gathering, Ledger, Reduction, data_group, make_collective
+from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, make_collective
 from onefold.config import ConfigError
 from onefold.plan import Tier
 from onefold.plan.table import DTYPES
@@ -87,7 +87,7 @@ def test_parts_hold_the_same_bits_and_stay_close_to_stage_3(on_ranks, dtype, acc
                 trace.weights[name], weight, **rounding, msg=lambda told, name=name: f"{name}: {told}"
             )
         # Parameters travel inside a host only; gradients inside, and their sums once round across.
-        moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
+        moved = {key: num for key, num in rows.items() if key[0] not in ("synchronize", "broadcast")}
         shards = sum(totals) // 2
         assert sum(held) == 12 * shards
         assert moved == {
@@ -109,7 +109,7 @@ def reduce_and_gather(replicas: int, wire: str) -> tuple[torch.Tensor, torch.Ten
     target = torch.ones(10)
     collective.start_reduce_scatter([Reduction(source, target, DTYPES[wire], add=True)]).finish()
     line = torch.zeros(group.num_shards * 10)
-    collective.start_gather([Gathering(line, target)]).finish()
+    collective.start_gather([AllGatherOp(line, target)]).finish()
     return source, target, line, ledger.bytes("reduce inside")
 
 

@@ -9,7 +9,7 @@ import torch
 from covering import covering
 from models import batches, config, more, net, precision, start
 
-from onefold.comm import Exchange, Gathering, Ledger, Native, Reduction, data_group
+from onefold.comm import AllGatherOp, Exchange, Ledger, Native, Reduction, data_group
 from onefold.comm.agreement import ROW
 
 
@@ -31,7 +31,7 @@ def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str,
         "gather": engine.ledger.bytes("gather"),
         "reduce calls": engine.ledger.calls("reduce-scatter"),
         "gather calls": engine.ledger.calls("gather"),
-        "scalars": engine.ledger.bytes("meet"),
+        "scalars": engine.ledger.bytes("synchronize"),
         "operations": sorted(row.operation for row in engine.ledger.rows()),
     }
 
@@ -47,7 +47,7 @@ def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, accumulation
             assert got["gather"] == gathered * others * got["P"] // world
             # Beside them, one row of integers a step: partial square sum, the late flag, and where the rank is.
             assert got["scalars"] == ROW * 8 * others
-            assert set(got["operations"]) <= {"reduce-scatter", "gather", "meet"}
+            assert set(got["operations"]) <= {"reduce-scatter", "gather", "synchronize"}
 
 
 def test_the_wire_dtype_is_what_travels(on_ranks):
@@ -113,7 +113,7 @@ def collectives(
         expected += source[mine].to(wire).float()
     line = torch.zeros(group.size * 64)
     line[group.rank * 64 : (group.rank + 1) * 64] = group.rank + 1
-    collective.start_gather([Gathering(line)]).finish()
+    collective.start_gather([AllGatherOp(line)]).finish()
     return target, expected + (1.0 if add else 0.0), line
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import Net, batches, config, first_difference, more, net, precision, start, train, weights_of
 
 import onefold
-from onefold.comm import ErrorFeedback, Gathering, Ledger, Reduction, data_group, make_collective
+from onefold.comm import AllGatherOp, ErrorFeedback, Ledger, Reduction, data_group, make_collective
 from onefold.comm.codec import Codec
 from onefold.comm.quantized import Wires
 from onefold.plan import Feedback
@@ -125,7 +125,7 @@ def test_bytes_inside_and_across_nodes_equal_the_formulas(on_ranks, accumulation
     for found in on_ranks(4, run, names, "bf16", 2, accumulation, 2):
         for name in names:
             _, rows, totals = found[name]
-            moved = {key: num for key, num in rows.items() if key[0] not in ("meet", "broadcast")}
+            moved = {key: num for key, num in rows.items() if key[0] not in ("synchronize", "broadcast")}
             assert moved == traffic(name, totals, 4, 2, accumulation), name
             if accumulation == 1 and name in IN_THE_DOCS:
                 left = 2 * sum(num for (_, group), num in moved.items() if group == "across")  # of both ranks of a node
@@ -224,7 +224,7 @@ def coded_lines(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     collective = make_collective("exchange", group, Ledger(), torch.device("cpu"), Wires(parameters=Codec(8)))
     own = torch.randn(2048, generator=torch.Generator().manual_seed(group.rank), dtype=dtype)
     line = torch.zeros(group.size * 2048, dtype=dtype)
-    collective.start_gather([Gathering(line, own, lossy=True)]).finish()
+    collective.start_gather([AllGatherOp(line, own, lossy=True)]).finish()
     return line, own
 
 

@@ -779,9 +779,9 @@ def detour(token: str, names: list[str]) -> dict[str, Any]:
         for number, (x, y) in enumerate(batches(4)):
             engine.module.turns = number == 1 and rank() == 0
             engine.module.token = f"{token}/{name}/{number}"
-            before = engine.ledger.calls("meet")
+            before = engine.ledger.calls("synchronize")
             losses.append(step(engine, x, y))
-            meetings.append(engine.ledger.calls("meet") - before)
+            meetings.append(engine.ledger.calls("synchronize") - before)
         engine.module.turns = False
         # The pass that was left is negotiated from there on; the last one is followed again.
         assert meetings[1] > meetings[3], meetings

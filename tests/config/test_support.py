@@ -43,6 +43,7 @@ COUNT_ALONE = {
     "onefold.units",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",
+    "onefold.nccl_error_handling",
     "onefold.trace.steps",
     "onefold.trace.memory_snapshot",
     "onefold.report",

@@ -97,7 +97,7 @@ def streams_used() -> tuple[bool, bool, bool]:
     """The native collective runs on its own stream, and finishing makes the compute stream wait for it."""
     device = torch.device("cuda", 0)
     collective = Native(data_group(), Ledger(), device)
-    lane = collective._lane.stream
+    lane = collective._comm_stream.stream
     source, target = torch.ones(1 << 24, device=device), torch.zeros(1 << 24, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # the compute stream is busy: the lane must wait for it before it reads

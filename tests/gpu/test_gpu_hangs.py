@@ -1,4 +1,4 @@
-"""The hang guard where the device waits, on NCCL: who waits where, or who is gone, in seconds and on every rank."""
+"""The hang detector where the device waits, on NCCL: who waits where, or who is gone, in seconds and on every rank."""
 
 from __future__ import annotations
 

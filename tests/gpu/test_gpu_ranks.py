@@ -66,7 +66,7 @@ def host_syncs(stage: int) -> int:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_step_waits_for_all_that_is_queued(on_nccl_ranks, stage):
-    """The hang guard looks at counters of the host: it asks the device for nothing. The norm is waited for alone
+    """The hang detector looks at counters of the host: it asks the device for nothing. The norm is waited for alone
     (test_gpu_steps.py).
     """
     assert on_nccl_ranks(2, host_syncs, stage) == [0, 0]

@@ -113,7 +113,7 @@ def compiled(stage: int, compiles: bool, **how: Any) -> tuple[Trace, dict[str, i
     if compiles:
         engine.compile(**how)
     trace = train(engine, 3)
-    traffic = {row.operation: row.bytes for row in engine.ledger.rows() if row.operation != "meet"}
+    traffic = {row.operation: row.bytes for row in engine.ledger.rows() if row.operation != "synchronize"}
     assert engine.is_compiled == compiles
     engine.destroy()
     return trace, traffic

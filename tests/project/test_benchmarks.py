@@ -35,7 +35,7 @@ def calls_of_a_step(stage: int, collective: str) -> tuple[Calls, Calls]:
     engine.ledger.clear()
     counted = count_calls(lambda: step(*last), torch.device("cpu"))
     ledger = engine.ledger
-    return counted, Calls(ledger.calls("reduce-scatter") + ledger.calls("gather"), ledger.calls("meet"))
+    return counted, Calls(ledger.calls("reduce-scatter") + ledger.calls("gather"), ledger.calls("synchronize"))
 
 
 @pytest.mark.parametrize("collective", ["exchange", "native"])

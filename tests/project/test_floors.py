@@ -216,7 +216,7 @@ def test_masters_are_read_through_the_step():
 # budget: they are as many as its modules that others import. Raise a number in a commit of its own that says why.
 BUDGETS = {
     "checkpoint": 4_950,
-    "comm": 3_500,
+    "comm": 3_950,
     "config": 2_800,
     "engine": 2_700,
     "offload": 2_800,

@@ -110,7 +110,7 @@ def test_a_traced_run_is_the_same_and_has_every_byte_of_the_ledger(on_ranks, tmp
         for event in pieces(events, number):
             found[event["cat"]] = found.get(event["cat"], 0) + event["args"].get("bytes", 0)
         assert {track: num_bytes for track, num_bytes in found.items() if num_bytes} == counted
-        assert counted["meetings"] > 0
+        assert counted["synchronization"] > 0
         for track in (Track.DOWN, Track.UP):
             moved = [event["args"] for event in pieces(events, number, cat=track.value)]
             assert all(args["bytes"] for args in moved if args.get("elements")), "each copy has its own bytes"
@@ -306,7 +306,7 @@ def measured(ahead: int) -> clocks.ClockOffset:
         return real() + (ahead if rank() else 0)
 
     with mock.patch.object(clocks.time, "perf_counter_ns", shifted):
-        return clocks.clock_offset(engine.state.schedule.order.agreement)
+        return clocks.clock_offset(engine.state.schedule.agreement)
 
 
 @pytest.mark.parametrize("ahead", [0, 7_000_000_000, -1_000_000])
@@ -319,7 +319,7 @@ def test_clocks_are_aligned_as_well_as_they_say(on_ranks, ahead):
 def gathered(sizes: list[int]) -> list[int]:
     engine = start(net(), config(1))
     data = bytes([rank() + 1]) * sizes[rank()]
-    found = clocks.bytes_for_first(engine.state.schedule.order.agreement, "a test", data)
+    found = clocks.bytes_for_first(engine.state.schedule.agreement, "a test", data)
     assert all(part == bytes([number + 1]) * sizes[number] for number, part in enumerate(found))
     return [len(part) for part in found]
 

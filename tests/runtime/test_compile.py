@@ -22,7 +22,7 @@ def compiled(stage: int, dtype: str, compiles: bool) -> tuple[Any, dict[str, int
         engine.eval()
         x, y = batches(1, seed=9)[0]
         trace.losses.append(engine(x, y).item())
-    traffic = {row.operation: row.bytes for row in engine.ledger.rows() if row.operation != "meet"}
+    traffic = {row.operation: row.bytes for row in engine.ledger.rows() if row.operation != "synchronize"}
     return trace, traffic, engine.is_compiled
 
 

@@ -198,7 +198,7 @@ def test_bytes_of_a_step_equal_the_formulas(on_ranks, world, dtype, accumulation
             sharded, whole = got["sharded"], got["whole"]
             assert got["gather"] == share * size * (accumulation * gathers * sharded + whole), (threshold, zero)
             assert got["reduce"] == share * size * accumulation * (sharded + whole)
-            assert got["operations"] <= {"gather", "reduce-scatter", "meet"}
+            assert got["operations"] <= {"gather", "reduce-scatter", "synchronize"}
 
 
 def test_a_bare_backward_sends_the_same(on_ranks):

@@ -35,7 +35,7 @@ from onefold.checkpoint.saving.rank_writer import (
     Staging,
     record_name,
 )
-from onefold.comm import Board, Disagreement, Guard, Silent
+from onefold.comm import Board, Disagreement, Guard, RankTimeout
 from onefold.log import logger
 
 PERIOD = 0.25
@@ -128,7 +128,7 @@ class Saver:
             # From now on any rank's program may write to its weights.
             try:
                 self._leader.await_parts(request, Phase.WEIGHTS_COPIED)
-            except (SaveError, Silent):
+            except (SaveError, RankTimeout):
                 self.finish()
                 raise
 
@@ -165,7 +165,7 @@ class Saver:
             copying.states_copied.wait()
             if self._rank == 0:
                 # No rank takes the next step before rank 0 is there.
-                with suppress(SaveError, Silent):  # what failed is told by the thread that publishes
+                with suppress(SaveError, RankTimeout):  # what failed is told by the thread that publishes
                     self._leader.await_parts(copying.request, Phase.STATES_COPIED)
 
     def stop(self) -> None:
@@ -197,8 +197,8 @@ class Saver:
             over = seconds is not None and time.monotonic() - started > seconds
             return over or self._board.read("left") is not None or self._guard.verdict is not None
 
-        guarded = self._guard.waiting("the end of its program") if seconds is None else nullcontext()
-        with suppress(Silent), guarded:
+        guarded = self._guard.waiting_for("the end of its program") if seconds is None else nullcontext()
+        with suppress(RankTimeout), guarded:
             self._board.wait(done, lambda: [0], "the end of the program")
 
     # -- the listener -------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _failing_together(part: RankWriter, conclude: Callable[[], None]) -> Iterato
         conclude()
         raise
     except BaseException:  # the user interrupts: that is what is raised here
-        with suppress(SaveError, Silent):
+        with suppress(SaveError, RankTimeout):
             conclude()
         raise
 
@@ -450,7 +450,7 @@ class Follower:
             note = self.next_note()
             return note is not None
 
-        with self._guard.waiting("save_checkpoint, for rank 0"):
+        with self._guard.waiting_for("save_checkpoint, for rank 0"):
             self._board.wait(ready, lambda: [0], "save_checkpoint")
         assert note is not None
         self._served = note["number"]

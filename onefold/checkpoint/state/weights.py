@@ -204,7 +204,7 @@ class _Together:
             return None
 
     def agree(self) -> None:
-        failed = Agreement(self._group, Ledger()).meet("saving", [int(self.error is not None)])
+        failed = Agreement(self._group, Ledger()).synchronize("saving", [int(self.error is not None)])
         if self.error is not None:
             raise self.error
         if failed[0][0]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onefold.comm import Gathering, Ledger, Reduction, data_group, init_distributed, local_device, make_collective
+from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, init_distributed, local_device, make_collective
 
 # Values of a collective so small that only its call counts, and how often each is repeated.
 _SMALL, _ROUNDS = 1024, 5
@@ -78,7 +78,7 @@ def _measure(num_bytes: int) -> dict[str, float]:
         own = line.narrow(0, group.rank * length, length)
         for _ in range(_ROUNDS):
             began = time.perf_counter()
-            collective.start_gather([Gathering(line)]).finish()
+            collective.start_gather([AllGatherOp(line)]).finish()
             collective.start_reduce_scatter([Reduction(line, own.clone(), torch.float32, False)]).finish()
             if device.type == "cuda":
                 torch.cuda.synchronize()

@@ -307,7 +307,7 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
 def _traffic(found: DryRun, machine: Machine) -> Traffic | None:
     if found.traffic is None:
         return None
-    rows = [row for row in found.traffic.rows() if row.operation != "meet"]
+    rows = [row for row in found.traffic.rows() if row.operation != "synchronize"]
     across = sum(row.bytes for row in rows if row.group == ACROSS)
     inside = sum(row.bytes for row in rows if row.group != ACROSS)
     return Traffic(inside, across * machine.gpus, sum(row.calls for row in rows))

@@ -1,45 +1,54 @@
-"""What ranks note down while they wait, and what follows from the notes of all of them."""
+"""Notes about what each rank waits for, and the rules that decide from all notes whether the job is stuck.
+
+Pure data and functions: no process group, no thread, no store.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Words for places that the advice depends on.
+# Names of operations that the advice in an error message depends on.
 INITIALIZE, INIT = "onefold.initialize", "onefold.zero.Init"
 BEGIN, ENDED = "the beginning of a pass", "the end of its program"
 
 
 @dataclass(frozen=True)
-class Note:
-    """What a rank waits for. `passes`, `progress`, `heard`: where it is in the program that all ranks follow."""
+class WaitNote:
+    """What one rank waits for, and how far its engine has come in the current pass."""
 
     number: int
+    """The sequence number of the wait on its rank, so that two waits of one name differ."""
     what: str
-    passes: int = 0
+    pass_number: int = 0
     progress: int = 0
-    heard: bool = False
+    """The number of collectives launched in this pass."""
+    saw_request: bool = False
+    """Whether the rank has seen the request to leave the recorded order in this pass."""
     ours: bool = True
-    """False: a call of its program's own."""
+    """False for a call to torch.distributed that the user's program makes."""
     ranks: tuple[int, ...] | None = None
-    """Whom such a call waits for; None: all."""
+    """The ranks that such a call waits for; None for all ranks."""
     lasts: bool = False
-    """It has lasted for `PATIENCE`."""
+    """Whether the wait has lasted for the detector's patience."""
     launched: int = 0
-    """Collectives that the rank has launched."""
+    """The number of collectives launched since the start of the process."""
     computes: bool = False
-    """It waits for nobody that we know of: it computes, or its device waits."""
+    """Whether no wait is known: the rank computes, or its device waits for a collective."""
 
 
-def is_ahead(notes: dict[int, Note]) -> bool:
-    """Whether a rank waits in a meeting for one that has launched more than it, and so will never come there."""
+def is_ahead(notes: dict[int, WaitNote]) -> bool:
+    """Return whether a rank waits in a host exchange for one that has launched more collectives.
+
+    All ranks reach an exchange after the same launches, so the rank that has launched more will never reach it.
+    """
     lasting = [note for note in notes.values() if note.lasts]
     fewest = min((note.launched for note in lasting if note.ours and not note.computes), default=None)
     return fewest is not None and any(note.launched > fewest for note in lasting)
 
 
-def is_stuck(notes: dict[int, Note]) -> bool:
-    """Whether these notes, one of each rank, can never come together."""
+def is_stuck(notes: dict[int, WaitNote]) -> bool:
+    """Return whether these notes, one per rank, describe waits that can never complete."""
     if any(note.computes for note in notes.values()):
         return False
     ours = {rank for rank, note in notes.items() if note.ours}
@@ -47,13 +56,13 @@ def is_stuck(notes: dict[int, Note]) -> bool:
         return False
     if len(ours) == len(notes):
         return len({note.what for note in notes.values()}) > 1
-    # A program's own call among ranks that all make such calls may only be slow.
+    # A user's collective among ranks that are all inside such calls may only be slow.
     calls = [note for note in notes.values() if not note.ours]
     return all(note.ranks is None or ours.intersection(note.ranks) for note in calls)
 
 
-def describe(notes: dict[int, Note]) -> str:
-    """Which ranks wait for what, and what to do about it."""
+def describe(notes: dict[int, WaitNote]) -> str:
+    """Return an error message that names each rank's operation and suggests a remedy."""
     by_operation: dict[str, list[int]] = {}
     for rank in sorted(notes):
         by_operation.setdefault(notes[rank].what, []).append(rank)
@@ -61,36 +70,41 @@ def describe(notes: dict[int, Note]) -> str:
     return f"the ranks wait for different collectives: {stands}. {_advice(notes, by_operation)}"
 
 
-def describe_loss(lost: Sequence[int], notes: dict[int, Note]) -> str:
+def describe_loss(lost: Sequence[int], notes: dict[int, WaitNote]) -> str:
+    """Return an error message about ranks whose processes have died."""
     stands = "; ".join(f"rank {rank} at {note.what}" for rank, note in sorted(notes.items()) if rank not in lost)
     return (
-        f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone, connections are closed. Others wait: {stands}. "
-        "Look at the end of that rank's log (a crash, out of memory, a signal)"
+        f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone: the connections are closed. Others wait: "
+        f"{stands}. Look at the end of that rank's log for a crash, a signal or an out-of-memory error"
     )
 
 
-def _advice(notes: dict[int, Note], by_operation: dict[str, list[int]]) -> str:
+def _advice(notes: dict[int, WaitNote], by_operation: dict[str, list[int]]) -> str:
     if any(not note.ours and not note.computes for note in notes.values()):
         return (
-            "A rank in a call of its own cannot serve the others: let every rank use the engine equally often before "
-            "that call (in an evaluation: as many batches on every rank), or put the call where all ranks come to it"
+            "A rank inside its own torch.distributed call cannot take part in the engine's collectives: let every rank "
+            "use the engine equally often before that call (in an evaluation: as many batches on every rank), or make "
+            "the call on all ranks"
         )
     if any(what.startswith((INITIALIZE, INIT)) for what in by_operation):
-        return "Let every rank make the same engines, and zero.Init models, in the same order"
+        return "Let every rank make the same engines and zero.Init models, in the same order"
     if ENDED in by_operation:
         return "Let every rank take as many steps as the others, and save as often, before its program ends"
     return advice_on_divergence(by_operation.get(BEGIN, []), by_operation)
 
 
 def advice_on_divergence(beginners: Sequence[int], whats: Iterable[str]) -> str:
-    """What to do about programs that make different calls; `beginners`: ranks that began another forward."""
+    """Return what to do if the ranks' programs make different calls.
+
+    `beginners` are the ranks that began another forward.
+    """
     within_pass = not any("GatheredParameters" in what or "load_checkpoint" in what for what in whats)
     if beginners and within_pass:
         return (
             f"{name_ranks(beginners).capitalize()} began a new forward while others were still in the pass, at its "
             "backward or step. If an error in a forward was caught there and another batch tried: catch errors before "
-            "the forward, or skip the batch on all ranks; else let all ranks call forward, backward and step equally "
-            "often"
+            "the forward, or skip the batch on all ranks; otherwise let all ranks call forward, backward and step "
+            "equally often"
         )
     return (
         "Their programs have diverged: let every rank make the same calls, of the same modules in the same order, or "
@@ -100,4 +114,5 @@ def advice_on_divergence(beginners: Sequence[int], whats: Iterable[str]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,6 +1,6 @@
-"""A notice board that all ranks see: small JSON notes in the store of the process group, the newest under each name.
+"""JSON messages between ranks in the store of the process group, the newest under each name.
 
-Unlike a collective it asks nothing of a rank that has nothing to say, and any thread may use it.
+Unlike a collective, a message needs no call on the ranks that do not read it, and any thread may use the board.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch._C._distributed_c10d import HashStore
 
 from onefold.comm.mesh import Group
 
-# A rank whose beat has not changed for this long is taken to be gone.
+# A rank without a heartbeat for this long counts as dead.
 SILENCE = 15.0
 _SHORTEST, _LONGEST = 0.001, 0.05
 
 
-class Silent(RuntimeError):
-    """A rank that others wait for has stopped answering."""
+class RankTimeout(RuntimeError):
+    """A rank that others wait for has sent no heartbeat for `SILENCE` seconds."""
 
 
 class Board:
-    """Notes of one engine's ranks. `name` is the same on all of them, and no other board's."""
+    """The messages of one engine's ranks. `name` is the same on all ranks, and differs between boards."""
 
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
@@ -38,25 +38,28 @@ class Board:
         self._beat = 0
 
     def post(self, name: str, note: dict[str, Any]) -> None:
+        """Write a message, and replace an earlier one of this name."""
         self._store.set(self._prefix + name, json.dumps(note))
 
     def read(self, name: str) -> dict[str, Any] | None:
+        """Return the message of a name, or None."""
         if not self._store.check([self._prefix + name]):
             return None
         note: dict[str, Any] = json.loads(self._store.get(self._prefix + name))
         return note
 
     def forget(self, name: str) -> None:
+        """Remove the message of a name."""
         self._store.delete_key(self._prefix + name)
 
     def beat(self) -> None:
-        """This rank is alive, whatever its main thread does."""
+        """Write this rank's heartbeat. A background thread calls this, whatever the main thread does."""
         with self._mutex:
             self._beat += 1
             self.post(f"beat/{self.group.rank}", {"beat": self._beat})
 
     def wait(self, ready: Callable[[], bool], whom: Callable[[], list[int]], what: str) -> None:
-        """Until `ready`. Raises where one of the ranks that are waited for no longer beats."""
+        """Wait until `ready` returns True. Raise `RankTimeout` if a rank of `whom()` sends no more heartbeats."""
         started, last = time.monotonic(), dict[int, tuple[Any, float]]()
         while not ready():
             waited = time.monotonic() - started
@@ -69,6 +72,7 @@ class Board:
                 if beat != before:
                     last[rank] = (beat, now)
                 elif now - since > SILENCE:
-                    raise Silent(
-                        f"{what}: rank {rank} has not answered for {SILENCE:.0f} s; it has ended, or has no engine"
+                    raise RankTimeout(
+                        f"{what}: rank {rank} has not answered for {SILENCE:.0f} s. It has ended, or has no engine: "
+                        "look at its log"
                     )
