@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "stale-second-shard",
         "onefold/runtime/flat_param.py",
-        'have other values, on every rank."""\n        self._secondary_serves = self._fills_secondary = False',
-        'have other values, on every rank."""\n        self._fills_second = False',
+        'before they change on every rank."""\n        self._secondary_serves = self._fills_secondary = False',
+        'before they change on every rank."""\n        self._fills_second = False',
         "test_wires.py",
     ),
     Mutation(

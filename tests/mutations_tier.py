@@ -163,7 +163,7 @@ TIER_MUTATIONS = [
     Mutation(
         "tier-error-feedback-of-another-run",
         "onefold/runtime/schedule.py",
-        "        for param in self.trained_params():\n            param.grad.forget_error()\n",
+        "        for param in self.trained_params():\n            param.grad.reset_error_feedback()\n",
         "",
         "test_wires_cases.py test_wires.py test_checkpoints.py",
     ),

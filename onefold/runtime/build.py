@@ -153,7 +153,7 @@ def build_units(
         for param, is_alike in zip(params, alike, strict=True):
             if not is_alike:
                 broadcast_from(group, 0, param.full, ledger)
-            param.write_back()
+            param.update_shard()
         unit.reshard()
         units.append(unit)
     for unit in units:

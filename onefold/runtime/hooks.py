@@ -72,7 +72,7 @@ class Hooks:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(land))
                     if not param.stays_unsharded:
                         # A gradient may come from an operation that no hook has seen, or that reads no values.
-                        stand_in = _while_alive(FlatParam.stand_in, weakref.ref(param), index)
+                        stand_in = _while_alive(FlatParam.attach_shape_placeholder, weakref.ref(param), index)
                         self._handles.append(parameter.register_hook(stand_in))
         sharded = {id(p) for unit in schedule.units for param in unit.sharded for p in param.parameters}
         for module in model.modules():

@@ -107,7 +107,7 @@ class InFlightCollectives:
         """These are gathered next, in this order: read ahead what rests on disk, as far as there is room."""
         for unit in units:
             with within(unit.name):
-                if not all(param.prefetch() for param in unit.sharded):
+                if not all(param.read_ahead() for param in unit.sharded):
                     return
 
     def _finish_unshard(self) -> None:

@@ -150,7 +150,7 @@ class ParamHandle:
             elif self.lent == 0:
                 sharded = [param for param in self.params if not param.stays_unsharded]
                 with torch.inference_mode(mode=False), torch.no_grad():
-                    gatherings = [param.start_unshard(lossless=True) for param in sharded]
+                    gatherings = [param.prepare_all_gather(lossless=True) for param in sharded]
                     if not blank:
                         self.gather("gather of", gatherings)
                     for param in sharded:
@@ -167,7 +167,7 @@ class ParamHandle:
             elif self.lent == 0:
                 for param in self.params:
                     if not param.stays_unsharded:
-                        param.reshard(drop=True)
+                        param.free_unsharded(drop=True)
 
     def gather(self, what: str, gatherings: list[Gathering]) -> None:
         """Gather now, under a name that the hang guard reports. All ranks call this together."""
@@ -379,7 +379,7 @@ class ParamHandle:
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for param in self.params:
-                detach(param.release(name) for name in param.reshaped_names())
+                detach(param.remove_parameter(name) for name in param.reshaped_names())
                 param.take_parameters()
             alike = False
             if agreement is not None and self.collective.group.size > 1:
@@ -389,7 +389,7 @@ class ParamHandle:
             for param in self.params:
                 if not alike:
                     broadcast_from(self.collective.group, rank, param.full, self.ledger)
-                param.write_back()
+                param.update_shard()
         if self.owner is None:
             self._tell()  # of shards that were made just now
         self.tell_written()

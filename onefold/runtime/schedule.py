@@ -111,7 +111,7 @@ class Schedule:
         """Free the unsharded values that `GatheredParameters` has left for its next reader."""
         unit, self.cached = self.cached, None
         for param in unit.sharded if unit is not None else ():
-            param.forget_cached()
+            param.drop_cache()
 
     def reshard_all(self) -> None:
         """Everything that nobody has borrowed."""
@@ -135,16 +135,16 @@ class Schedule:
             unit.expect_gradients()
         if not boundary:
             for param in self.trained_params():
-                param.grad.accumulate(self.in_flight.pool)
+                param.grad.begin_accumulation(self.in_flight.pool)
 
     def end_backward(self, *, aborted: bool = False) -> None:
         """Every gradient of this backward has landed. What got none is reduced with zeros."""
         if self.order.open:
             self.order.end(aborted=aborted)
         for param in self.trained_params():
-            param.end_stand_ins()  # of gradients that did not land after all
+            param.remove_shape_placeholders()  # of gradients that did not land after all
             if param.grad.drops_at_end:
-                param.grad.end_backward()
+                param.grad.apply_drops()
         if self.memory is not None:
             self.memory.forget_prefetched()
         self.reshard_all()
@@ -155,7 +155,7 @@ class Schedule:
         self.end_backward(aborted=True)
         self.drop_gradients()
         for param in self.trained_params():
-            param.grad.drop_landing()
+            param.grad.clear_autograd_gradients()
 
     def drop_gradients(self) -> None:
         self.in_flight.finish_reductions()
@@ -207,7 +207,7 @@ class Schedule:
         for param in (param for unit in self.units for param in unit.params):
             param.invalidate_secondary()
         for param in self.trained_params():
-            param.grad.forget_error()
+            param.grad.reset_error_feedback()
         return [row[0] for row in self.order.meet(Request.LOAD, [number])]
 
     def reshard_for(self, what: str) -> None:

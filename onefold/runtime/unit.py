@@ -175,11 +175,11 @@ class Unit:
             schedule.in_flight.finish_reduction()
         self.open_gradients(schedule.in_flight.pool)
         grad = param.grad
-        grad.land(index)
-        param.end_stand_ins()
-        if grad.last_landing[index] == backward_number:
+        grad.accumulate_into_slot(index)
+        param.remove_shape_placeholders()
+        if grad.last_backward[index] == backward_number:
             return
-        grad.last_landing[index] = backward_number
+        grad.last_backward[index] = backward_number
         self._num_to_land -= 1
         if self._num_to_land == 0:
             if not self.shared:
@@ -219,7 +219,7 @@ class Unit:
         elif self.sharded:
             with unrecorded():
                 schedule.in_flight.wait_for_refresh(self)
-                is_cached = schedule.cached is self and all(param.is_cached() for param in self.sharded)
+                is_cached = schedule.cached is self and all(param.has_valid_cache() for param in self.sharded)
                 if not is_cached:
                     schedule.forget_cached()
                 schedule.order.lend(self, is_cached=is_cached)
@@ -236,7 +236,7 @@ class Unit:
         if cache and self.sharded and not self.uses.any and not schedule.in_pass and not schedule.in_backward:
             schedule.forget_cached()
             for param in self.sharded:
-                param.cache()
+                param.cache_unsharded()
             schedule.cached = self
         self.reshard_unused(lent=True)
 
@@ -244,7 +244,7 @@ class Unit:
         """Unshard from the values of the last `lend`."""
         assert self.parameter is ParameterState.SHARDED, (self.name, self.parameter)
         for param in self.sharded:
-            param.use_cached()
+            param.restore_cached()
         self.parameter = ParameterState.UNSHARDED
 
     def keep_for_pass(self) -> None:
@@ -288,7 +288,7 @@ class Unit:
         self.num_gathers += 1
         if self.parameter is ParameterState.SHARDED:
             self.parameter = ParameterState.UNSHARDING
-        return [param.start_unshard(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
+        return [param.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
 
     def undo_unshard(self) -> None:
         """It could not be started."""
@@ -298,7 +298,7 @@ class Unit:
         if self.parameter is ParameterState.UNSHARDING and not self.num_gathers:
             self.parameter = ParameterState.SHARDED
             for param in self.sharded:
-                param.reshard()
+                param.free_unsharded()
 
     def finish_unshard(self) -> None:
         """The gather is done."""
@@ -328,21 +328,21 @@ class Unit:
         assert not self.num_gathers, self.name
         if self.sharded:
             for param in self.sharded:
-                param.reshard(drop=drop)
+                param.free_unsharded(drop=drop)
             self.parameter = ParameterState.SHARDED
 
     def write_back(self) -> None:
         """The unsharded values were written from outside: shards take them over."""
         assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
         for param in self.sharded:
-            param.write_back()
+            param.update_shard()
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def open_gradients(self, pool: Pool) -> None:
         if self.gradient is GradientState.EMPTY:
             for param in self.trained:
-                param.grad.open(pool)
+                param.grad.take_slot(pool)
             self.gradient = GradientState.OPEN
         assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
 
@@ -350,12 +350,12 @@ class Unit:
         """What the collective has to reduce and scatter."""
         assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
         self.gradient = GradientState.REDUCING
-        return [param.grad.start_reduction(prescale, pool) for param in self.trained]
+        return [param.grad.prepare_reduce_scatter(prescale, pool) for param in self.trained]
 
     def finish_reduction(self, pool: Pool) -> None:
         assert self.gradient is GradientState.REDUCING, (self.name, self.gradient)
         for param in self.trained:
-            param.grad.finish_reduction(pool)
+            param.grad.store_reduced(pool)
         self.gradient = GradientState.EMPTY
 
     def drop_gradients(self, pool: Pool) -> None:
