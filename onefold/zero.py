@@ -45,8 +45,9 @@ from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
-from onefold.runtime.held import overwrites, plain_class, reads_no_values, sources_of
 from onefold.runtime.order import Request
+from onefold.runtime.parameter_proxy import plain_class, sources_of
+from onefold.runtime.torch_functions import overwrites, reads_no_values
 from onefold.runtime.torch_internals import is_plain_float, tensors_in
 
 __all__ = [

@@ -565,14 +565,14 @@ MUTATIONS = [
     # -- what an engine holds, and what a program does to it ----------------------------------------------------
     Mutation(
         "held-detach-at-rest",
-        "onefold/runtime/held.py",
+        "onefold/runtime/parameter_proxy.py",
         "        if isinstance(result, torch.Tensor) and not result.numel():",
         "        if False:",
         "test_held_parameters.py -k values_of_a_parameter_at_rest",
     ),
     Mutation(
         "held-data-at-rest",
-        "onefold/runtime/held.py",
+        "onefold/runtime/parameter_proxy.py",
         "    if value.numel() or value.dtype !=",
         "    if value.dtype !=",
         "test_held_parameters.py -k values_of_a_parameter_at_rest",

@@ -13,7 +13,7 @@ import torch
 
 from onefold.engine.offload_states import OffloadStateTypeEnum, host_copy, move_by_hand
 from onefold.engine.train_state import TrainState
-from onefold.runtime.held import reads_no_values
+from onefold.runtime.torch_functions import reads_no_values
 from onefold.runtime.torch_internals import tensors_in
 
 _data: Any = torch.Tensor.data

@@ -18,8 +18,8 @@ from onefold.offload.offload_memory import OffloadMemory, make_memory, place
 from onefold.plan import FlatParamSpec, KeptStates, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
 from onefold.plan.memory import SharedStep
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import plain_class
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
+from onefold.runtime.parameter_proxy import plain_class
 from onefold.runtime.quantized_layers import follow_weights, scales_of
 from onefold.runtime.torch_internals import is_plain_float
 from onefold.runtime.unit import Unit

@@ -10,7 +10,7 @@ from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
 from onefold.plan.memory import reduces_in_place
 from onefold.pool import Pool
-from onefold.runtime.held import HeldGradient, raw_grad, set_raw_grad
+from onefold.runtime.parameter_proxy import GradientPlaceholder, raw_grad, set_raw_grad
 
 
 class FlatGrad:
@@ -168,8 +168,10 @@ class FlatGrad:
             if flat.device == self._device:
                 self.shard.forget_square_sum()  # the view may be written to
                 return flat[member.start : member.stop].view(member.shape)
-        where = "multiplied by the loss scale" if scaled and self.layout.num_shards == 1 else HeldGradient.SHARDED
-        return HeldGradient.of(parameter, member.name, member.shape, where)
+        where = (
+            "multiplied by the loss scale" if scaled and self.layout.num_shards == 1 else GradientPlaceholder.SHARDED
+        )
+        return GradientPlaceholder.of(parameter, member.name, member.shape, where)
 
     def drop_of_parameter(self, index: int) -> None:
         """Discard the accumulated gradient of one parameter, as `p.grad = None` requests."""

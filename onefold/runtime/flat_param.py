@@ -15,7 +15,7 @@ from onefold.offload.shard_store import ShardStore
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.memory import stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad
-from onefold.runtime.held import hold, set_data
+from onefold.runtime.parameter_proxy import set_data, set_proxy_class
 
 
 class FlatParam:
@@ -136,7 +136,7 @@ class FlatParam:
         """Make the Parameters views of `full`, after its all-gather has finished."""
         for view, parameter in zip(self._views(), self.parameters, strict=True):
             set_data(parameter, view)
-            hold(parameter, resting=False)
+            set_proxy_class(parameter, sharded=False)
         self.note_values()
 
     def fill_secondary(self) -> None:
@@ -200,7 +200,7 @@ class FlatParam:
             # A parameter that was moved to another flat parameter has other memory.
             if parameter.untyped_storage()._cdata == storage._cdata:
                 set_data(parameter, placeholder)
-                hold(parameter, resting=True)
+                set_proxy_class(parameter, sharded=True)
         if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder
         else:
@@ -311,7 +311,7 @@ class FlatParam:
         """Turn the Parameters into placeholders while an always-unsharded flat parameter is off the device."""
         for parameter in self.parameters:
             set_data(parameter, self.full.new_empty(0))
-            hold(parameter, resting=True)
+            set_proxy_class(parameter, sharded=True)
 
     def cast(self, dtype: torch.dtype) -> None:
         """Change the dtype of the model weight. Only for a flat parameter that no engine trains."""

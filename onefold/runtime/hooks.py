@@ -33,9 +33,9 @@ from torch.utils.hooks import RemovableHandle
 
 from onefold.plan import Moment
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import is_resting, raw_grad, set_raw_grad
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.param_handle import Owner
+from onefold.runtime.parameter_proxy import is_sharded, raw_grad, set_raw_grad
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.torch_internals import (
     inside_backward,
@@ -279,7 +279,7 @@ class Hooks:
         for unit in (self._schedule.units[index] for index in units):
             self._schedule.in_flight.wait_for_refresh(unit)
             # Another engine may hold the same frozen parameters, and have unsharded them.
-            if any(is_resting(parameter) for param in unit.sharded for parameter in param.parameters):
+            if any(is_sharded(parameter) for param in unit.sharded for parameter in param.parameters):
                 raise RuntimeError(
                     f"{what}: the parameters of {unit.name} rest as shards, and would come out empty. {instead}"
                 )

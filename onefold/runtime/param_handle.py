@@ -23,8 +23,17 @@ from torch import nn
 from onefold.comm import Agreement, Collective, Gathering, Ledger, agree, broadcast_from
 from onefold.offload.fingerprint import fingerprint
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
 from onefold.runtime.order import Request
+from onefold.runtime.parameter_proxy import (
+    HANDLE,
+    name_of,
+    raw_grad,
+    restore_plain_class,
+    set_data,
+    set_proxy_class,
+    set_raw_grad,
+    sharded_error,
+)
 from onefold.runtime.torch_internals import inside_backward, inside_transform, tensors_in
 from onefold.runtime.unit import ParameterState, Unit
 
@@ -82,8 +91,8 @@ class ParamHandle:
         }
         for param in params:
             for parameter in param.parameters:
-                parameter.__dict__[HOLDER] = self
-                hold(parameter, resting=not param.stays_unsharded and param.is_sharded)
+                parameter.__dict__[HANDLE] = self
+                set_proxy_class(parameter, sharded=not param.stays_unsharded and param.is_sharded)
         self._tell()
 
     @staticmethod
@@ -209,7 +218,7 @@ class ParamHandle:
             written = [p for p, version in zip(resting, versions, strict=True) if p._version != version]
             if written:
                 names = [name_of(parameter) for parameter in written]
-                raise at_rest(names, f"{getattr(func, '__name__', func)} writes inside a forward or backward")
+                raise sharded_error(names, f"{getattr(func, '__name__', func)} writes inside a forward or backward")
             nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
             for unit in used:
                 if unit.is_seen_by(tensors_in(result)):
@@ -407,7 +416,7 @@ class ParamHandle:
 
 
 def handle_of(parameter: object) -> ParamHandle | None:
-    handle = getattr(parameter, "__dict__", {}).get(HOLDER)
+    handle = getattr(parameter, "__dict__", {}).get(HANDLE)
     return handle if isinstance(handle, ParamHandle) and id(parameter) in handle._members else None
 
 
@@ -437,8 +446,8 @@ def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
 def detach(parameters: Iterable[nn.Parameter]) -> None:
     """These parameters lie elsewhere now; a handle that all have left is freed."""
     for parameter in parameters:
-        let_go(parameter)
-        if parameter.__dict__.pop(HOLDER, None) is not None:
+        restore_plain_class(parameter)
+        if parameter.__dict__.pop(HANDLE, None) is not None:
             for tell in on_detach:
                 tell(parameter)
 

@@ -21,9 +21,9 @@ from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import raw_grad
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.order import Order, Request
+from onefold.runtime.parameter_proxy import raw_grad
 from onefold.runtime.unit import GradientState, ParameterState, Unit
 
 

@@ -21,7 +21,7 @@ from onefold.comm import Gathering, Reduction
 from onefold.plan import Moment
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import at_rest, hold, hold_while_updating
+from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
 from onefold.runtime.torch_internals import unrecorded
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ class Unit:
     def begin_refresh(self) -> None:
         self.is_refreshing = True
         for parameter in self._refreshed_parameters():
-            hold_while_updating(parameter)
+            set_updating_class(parameter)
 
     def end_refresh(self) -> None:
         self.is_refreshing = False
         for parameter in self._refreshed_parameters():
-            hold(parameter, resting=False)
+            set_proxy_class(parameter, sharded=False)
 
     def _refreshed_parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for param in self.refreshed for parameter in param.parameters)
@@ -320,7 +320,7 @@ class Unit:
         written = [] if lent else [name for param in self.sharded for name in param.written_names()]
         self.reshard(drop=not (schedule.order.open or schedule.in_backward))
         if written:
-            raise at_rest(written, "a write in place inside a forward or backward")
+            raise sharded_error(written, "a write in place inside a forward or backward")
 
     def reshard(self, *, drop: bool = False) -> None:
         """Free the unsharded parameters. `drop`: no graph will look for the next values in the memory of these."""
