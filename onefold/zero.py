@@ -195,8 +195,8 @@ class Init:
                 params.append(FlatParam(spec, own, plan=self._plan, rank=self._group.rank, device=self._device))
             handle = ParamHandle(params, self._collective, self._ledger)
             handle.take_values_of(0, self._agreement)
-            handle.lent = 1
-            handle.give_back()
+            handle.num_acquired = 1
+            handle.release()
         self._made.append(weakref.ref(handle))
 
     def _cast(self) -> None:
@@ -210,7 +210,7 @@ class Init:
     def open(self, handle: ParamHandle, *, blank: bool = False) -> None:
         """Unshard the parameters of a handle until others have been opened after it. `blank`: without their values."""
         if handle not in self._open:
-            handle.borrow(blank=blank)
+            handle.acquire(blank=blank)
             self._open.append(handle)
             self._close(_OPEN_HANDLES)
 
@@ -226,7 +226,7 @@ class Init:
         except BaseException:
             if blank:
                 self._open.remove(handle)
-                handle.give_back()
+                handle.release()
             raise
 
     def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -245,7 +245,7 @@ class Init:
                 for param in handle.params:
                     param.take_parameters()  # `.data` may have been given a tensor of its own
                 handle.take_values_of(0, self._agreement)
-                handle.give_back()
+                handle.release()
 
 
 class _Touch(TorchFunctionMode):
@@ -318,7 +318,7 @@ class GatheredParameters:
             for handle in self._handles:
                 if self._modifier_rank is not None and handle.owner is not None:
                     handle.owner.about_to_write()
-                handle.borrow()
+                handle.acquire()
                 self._borrowed.append(handle)
             if self._modifier_rank is None:
                 self._before = [[_fingerprint(param) for param in handle.params] for handle in self._borrowed]
@@ -329,7 +329,7 @@ class GatheredParameters:
 
     def _give_back(self, *, cache: bool = False) -> None:
         while self._borrowed:
-            self._borrowed.pop().give_back(cache=cache)
+            self._borrowed.pop().release(cache=cache)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         ParamHandle.num_contexts -= 1
@@ -349,7 +349,7 @@ class GatheredParameters:
     def _check_shapes(self) -> None:
         """Data of another shape must come on every rank alike, and before an engine has laid the model out."""
         names = [name for handle in self._borrowed for name in handle.reshaped()]
-        counts = [row[0] for row in self._borrowed[0].meet(Request.LEND, [len(names)])]
+        counts = [row[0] for row in self._borrowed[0].synchronize(Request.GATHER, [len(names)])]
         laid_out = any(handle.owner is not None for handle in self._borrowed)
         if any(counts) and (laid_out or len(set(counts)) > 1):
             raise RuntimeError(
@@ -366,7 +366,7 @@ class GatheredParameters:
         changed = [handle for handle, is_written in zip(self._borrowed, written, strict=True) if is_written]
         digest = _digest(changed) if changed else 0
         first = 1 + written.index(True) if changed else 0
-        ranks = [tuple(row) for row in self._borrowed[0].meet(Request.LEND, [first, digest])]
+        ranks = [tuple(row) for row in self._borrowed[0].synchronize(Request.GATHER, [first, digest])]
         if changed and digest and len(set(ranks)) == 1:
             for handle in changed:
                 if handle.owner is not None:
@@ -414,7 +414,7 @@ def gather_distributed_parameters(model: nn.Module) -> None:
     A model that has no engine any more, or none yet, stays whole.
     """
     for handle in handles_of(model.parameters()):
-        handle.borrow()
+        handle.acquire()
         handle.leave_unsharded()
 
 

@@ -302,7 +302,7 @@ class Loading:
             with torch.no_grad():
                 for store in step.stores if step is not None else ():
                     store.push().wait()
-                self._state.schedule.refresh_now()
+                self._state.schedule.gather_loaded()
         if asked.optimizer:
             assert step is not None
             step.resume(state["optimizer"]["num_steps"])

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import onefold
 from onefold.comm import local_device
 from onefold.runtime import handle_of
-from onefold.runtime.unit import ParameterState
+from onefold.runtime.unit_state import ParameterState
 from onefold.zero import GatheredParameters
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -1219,9 +1219,9 @@ def failed_loan() -> str | None:
     def fail() -> None:
         raise RuntimeError("no memory")
 
-    homes[1].borrow = fail
+    homes[1].acquire = fail
     problem = refusal(lambda: GatheredParameters(list(both.engine.module.parameters())).__enter__(), "no memory")
-    del homes[1].borrow
+    del homes[1].acquire
     if problem or unsharded_units(both.engine):
         return problem or f"still lent: {unsharded_units(both.engine)}"
     both.step()
