@@ -78,11 +78,12 @@ class Hooks:
         self._handles.append(model.register_forward_hook(after, always_call=True))
 
     def _watch_calls(self, unit: Unit, module: nn.Module) -> None:
-        me, add = weakref.ref(self), self._handles.append
-        before = ModuleHook(me, module, Hooks.before_forward, unit.index)
+        """Call a unit before and after forwards of a module."""
+        target, add = weakref.ref(unit), self._handles.append
+        before = ModuleHook(target, module, Unit.pre_forward)
         if unit.sharded:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = ModuleHook(me, module, Hooks.after_forward, unit.index)
+            after = ModuleHook(target, module, Unit.post_forward)
             add(module.register_forward_hook(after, always_call=True))
         else:
             add(module.register_forward_pre_hook(before))
@@ -194,7 +195,7 @@ class Hooks:
         """Check the model at the next forward or step, because a parameter was moved to another device."""
         self._model_watch.mark()
 
-    # -- calls of units -----------------------------------------------------------------------------------------
+    # -- calls of the outermost module --------------------------------------------------------------------------
 
     def before_root_forward(self, *_: Any) -> None:
         """Begin a pass before a forward of the outermost module."""
@@ -212,14 +213,6 @@ class Hooks:
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if tensors and self._schedule.trained:
                 register_multi_grad_hook(tensors, while_alive(Hooks.expect_end, weakref.ref(self)), mode="any")
-
-    def before_forward(self, index: int, *arguments: Any) -> None:
-        """Call a unit before a forward of its module."""
-        self._schedule.units[index].pre_forward(arguments)
-
-    def after_forward(self, index: int, args: Any, output: Any) -> None:
-        """Call a unit after a forward of its module."""
-        self._schedule.units[index].post_forward(output)
 
     # -- reads and writes outside of forwards -------------------------------------------------------------------
 

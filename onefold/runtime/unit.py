@@ -59,8 +59,7 @@ class Unit:
         self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit = self.name
-        # Weak, because the engine owns the context and a unit must not keep it alive.
-        self._context: weakref.ref[UnitContext] | None = None
+        self._context: weakref.ref[UnitContext] | None = None  # weak, because the engine owns it
 
     @property
     def context(self) -> UnitContext:
@@ -75,7 +74,7 @@ class Unit:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, arguments: Any) -> None:
+    def pre_forward(self, *arguments: Any) -> None:
         """Unshard before a call of the unit's module, and hook the end of the call's backward."""
         if not self.sharded:
             self.unshard(Moment.FORWARD)
@@ -92,7 +91,7 @@ class Unit:
             inputs, has_end = hook_end(while_alive(Unit.post_backward, weakref.ref(self), [call]), arguments)
             uses.stack[-1] = (call if has_end else -call, inputs)
 
-    def post_forward(self, output: Any) -> None:
+    def post_forward(self, args: Any, output: Any) -> None:
         """Hook the beginning of the call's backward, and reshard unless the recorded order keeps the unit."""
         recompute, uses = inside_backward(), self.uses
         call, inputs = uses.stack.pop() if uses.stack else (0, [])
@@ -111,7 +110,8 @@ class Unit:
     def begin_use(self, *, recompute: bool) -> None:
         """Unshard for a call or an operation. `recompute`: inside a backward, for activation checkpointing."""
         context = self.context
-        context.check_present()
+        if context.offloaded:
+            context.check_present()
         self.uses.forwards += 1
         context.depth += 1
         if self.uses.forwards == 1 or self.parameter is not ParameterState.UNSHARDED:
@@ -194,7 +194,8 @@ class Unit:
         context.order.record_use(self.index)
         if not self.sharded:
             return
-        context.forget_cached()
+        if context.cached is not None:
+            context.forget_cached()
         begins_pass = not context.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         with unrecorded():
             if begins_pass:
