@@ -240,7 +240,7 @@ def asleep(work: Any) -> str:
     try:
         work()
     except RuntimeError as error:
-        return "raises" if "call engine.reload_states() first" in str(error) else str(error)
+        return "raises" if "Call engine.reload_states() first" in str(error) else str(error)
     return "is done"
 
 

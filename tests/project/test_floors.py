@@ -175,7 +175,7 @@ BUDGETS = {
     "optim": 5_200,
     "plan": 1_700,
     "report": 2_600,
-    "runtime": 4_250,
+    "runtime": 4_750,
     "top": 2_000,
     "train": 1_750,
     "utils": 550,
