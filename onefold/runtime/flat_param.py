@@ -343,7 +343,7 @@ class FlatParam:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same view. Addresses do not tell, because empty tensors all have address 0."""
+    """Return whether two tensors are the same view. Addresses do not suffice: empty tensors all have address 0."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and one.storage_offset() == other.storage_offset() and one.shape == other.shape
 

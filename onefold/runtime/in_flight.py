@@ -127,9 +127,9 @@ class InFlightCollectives:
     ) -> None:
         """Launch the all-gather of updated parameters, after the limit on what is in flight allows it."""
         _make_room(self.updates, num_elements, self._plan.gather_bucket, self.finish_update)
-        span = self._span(Track.GATHERS, "refresh", names, num_elements, Tier.DEVICE, Wire.NATIVE)
+        span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
         gatherings = prepare()
-        with self._guard.launching("refresh of", names), carrying(span):
+        with self._guard.launching("gather of updated parameters of", names), carrying(span):
             pending = self.collective.start_gather(gatherings)
         self.updates.append(PendingCollective(names, pending, num_elements, span, on_finish))
 
@@ -142,13 +142,13 @@ class InFlightCollectives:
         on_finish: Callable[[], None],
     ) -> None:
         """Queue an update of a single rank, which needs no collective: `wait_for_step` waits for the host."""
-        span = self._span(Track.GATHERS, "refresh", names, num_elements, Tier.DEVICE, Wire.NATIVE)
+        span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
         nothing = Pending(lambda: None)
         self.updates.append(PendingCollective(names, nothing, num_elements, span, on_finish, wait_for_step))
 
     def finish_update(self) -> None:
         """Wait for the first all-gather of updated parameters in flight."""
-        self._finish("refresh of", self.updates)
+        self._finish("gather of updated parameters of", self.updates)
 
     def finish_updates(self) -> None:
         """Wait for all all-gathers of updated parameters."""

@@ -115,9 +115,8 @@ class Order:
         if self._gathers:
             rows = self._negotiate(Request.BEGIN, int(forward), [self._launched if self.open else 0])
             if self.open and self.program is not None:
-                self._catch_up(
-                    self.program, max(row[_OWN] for row in rows)
-                )  # ranks may have stopped at different launches
+                # Ranks may have stopped at different launches.
+                self._catch_up(self.program, max(row[_OWN] for row in rows))
                 for unit in self.units:
                     unit.reshard_unused()
             forward = any(row[1] for row in rows)
