@@ -72,7 +72,7 @@ class Hooks:
                     if any(owner[parameter] == unit.index for parameter in own if parameter in sharded):
                         self._watch_calls(unit, module)
                     else:
-                        wait = ModuleHook(me, module, Hooks.wait_for_update, [unit.index])
+                        wait = ModuleHook(me, module, Hooks.wait_for_updates, [unit.index])
                         self._handles.append(module.register_forward_pre_hook(wait))
         after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
@@ -120,7 +120,7 @@ class Hooks:
         add(module.register_load_state_dict_pre_hook(ModuleHook(me, module, Hooks.before_load, units)))
         add(module.register_load_state_dict_post_hook(ModuleHook(me, module, Hooks.after_load, units)))
         # Sharded parameters are placeholders in a state dict, and raise when they are read.
-        add(module.register_state_dict_pre_hook(ModuleHook(me, module, Hooks.wait_for_update, units)))
+        add(module.register_state_dict_pre_hook(ModuleHook(me, module, Hooks.wait_for_updates, units)))
         if watch:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, me, units)
             self._watched.append(weakref.ref(module))
@@ -216,12 +216,12 @@ class Hooks:
 
     # -- reads and writes outside of forwards -------------------------------------------------------------------
 
-    def read(self, units: list[int]) -> None:
+    def unshard_for_read(self, units: list[int]) -> None:
         """Unshard units whose parameters are read by attribute."""
         for unit in units:
             self._schedule.units[unit].read(backward=inside_backward())
 
-    def wait_for_update(self, units: list[int], *_: Any) -> None:
+    def wait_for_updates(self, units: list[int], *_: Any) -> None:
         """Wait for the all-gathers of updated parameters of some units."""
         for unit in units:
             self._schedule.units[unit].wait_for_update()
@@ -246,7 +246,7 @@ class Hooks:
         listener = self._listener()
         if listener is not None:
             listener.about_to_write()
-        self.wait_for_update(units)
+        self.wait_for_updates(units)
         for unit in units:
             self._schedule.units[unit].gather_for_user()
 
@@ -279,13 +279,13 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.read(self._units)
+            hooks.unshard_for_read(self._units)
         return super().__getitem__(name)
 
     def _wait(self) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.wait_for_update(self._units)
+            hooks.wait_for_updates(self._units)
 
     def items(self) -> Any:
         self._wait()

@@ -163,7 +163,7 @@ class InFlightCollectives:
 
     # -- collectives that are finished where they are started ---------------------------------------------------
 
-    def gather_loaded(self, name: str, gatherings: list[Gathering]) -> None:
+    def all_gather_loaded(self, name: str, gatherings: list[Gathering]) -> None:
         """All-gather values of a unit that each rank has loaded a slice of."""
         with (
             self._guard.launching("gather of what was loaded, of", [name]),

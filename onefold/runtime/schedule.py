@@ -103,7 +103,7 @@ class Schedule:
         """Begin a pass with a forward of the outermost module that will have a backward."""
         self.check_present()
         if self.sharded:
-            self.context.begin_pass(forward=True)
+            self.context.begin_sharded_pass(forward=True)
 
     def reshard_all(self) -> None:
         """Reshard all units that the user has not gathered."""
@@ -232,7 +232,7 @@ class Schedule:
                 if param.stays_unsharded and (self._plan.shards_states or not param.trainable)
             ]
             if params and not self.alone:
-                self.in_flight.gather_loaded(unit.name, [Gathering(param.full) for param in params])
+                self.in_flight.all_gather_loaded(unit.name, [Gathering(param.full) for param in params])
 
     def gradients_to_step(self) -> Iterator[tuple[list[Unit], dict[ShardStore, torch.Tensor]]]:
         """Yield batches of units in the order of first use, with the gradient that this rank steps each shard with."""

@@ -199,7 +199,7 @@ class Unit:
         begins_pass = not context.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         with unrecorded():
             if begins_pass:
-                context.begin_pass(forward=moment is Moment.FORWARD)
+                context.begin_sharded_pass(forward=moment is Moment.FORWARD)
             event = context.order.request_unshard(moment, self.index)
             if event is not None:
                 self.uses.event = event
@@ -309,15 +309,11 @@ class Unit:
                 param.free_unsharded(drop=drop)
             self.parameter = ParameterState.SHARDED
 
-    def begin_pass(self, *, forward: bool) -> None:
-        """Reset the use counts of the last pass and reshard."""
-        if forward:
+    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
+        """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
+        self.uses.clear_pass()
+        if reset_calls:
             self.uses.calls = 0
-        self.end_pass()
-
-    def end_pass(self) -> None:
-        """Discard uses that last until the pass ends, and reshard."""
-        self.uses.end_pass()
         self.reshard_unused()
 
     # -- reduce -------------------------------------------------------------------------------------------------

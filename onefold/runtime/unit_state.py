@@ -54,7 +54,7 @@ class Uses:
         """Whether the unit has to stay unsharded."""
         return bool(self.forwards or self.backwards or self.until_pass_ends or self.gathered_by_user)
 
-    def end_pass(self) -> None:
+    def clear_pass(self) -> None:
         """Discard the uses that last until the pass ends."""
         self.backwards.clear()
         self.ended = 0
@@ -95,11 +95,8 @@ class PassMember(Protocol):
 
     sharded: list[FlatParam]
 
-    def begin_pass(self, *, forward: bool) -> None:
-        """Reset the use counts of the last pass and reshard."""
-
-    def end_pass(self) -> None:
-        """Discard uses that last until the pass ends, and reshard."""
+    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
+        """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
 
 
 class UnitContext:
@@ -149,13 +146,13 @@ class UnitContext:
                 "first."
             )
 
-    def begin_pass(self, *, forward: bool) -> None:
+    def begin_sharded_pass(self, *, forward: bool) -> None:
         """Begin a pass of sharded units, with its forward or, if no forward of it was seen, with its backward."""
         was_open = self.order.open
         self.order.begin(forward=forward)
         if not was_open:  # otherwise an earlier forward of this pass still waits for its backward
             for unit in self.sharded:
-                unit.begin_pass(forward=forward)
+                unit.end_uses_of_pass(reset_calls=forward)
 
     def reshard_after_evaluation(self) -> None:
         """Reshard everything when the outermost forward without a backward has ended."""
@@ -166,7 +163,7 @@ class UnitContext:
         """Reshard all units that the user has not gathered."""
         self.forget_cached()
         for unit in self.sharded:
-            unit.end_pass()
+            unit.end_uses_of_pass()
 
     def forget_cached(self) -> None:
         """Free the unsharded values that `GatheredParameters` has kept for its next use."""
