@@ -36,9 +36,7 @@ class PendingCollective:
 
 
 class InFlightCollectives:
-    """Queues of the three kinds of collectives: all-gathers that unshard, reduce-scatters of gradients, and all-gathers
-    of updated parameters after a step.
-    """
+    """Queues of all-gathers that unshard, reduce-scatters of gradients, and all-gathers of updated parameters."""
 
     def __init__(
         self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, memory: OffloadMemory | None = None

@@ -225,8 +225,9 @@ class ParamHandle:
 
     @property
     def may_be_initialised(self) -> bool:
-        """Whether code may initialise sharded parameters: no engine has had them, and no `GatheredParameters` is open,
-        inside which one rank writes alone.
+        """Whether code may initialise sharded parameters.
+
+        It may if no engine has had them and no `GatheredParameters` is open, inside which one rank writes alone.
         """
         return self.is_new and not ParamHandle.num_contexts
 

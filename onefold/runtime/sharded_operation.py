@@ -81,7 +81,7 @@ class _RecordedOperation:
 
     @staticmethod
     def watch(unit: Unit, result: Any, nodes: list[Any], *, recompute: bool) -> None:
-        """Hook the nodes of an operation."""
+        """Register hooks on the nodes of an operation."""
         recorded = _RecordedOperation(unit, len(nodes))
         first = [tensor.grad_fn for tensor in tensors_in(result)]
         for node in nodes:

@@ -75,7 +75,7 @@ class Unit:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, *arguments: Any) -> None:
-        """Unshard before a call of the unit's module, and hook the end of the call's backward."""
+        """Unshard before a call of the unit's module, and register hooks on the end of the call's backward."""
         if not self.sharded:
             self.unshard(Moment.FORWARD)
             return
@@ -92,7 +92,7 @@ class Unit:
             uses.stack[-1] = (call if has_end else -call, inputs)
 
     def post_forward(self, args: Any, output: Any) -> None:
-        """Hook the beginning of the call's backward, and reshard unless the recorded order keeps the unit."""
+        """Register hooks on the beginning of the call's backward. Reshard unless the recorded order keeps the unit."""
         recompute, uses = inside_backward(), self.uses
         call, inputs = uses.stack.pop() if uses.stack else (0, [])
         if call:
