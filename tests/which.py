@@ -95,6 +95,7 @@ ELSEWHERE = {
     "report/link_bench.py": "estimate/estimate",
     "report/offload_bench.py": "cli/bench_tiers",
     "report/run_file.py": "cli/watch",
+    "runtime/call_hooks.py": "compat/huggingface",
     "runtime/flat_param.py": "comm/wires offload/offload",
     "runtime/hooks.py": "compat/huggingface",
     "runtime/order.py": "comm/wires_cases",
