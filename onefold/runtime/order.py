@@ -39,7 +39,7 @@ from onefold.runtime.unit import Unit
 MAX_RETRACES = 4
 
 # Row of a negotiation: request, value, number of units with ready gradients, these units, four numbers of the request.
-_FINISHED_IN_ROW = 9
+_READY_IN_ROW = 9
 _OWN = 12
 _orders = count(1)
 
@@ -87,11 +87,11 @@ class Order:
         self._ledger = ledger
         self._gathers = any(unit.sharded for unit in units)
         self._trained = [unit for unit in units if unit.trained]
-        self._finished: dict[Unit, None] = {}
+        self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
-        self._learning = True
-        self._retraces = MAX_RETRACES
-        self._whole_record = True
+        self._recording = True
+        self._records_left = MAX_RETRACES
+        self._record_is_whole = True
         self._events: list[Event] = []
         self._used: dict[Unit, None] = {}
         self._next_event = 0
@@ -126,14 +126,14 @@ class Order:
         self._next_event = self._launched = 0
         self._guard.passes += 1
         self._guard.progress, self._guard.asked = 0, False
-        self._finished.clear()
+        self._ready.clear()
         self._reduced.clear()
         self._events.clear()
-        self._whole_record = True
+        self._record_is_whole = True
 
     def record_use(self, unit: int) -> None:
         """Record the order in which units are first used, which is the order of steps."""
-        if self._learning:
+        if self._recording:
             self._used[self.units[unit]] = None
 
     def request_unshard(self, moment: Moment, unit: int) -> int | None:
@@ -170,18 +170,18 @@ class Order:
 
     def gradients_ready(self, unit: int) -> None:
         """Launch the reduce-scatters that are next in the program, after a unit has received all its gradients."""
-        ready = self.units[unit]
-        if ready in self._finished:
+        finished = self.units[unit]
+        if finished in self._ready:
             return
-        self._finished[ready] = None
+        self._ready[finished] = None
         if self.program is None:
             return
-        if self._learning:
+        if self._recording:
             self._events.append((Moment.REDUCE, unit))
         launches = self.program.launches
         while self.reduces and self._launched < len(launches):
             launch = launches[self._launched]
-            if launch.gathers or not all(self.units[index] in self._finished for index in launch.units):
+            if launch.gathers or not all(self.units[index] in self._ready for index in launch.units):
                 return
             self._launch(launch)
 
@@ -196,8 +196,8 @@ class Order:
         if self.reduces:
             self._reduce(self.reduction_batches)
             self._in_flight.finish_reductions()
-            if self._learning and self._whole_record:
-                self._learn(aborted)
+            if self._recording and self._record_is_whole:
+                self._adopt_record(aborted)
         self._in_flight.finish_gathers()
         self.open = False
 
@@ -261,9 +261,9 @@ class Order:
     def _drop_program(self) -> None:
         self._guard.asked = False
         if self.program is not None:
-            self.program, self._programs, self._whole_record = None, [], False
-            self._retraces -= 1
-            self._learning = self._retraces > 0
+            self.program, self._programs, self._record_is_whole = None, [], False
+            self._records_left -= 1
+            self._recording = self._records_left > 0
 
     # -- negotiating --------------------------------------------------------------------------------------------
 
@@ -275,8 +275,8 @@ class Order:
         """Gather what ranks request, and reduce units that are ready on all, until this rank's request is granted."""
         while True:
             waits = self.open and self.program is None and self.reduces
-            done = [unit.index for unit in self._finished if unit not in self._reduced and not unit.shared]
-            rows = self._exchange(request, value, done[:_FINISHED_IN_ROW] if waits else [], own)
+            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.shared]
+            rows = self._exchange(request, value, done[:_READY_IN_ROW] if waits else [], own)
             if any(row[0] == Request.DIVERGE for row in rows):
                 self._drop_program()
                 continue
@@ -284,20 +284,20 @@ class Order:
             finished = [index for index in reported[0] if all(index in others for others in reported[1:])]
             self._reduce(self._batches([self.units[index] for index in finished], self._plan.reduce_bucket))
             self._in_flight.finish_reductions()
-            if self._learning and self.open:
+            if self._recording and self.open:
                 self._events += [(Moment.REDUCE, index) for index in finished]
             gathers = {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}
             if not gathers:
-                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._whole_record):
+                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_whole):
                     return rows
-                if any(row[0] == Request.END for row in rows) and not self._whole_record:
+                if any(row[0] == Request.END for row in rows) and not self._record_is_whole:
                     continue  # ranks that diverged end their pass now; the others have ended it before
                 self._guard.give_up(self._differ(rows))
             moment, index = min(gathers, key=_turn)
             unit = self.units[index]
             Unit.launch_all_gather([unit])
             self._in_flight.finish_gathers()
-            if self.open and self._learning:
+            if self.open and self._recording:
                 self._events.append((Moment(moment), index))
             if (request, value) == (moment, index):
                 return rows
@@ -327,9 +327,9 @@ class Order:
         of_unit = f" {self.units[row[1]].name}" if request in (Request.DIVERGE, Request.GATHER) else ""
         return _DESCRIPTIONS[request] + of_unit
 
-    # -- learning -----------------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------
 
-    def _learn(self, aborted: bool) -> None:
+    def _adopt_record(self, aborted: bool) -> None:
         """Make rank 0's record of this pass the program of the next ones, unless its pass failed."""
         used = [*self._used, *self._trained]
         record = [] if aborted else [number for event in self._events for number in event]
@@ -352,7 +352,7 @@ class Order:
         events += [(Moment.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
         self._follow(events)
         self.step_batches = self._batches([self.units[index] for index in flat[length:]])
-        self._learning = False
+        self._recording = False
         self._used.clear()
 
     def _follow(self, events: list[Event]) -> None:
@@ -373,7 +373,7 @@ class Order:
 
     def close_last(self, unit: Unit) -> None:
         """Make a unit's reduction the last of each pass, because its gradients were late."""
-        if self.program is not None and not self._learning:
+        if self.program is not None and not self._recording:
             events = [event for event in self._programs[0].events if event != (Moment.REDUCE, unit.index)]
             self._follow([*events, (Moment.REDUCE, unit.index)])
 
@@ -387,7 +387,7 @@ class Order:
         self._guard.close()
         for held in (self.units, self._trained, self._events, self._programs, self.step_batches):
             held.clear()
-        for also in (self._finished, self._reduced, self._used):
+        for also in (self._ready, self._reduced, self._used):
             also.clear()
         self.program = None
 

@@ -298,8 +298,8 @@ class Schedule:
         for name, parameter in self._frozen:
             if raw_grad(parameter) is not None:
                 raise RuntimeError(
-                    f"parameter {name} was frozen at initialize and has a gradient now: it has no optimizer state. "
-                    "Unfreeze it before initialize, or initialize again"
+                    f"Parameter {name} was frozen at initialize and has a gradient now, but it has no optimizer state. "
+                    "Unfreeze it before initialize, or initialize again."
                 )
         for unit in self.trained:
             for param in unit.trained:
@@ -308,8 +308,8 @@ class Schedule:
                 there = 0 if is_sharded else param.full[member.start : member.stop].data_ptr()
                 if parameter.numel() and parameter.data_ptr() != there:
                     raise RuntimeError(
-                        f"parameter {member.name} no longer lies where initialize put it: the model was cast, moved "
-                        "or given new .data after initialize. Do that before, or write values in place"
+                        f"Parameter {member.name} is no longer a view of its flat parameter, because the model was "
+                        "cast, moved or given new .data after initialize. Do that before, or write values in place."
                     )
 
     def frozen_names(self) -> list[str]:
