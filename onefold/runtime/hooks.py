@@ -37,6 +37,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, schedule: Schedule, listener: Owner, *, watch: bool) -> None:
         self._schedule = schedule
+        self._context = schedule.context
         self._listener = weakref.ref(listener)
         # The callback of the bare backward under way; dead if that backward has raised.
         self._bare: weakref.ref[Callable[..., None]] | None = None
@@ -147,7 +148,7 @@ class Hooks:
         listener = self._listener()
         if listener is None or (self._bare is not None and self._bare() is not None):
             return
-        if self._schedule.in_backward:
+        if self._context.in_backward:
             if self._bare is None:
                 return  # the engine ends its own backward
             listener.abort_backward()
@@ -159,13 +160,13 @@ class Hooks:
     def end_bare_backward(self) -> None:
         """End a bare backward."""
         self._bare = None
-        if self._schedule.in_backward:
+        if self._context.in_backward:
             self._schedule.end_backward()
 
     def recover(self) -> None:
         """Abort a backward that has raised, before the next forward."""
         listener = self._listener()
-        if listener is not None and self._schedule.in_backward and not inside_backward():
+        if listener is not None and self._context.in_backward and not inside_backward():
             listener.abort_backward()
             self._bare = None
 
@@ -178,7 +179,7 @@ class Hooks:
         self.expect_end()
         # `expect_end` may have aborted an earlier backward and cleared the gradients on parameters. Restore this one.
         set_raw_grad(param.parameters[index], gradient)
-        if not self._schedule.in_backward:
+        if not self._context.in_backward:
             try:
                 listener.begin_bare_backward()
             except RuntimeError:
