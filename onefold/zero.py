@@ -45,8 +45,9 @@ from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.table import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
-from onefold.runtime.held import overwrites, plain_class, reads_no_values, sources_of
 from onefold.runtime.order import Request
+from onefold.runtime.parameter_proxy import plain_class, sources_of
+from onefold.runtime.torch_functions import overwrites, reads_no_values
 from onefold.runtime.torch_internals import is_plain_float, tensors_in
 
 __all__ = [
@@ -195,8 +196,8 @@ class Init:
                 params.append(FlatParam(spec, own, plan=self._plan, rank=self._group.rank, device=self._device))
             handle = ParamHandle(params, self._collective, self._ledger)
             handle.take_values_of(0, self._agreement)
-            handle.lent = 1
-            handle.give_back()
+            handle.num_acquired = 1
+            handle.release()
         self._made.append(weakref.ref(handle))
 
     def _cast(self) -> None:
@@ -210,7 +211,7 @@ class Init:
     def open(self, handle: ParamHandle, *, blank: bool = False) -> None:
         """Unshard the parameters of a handle until others have been opened after it. `blank`: without their values."""
         if handle not in self._open:
-            handle.borrow(blank=blank)
+            handle.acquire(blank=blank)
             self._open.append(handle)
             self._close(_OPEN_HANDLES)
 
@@ -227,7 +228,7 @@ class Init:
         except BaseException:
             if blank:
                 self._open.remove(handle)
-                handle.give_back()
+                handle.release()
             raise
 
     def check_apart(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -246,7 +247,7 @@ class Init:
                 for param in handle.params:
                     param.take_parameters()  # `.data` may have been given a tensor of its own
                 handle.take_values_of(0, self._agreement)
-                handle.give_back()
+                handle.release()
 
 
 class _Touch(TorchFunctionMode):
@@ -319,7 +320,7 @@ class GatheredParameters:
             for handle in self._handles:
                 if self._modifier_rank is not None and handle.owner is not None:
                     handle.owner.about_to_write()
-                handle.borrow()
+                handle.acquire()
                 self._borrowed.append(handle)
             if self._modifier_rank is None:
                 self._before = [[_fingerprint(param) for param in handle.params] for handle in self._borrowed]
@@ -330,7 +331,7 @@ class GatheredParameters:
 
     def _give_back(self, *, cache: bool = False) -> None:
         while self._borrowed:
-            self._borrowed.pop().give_back(cache=cache)
+            self._borrowed.pop().release(cache=cache)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         ParamHandle.num_contexts -= 1
@@ -350,7 +351,7 @@ class GatheredParameters:
     def _check_shapes(self) -> None:
         """Raise if parameters were resized after an engine has laid the model out, or not on all ranks."""
         names = [name for handle in self._borrowed for name in handle.reshaped()]
-        counts = [row[0] for row in self._borrowed[0].meet(Request.LEND, [len(names)])]
+        counts = [row[0] for row in self._borrowed[0].synchronize(Request.GATHER, [len(names)])]
         laid_out = any(handle.owner is not None for handle in self._borrowed)
         if any(counts) and (laid_out or len(set(counts)) > 1):
             raise RuntimeError(
@@ -367,7 +368,7 @@ class GatheredParameters:
         changed = [handle for handle, is_written in zip(self._borrowed, written, strict=True) if is_written]
         digest = _digest(changed) if changed else 0
         first = 1 + written.index(True) if changed else 0
-        ranks = [tuple(row) for row in self._borrowed[0].meet(Request.LEND, [first, digest])]
+        ranks = [tuple(row) for row in self._borrowed[0].synchronize(Request.GATHER, [first, digest])]
         if changed and digest and len(set(ranks)) == 1:
             for handle in changed:
                 if handle.owner is not None:
@@ -415,7 +416,7 @@ def gather_distributed_parameters(model: nn.Module) -> None:
     A model that has no engine any more, or none yet, stays whole.
     """
     for handle in handles_of(model.parameters()):
-        handle.borrow()
+        handle.acquire()
         handle.leave_unsharded()
 
 

@@ -122,7 +122,7 @@ TIER_MUTATIONS = [
     Mutation(
         "tier-recorded-backward-resharded",
         "onefold/runtime/unit.py",
-        "        if torch.is_grad_enabled():  # a backward that is itself recorded leaves nodes that no hook knows\n"
+        "        if torch.is_grad_enabled():  # a backward that is itself recorded creates nodes without hooks\n"
         "            self.keep_for_pass()\n",
         "",
         "test_stage3.py test_cases.py",
@@ -130,7 +130,7 @@ TIER_MUTATIONS = [
     # Stage 3, a block that returns one of its inputs.
     Mutation(
         "tier-input-passed-on-is-an-output",
-        "onefold/runtime/hooks.py",
+        "onefold/runtime/unit.py",
         "nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]",
         "nodes = produced",
         "test_stage3.py test_cases.py",
@@ -163,7 +163,7 @@ TIER_MUTATIONS = [
     Mutation(
         "tier-error-feedback-of-another-run",
         "onefold/runtime/schedule.py",
-        "        for param in self.trained_params():\n            param.grad.forget_error()\n",
+        "        for param in self.trained_params():\n            param.grad.reset_error_feedback()\n",
         "",
         "test_wires_cases.py test_wires.py test_checkpoints.py",
     ),

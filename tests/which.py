@@ -90,6 +90,7 @@ ELSEWHERE = {
     "recorder.py": "report/timeline",
     "report/describe.py": "engine/engine comm/wires_cases",
     "report/run_file.py": "cli/watch",
+    "runtime/call_hooks.py": "compat/huggingface",
     "runtime/flat_param.py": "comm/wires offload/offload",
     "runtime/hooks.py": "compat/huggingface",
     "runtime/order.py": "comm/wires_cases",

@@ -79,7 +79,7 @@ def _gather_together(params: Iterable[nn.Parameter]) -> MultipleAllGatherHandles
     for parameter in params:
         found = param_handle.handle_of(parameter)
         if found is not None:
-            found.borrow()
+            found.acquire()
     return MultipleAllGatherHandles([])
 
 
@@ -107,9 +107,9 @@ def _add_attributes(parameter: nn.Parameter, handle: ParamHandle) -> None:
         ds_persist=unsharded,
         ds_process_group=handle.collective.group.process_group,
         ds_active_sub_modules=set(),
-        all_gather=lambda *_, **__: handle.borrow(),
+        all_gather=lambda *_, **__: handle.acquire(),
         all_gather_coalesced=lambda params, **_: _gather_together(params),
-        partition=lambda *_, **__: handle.give_back(),
+        partition=lambda *_, **__: handle.release(),
         partition_numel=kept.numel,
         ds_summary=partial(_summary, weakref.ref(parameter)),
     )

@@ -324,7 +324,7 @@ class CheckpointLoader:
             with torch.no_grad():
                 for store in step.stores if step is not None else ():
                     store.push().wait()
-                self._state.schedule.refresh_now()
+                self._state.schedule.gather_loaded()
         if options.optimizer:
             assert step is not None
             step.resume(state["optimizer"]["num_steps"])

@@ -20,7 +20,7 @@ from onefold.engine.model_events import ModelEvents
 from onefold.log import logger
 from onefold.plan import Plan
 from onefold.runtime import handle_of
-from onefold.runtime.held import is_resting
+from onefold.runtime.parameter_proxy import is_sharded
 
 
 class SharedParameters:
@@ -75,7 +75,7 @@ class SharedParameters:
     def check_present(self) -> None:
         """Raise if an engine that stores parameters of this one was closed and they are still sharded."""
         if any(owner.is_closed for owner in self._owners):
-            missing = [name for name, parameter in self._named.items() if is_resting(parameter)]
+            missing = [name for name, parameter in self._named.items() if is_sharded(parameter)]
             if missing:
                 raise RuntimeError(
                     f"the engine that stores {missing[0]} was closed. Close it after the engines that share its "

@@ -183,10 +183,10 @@ class ShardedStep:
                     else:
                         self.stepper.step(store, gradient, step)
             for done in self.matrices.end_batch(batch, step) if self.matrices else self.stepper.end_batch(batch):
-                schedule.in_flight.start_refresh(done)
-        batches = schedule.order.refresh_batches
+                schedule.gather_updated(done)
+        batches = schedule.order.step_batches
         for done in self.matrices.end_step() if self.matrices else self.stepper.end_step(batches):
-            schedule.in_flight.start_refresh(done)
+            schedule.gather_updated(done)
         if self._rule is not None and self._rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
             self._rule.finish(self.groups)
@@ -317,7 +317,7 @@ class ShardedStep:
         """Masters have new values outside a step, and shards have taken them over."""
         for param in self._schedule.trained_params():
             param.invalidate_secondary()
-        self._schedule.start_refreshes()
+        self._schedule.gather_updated()
         self._schedule.wait_for_step()
 
     # -- master weights outside a step --------------------------------------------------------------------------

@@ -35,13 +35,13 @@ def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *,
     """Bytes beside model state, by arithmetic. `keeps`: pools keep what was given back, as on a CPU."""
     reductions, refreshes = (
         [[param.spec for unit in batch for param in unit.trained] for batch in batches]
-        for batches in (schedule.order.reduction_batches, schedule.order.refresh_batches)
+        for batches in (schedule.order.reduction_batches, schedule.order.step_batches)
     )
     units = [[param.spec for param in unit.params] for unit in schedule.units]
     pools = count_buffers(reductions, refreshes, plan) if keeps else 0
     matrices = 0
     if step is not None and step.matrices is not None:
-        stores = [[p.store for unit in batch for p in unit.trained] for batch in schedule.order.refresh_batches]
+        stores = [[p.store for unit in batch for p in unit.trained] for batch in schedule.order.step_batches]
         matrices = step.matrices.planned_bytes(stores)
     return BufferBytes(pools, count_unit_in_use(units, plan), matrices)
 

@@ -1,17 +1,18 @@
 """Flat parameters in units, and when they are unsharded, resharded and reduced.
 
-[Note: words of the runtime]
-* flat parameter (`FlatParam`): parameters of a unit that share dtype and treatment, flattened into one tensor, with
-  one shard a rank. Its `full` is the unsharded tensor, its `store` holds this rank's shard between uses, in whatever
-  tier that rests, and what the optimizer keeps beside it: the fp32 master and states.
-* flat gradient (`FlatGrad`): gradients land in a `slot`, a buffer of the pool; its reduction leaves this rank's sum in
-  its `shard`.
+[Note: terms of the runtime]
+* flat parameter (`FlatParam`): parameters of a unit with the same dtype and treatment, flattened into one tensor with
+  one shard per rank. `full` is the unsharded tensor. `store` has this rank's shard, in any tier, the fp32 master and
+  the optimizer states.
+* flat gradient (`FlatGrad`): gradients are accumulated in a `slot`, a buffer of the pool. Its reduction leaves this
+  rank's part of the sum in `shard`.
 * unit (`Unit`): flat parameters that are unsharded, resharded, reduced and stepped together, usually of one block.
-* unshard, reshard: all-gather the shards into `full`, and free it again. Unsharded parameters are views of `full`.
-* refresh: the all-gather after a step of flat parameters that stay unsharded (stages 1 and 2, persistent ones).
-* pass: one forward and its backward. Order (`Order`): which collective comes next, the same on every rank; program:
-  the launches of a pass as they were recorded.
-* handle (`ParamHandle`): who can unshard a parameter from outside a forward.
+* unshard, reshard: all-gather the shards into `full`, and free it. Unsharded parameters are views of `full`.
+* update: the all-gather after a step of flat parameters that stay unsharded (stages 1 and 2, persistent ones).
+* pass: one forward and its backward. `Order` keeps the order of collectives the same on every rank. The program is the
+  recorded order of the launches of a pass.
+* proxy (`parameter_proxy`): the class of a Parameter whose values are in a flat parameter. Handle (`ParamHandle`): how
+  code outside of a forward unshards, reads and writes such a Parameter.
 """
 
 from onefold.runtime.build import lay_out

@@ -1,4 +1,4 @@
-"""From a model to units: cut it, lay it out, take rank 0's values."""
+"""Build the units of a model: cut it, lay it out, and broadcast rank 0's values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from onefold.offload.offload_memory import OffloadMemory, make_memory, place
 from onefold.plan import FlatParamSpec, KeptStates, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
 from onefold.plan.memory import SharedStep
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import plain_class
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
+from onefold.runtime.parameter_proxy import plain_class
 from onefold.runtime.quantized_layers import follow_weights, scales_of
 from onefold.runtime.torch_internals import is_plain_float
 from onefold.runtime.unit import Unit
@@ -27,14 +27,14 @@ from onefold.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it has tensors: its flat parameters as specs."""
+    """A unit without tensors: its flat parameters as specs."""
 
     found: UnitCut
     params: list[FlatParamSpec]
 
 
 class _Alike(NamedTuple):
-    """What parameters of one flat parameter have in common."""
+    """Properties that all parameters of one flat parameter share."""
 
     dtype: torch.dtype
     trainable: bool
@@ -53,8 +53,9 @@ def lay_out(
     device: torch.device,
     elsewhere: Collection[int] = (),
 ) -> tuple[list[Unit], OffloadMemory | None]:
-    """Cut a model into units, decide where each of its flat parameters rests, and build them there. `elsewhere`: the
-    ids of parameters that another engine holds.
+    """Cut a model into units, assign a tier to each of their flat parameters, and build them.
+
+    `elsewhere` has the ids of parameters that another engine manages.
     """
     agreement = Agreement(group, ledger)
     specs = plan_units(model, plan, groups, states, elsewhere)
@@ -72,8 +73,10 @@ def plan_units(
     states: Sequence[KeptStates],
     elsewhere: Collection[int] = (),
 ) -> list[UnitSpec]:
-    """Cut a model and lay it out. `groups` maps the id of each trained parameter to its optimizer group, `states` names
-    what the optimizer keeps for each group: groups that differ in it have flat parameters of their own.
+    """Cut a model and lay it out.
+
+    `groups` maps the id of each trained parameter to its optimizer group. `states` has the optimizer states of each
+    group: groups with different states have separate flat parameters.
     """
     parameters = dict(model.named_parameters())
     _check_modules(model)
@@ -81,8 +84,8 @@ def plan_units(
     for pattern in plan.formats.fp32_names:
         if not any(fnmatchcase(name, pattern) for name in parameters):
             raise ConfigError(
-                f"onefold.fp32_state_names: {pattern!r} is the name of no parameter; names are such as "
-                f"{next(iter(parameters), '')!r}, and * stands for any part of one"
+                f"onefold.fp32_state_names: {pattern!r} matches no parameter. Names are such as "
+                f"{next(iter(parameters), '')!r}, and * matches any part of one."
             )
     shapes = {name: tuple(unsharded_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
@@ -132,15 +135,15 @@ def build_units(
     memory: OffloadMemory | None,
     elsewhere: Collection[int] = (),
 ) -> list[Unit]:
-    """Flatten a model unit by unit, so that at most one unit is ever held twice, and rank 0's values are taken."""
+    """Flatten a model and broadcast rank 0's values, unit by unit, so that at most one unit is in memory twice."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
     on_meta = {name for name, parameter in parameters.items() if parameter.is_meta and device.type != "meta"}
     units: list[Unit] = []
     for index, spec in enumerate(specs):
         members = [[parameters[member.name] for member in param.layout.members] for param in spec.params]
-        # What rests as shards is the same on every rank already.
-        alike = [all(handle_of(parameter) is not None for parameter in some) for some in members]
+        # Sharded parameters have the same values on every rank already.
+        in_sync = [all(handle_of(parameter) is not None for parameter in some) for some in members]
         with unsharded(parameter for some in members for parameter in some):
             params = [
                 FlatParam(param, some, plan=plan, rank=group.shard, device=device, memory=memory)
@@ -150,10 +153,10 @@ def build_units(
         path = spec.found.module
         unit = Unit(path, modules[path], params, index=index, shared=spec.found.shared)
         _initialise(modules, on_meta & {name for param in params for name, _ in param.named_parameters()}, units)
-        for param, is_alike in zip(params, alike, strict=True):
-            if not is_alike:
+        for param, is_in_sync in zip(params, in_sync, strict=True):
+            if not is_in_sync:
                 broadcast_from(group, 0, param.full, ledger)
-            param.write_back()
+            param.update_shard()
         unit.reshard()
         units.append(unit)
     for unit in units:
@@ -165,18 +168,18 @@ def build_units(
 
 
 def _buffer_dtype(module: nn.Module, path: str, dtype: torch.dtype, precision: Precision) -> torch.dtype:
-    """The dtype of a buffer: `data_types.buffer_dtype` of the config for every floating-point one, where it is given.
+    """Return the dtype of a buffer. `data_types.buffer_dtype` applies to every floating-point buffer.
 
-    Without it, buffers of torch's own layers follow the parameters they meet, as in `module.to(dtype)`: running
-    statistics of batch norms, the vectors of spectral and orthogonal norms. Buffers of other modules stay as they are:
-    many are made to be precise (rotary frequencies, position tables). Buffers that `data_types.keep_in_fp32_modules`
-    names, by their name in the model, are fp32 where parameters have fewer bits.
+    Without it, buffers of torch's own layers (running statistics of batch norms, the vectors of spectral and orthogonal
+    norms) are cast with the parameters, as in `module.to(dtype)`. Buffers of other modules are not, because many need
+    their precision (rotary frequencies, position tables). Buffers whose name matches `data_types.keep_in_fp32_modules`
+    are fp32 if parameters have fewer bits.
     """
     if not is_plain_float(dtype):
         return dtype
     if precision.compute is not None and any(fnmatchcase(path, f"*{pattern}*") for pattern in precision.fp32_buffers):
         return torch.float32
-    # `spectral_norm` as a hook keeps weight_u and weight_v beside weight_orig, on whatever module it is given.
+    # The hook of `spectral_norm` stores weight_u and weight_v next to weight_orig, on any module.
     name = path.rpartition(".")[2]
     of_hook = f"{name.rpartition('_')[0]}_orig" in module._parameters
     home = type(module).__module__
@@ -186,9 +189,10 @@ def _buffer_dtype(module: nn.Module, path: str, dtype: torch.dtype, precision: P
 
 
 def _fits_in_flat(parameter: nn.Parameter) -> bool:
-    """Whether a frozen parameter is one dense run of memory of a dtype that every backend can gather. Others stay with
-    their module, unsharded: tensors inside tensors (torchao's quantized weights), floats of 8 bits, sparse, complex and
-    boolean ones.
+    """Return whether a frozen parameter is dense and of a dtype that every backend can gather.
+
+    Others stay unsharded in their module: tensor subclasses with tensors inside (torchao's quantized weights), 8-bit
+    floats, sparse, complex and boolean parameters.
     """
     numbers = is_plain_float(parameter.dtype) or parameter.dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
     return numbers and parameter.layout is torch.strided and not _has_own_format(plain_class(parameter))
@@ -199,35 +203,39 @@ def _has_own_format(kind: type[nn.Parameter]) -> bool:
 
 
 def _check_trainable(name: str, parameter: nn.Parameter) -> None:
-    """Refuse, by name, what cannot be stepped as plain numbers in a flat line."""
+    """Raise if a parameter cannot be trained as plain numbers in a flat tensor."""
     kind = plain_class(parameter)
     if parameter.is_complex():
         raise ValueError(
-            f"parameter {name} is complex ({parameter.dtype}), and flat shards hold real numbers: keep it as a real "
-            "parameter of shape (..., 2) and use torch.view_as_complex(weight) in the forward, or freeze it"
+            f"Parameter {name} is complex ({parameter.dtype}), and flat shards hold real numbers. Keep it as a real "
+            "parameter of shape (..., 2) and use torch.view_as_complex(weight) in the forward, or freeze it."
         )
     if parameter.layout is not torch.strided:
-        raise ValueError(f"parameter {name} has the layout {parameter.layout}: only dense parameters can be sharded")
+        raise ValueError(
+            f"Parameter {name} has the layout {parameter.layout}, and only dense parameters can be sharded. Make it "
+            "dense, or freeze it."
+        )
     disabled = torch._C._disabled_torch_function_impl
     if _has_own_format(kind) or getattr(kind, "__torch_function__", disabled) is not disabled:
         raise ValueError(
-            f"parameter {name} is a {kind.__module__}.{kind.__qualname__}, which gives torch functions a meaning of "
-            "its own: it cannot be trained as plain numbers. Freeze it, leave it out of the optimizer, or make it an "
-            "nn.Parameter"
+            f"Parameter {name} is a {kind.__module__}.{kind.__qualname__}, which overrides torch functions and cannot "
+            "be trained as plain numbers. Freeze it, leave it out of the optimizer, or make it an nn.Parameter."
         )
 
 
 def _check_modules(model: nn.Module) -> None:
+    """Raise if a module does not accept hooks."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"module {name or '(root)'} is a torch.jit ScriptModule, which takes no hooks: its parameters cannot "
-                "be unsharded or reduced. Pass the Python module, and compile it with torch.compile or engine.compile()"
+                f"Module {name or '(root)'} is a torch.jit ScriptModule, which does not accept hooks, so that its "
+                "parameters cannot be unsharded or reduced. Pass the Python module, and compile it with torch.compile "
+                "or engine.compile()."
             )
 
 
 def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that lie in the same memory: each would get memory of its own, and they would diverge."""
+    """Raise if parameters share memory. Each would get separate memory, and they would diverge."""
     ranges = []
     for name, parameter in parameters.items():
         has_memory = parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta
@@ -242,21 +250,20 @@ def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
             trained = parameters[name].requires_grad or parameters[other].requires_grad
             if trained and _overlap(parameters[name], parameters[other]):
                 raise ValueError(
-                    f"parameters {name} and {other} share memory but are two Parameter objects, and each would be "
-                    "trained by itself. Tie the Parameter: assign one module's parameter to the other (b.weight = "
-                    "a.weight), or clone it"
+                    f"Parameters {name} and {other} share memory but are two Parameter objects, and each would be "
+                    "trained separately. Tie the Parameter (b.weight = a.weight), or clone it."
                 )
 
 
 def _span(parameter: nn.Parameter) -> int:
-    """Elements from the first to the last, with what lies between them."""
+    """Return the number of elements from the first to the last, including gaps."""
     return 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
 def _overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Whether some byte belongs to both. Columns of one matrix lie between each other, and share nothing."""
+    """Return whether two parameters share a byte. Columns of one matrix are interleaved and share nothing."""
     if all(parameter.numel() == _span(parameter) for parameter in (one, other)):
-        return True  # no gaps, and their ranges meet
+        return True  # no gaps, and their ranges overlap
     begin = min(one.data_ptr(), other.data_ptr())
     end = max(parameter.data_ptr() + _span(parameter) * parameter.itemsize for parameter in (one, other))
     taken = torch.zeros(end - begin, dtype=torch.bool)
@@ -274,22 +281,22 @@ def _overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Sequence[Unit]) -> None:
-    """Give values to what was built on the meta device, by each module's own `reset_parameters`."""
+    """Initialise parameters that were built on the meta device with the `reset_parameters` of their module."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in sorted(on_meta))
     for path in owners:
         reset = getattr(modules[path], "reset_parameters", None)
         if reset is None:
             raise ValueError(
-                f"parameters of {path or 'the root module'} ({type(modules[path]).__name__}) are on the meta device "
-                "and the class has no reset_parameters to give them values: define one, or build it off meta"
+                f"Parameters of {path or 'the root module'} ({type(modules[path]).__name__}) are on the meta device "
+                "and the class has no reset_parameters. Define one, or build the module on a real device."
             )
         own = {id(parameter) for parameter in modules[path].parameters(recurse=False)}
         sharded = [param for unit in earlier for param in unit.sharded]
-        resting = {name for param in sharded for name, parameter in param.named_parameters() if id(parameter) in own}
-        if resting:
+        shared = {name for param in sharded for name, parameter in param.named_parameters() if id(parameter) in own}
+        if shared:
             raise ValueError(
-                f"{path} shares {', '.join(sorted(resting))} with another module and is on the meta device: "
-                "reset_parameters cannot reach shared weights that are sharded already. Build it off meta"
+                f"{path} is on the meta device and shares {', '.join(sorted(shared))}, which are sharded already, with "
+                "another module, so that reset_parameters cannot initialise them. Build it on a real device."
             )
         reset()
 
@@ -303,7 +310,7 @@ def _take_first_ranks_values(
     device: torch.device,
     elsewhere: Collection[int],
 ) -> None:
-    """Of what lies in no flat parameter: buffers, parameters that are left alone, and the scales of packed ones."""
+    """Broadcast rank 0's values of buffers, parameters without a flat parameter, and scales of packed parameters."""
     with torch.no_grad():
         flattened = {id(parameter) for unit in units for param in unit.params for parameter in param.parameters}
         flattened |= set(elsewhere)
@@ -311,7 +318,9 @@ def _take_first_ranks_values(
         for home, module in model.named_modules():
             for name, buffer in module.named_buffers(prefix=home, recurse=False):
                 if buffer.is_meta and device.type != "meta":
-                    raise ValueError(f"buffer {name} is on the meta device and has no values: build buffers off meta")
+                    raise ValueError(
+                        f"Buffer {name} is on the meta device and has no values. Build buffers on a real device."
+                    )
                 buffer.data = buffer.data.to(_buffer_dtype(module, name, buffer.dtype, precision))
         scales = [tensor for module in model.modules() for tensor in scales_of(module).values()]
         for tensor in [*loose, *model.buffers(), *scales]:

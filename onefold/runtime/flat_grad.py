@@ -1,4 +1,4 @@
-"""Flat gradients: the gradients of a flat parameter on their way from autograd to the reduced gradient."""
+"""Flat gradients: the gradients of a flat parameter, from autograd to the reduced gradient."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
 from onefold.plan.memory import reduces_in_place
 from onefold.pool import Pool
-from onefold.runtime.held import HeldGradient, raw_grad, set_raw_grad
+from onefold.runtime.parameter_proxy import GradientPlaceholder, raw_grad, set_raw_grad
 
 
 class FlatGrad:
     """The gradient of one flat parameter.
 
     [Note: where a gradient is]
-    Autograd hands each gradient over as a fresh tensor; `land` moves it into the flat gradient and clears `p.grad`, so
-    nothing a user does to `p.grad` (zero_grad, create_graph) can detach it. The flat gradient is a `slot` of the pool,
-    taken at the first gradient. Where the plan keeps unsharded gradients it collects micro-steps until the boundary;
-    elsewhere every micro-step ends in a reduction. The reduction leaves this rank's sum in `shard.value`. That is a sum
-    over ranks and micro-steps; the step divides it.
+    Autograd produces each gradient as a new tensor. `accumulate_into_slot` copies it into the flat gradient and clears
+    `p.grad`, so that user code that changes `p.grad` (zero_grad, create_graph) cannot detach it. The flat gradient is a
+    `slot`: a buffer of the pool that is taken at the first gradient. If the plan keeps unsharded gradients, the slot
+    accumulates micro-steps until the boundary; otherwise every micro-step ends with a reduction. The reduction leaves
+    this rank's part of the sum over ranks and micro-steps in `shard.value`. The step divides it.
     """
 
     def __init__(
@@ -30,14 +30,15 @@ class FlatGrad:
         spec = store.spec
         self.layout = spec.layout
         self.slot: torch.Tensor | None = None
-        # What quantized wires have lost of the gradient, where it is fed back.
+        # Rounding errors of quantized reductions, if the config feeds them back.
         self.error = ErrorFeedback() if plan.feedback is not None else None
-        self.last_landing = [0] * len(parameters)
-        # Places of parameters whose gradient the user has dropped.
+        # The number of the last backward that produced a gradient, for each parameter.
+        self.last_backward = [0] * len(parameters)
+        # Indices of parameters whose gradient the user has dropped.
         self.dropped: set[int] = set()
-        # Dropped by a hook of the user's inside a backward, whose reduction may be under way: they go when it is over.
+        # Dropped by a user hook inside a backward. A reduction may be in flight, so they are applied when it has ended.
         self.drops_at_end: set[int] = set()
-        # Dropped after they were summed over the ranks, in this window: each rank clears its slice.
+        # Dropped after the reduction, in this accumulation window: each rank clears its slice.
         self.drops_of_sums: set[int] = set()
         self._spec, self._parameters, self._plan, self._device = spec, parameters, plan, store.device
         self._own_range = own_range
@@ -61,21 +62,21 @@ class FlatGrad:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the sum stays in the slot; otherwise the slot goes back as soon as it is reduced."""
+        """Whether the sum stays in the slot. Otherwise the slot is returned to the pool after the reduction."""
         return reduces_in_place(self._plan, self._spec, self._num_micro_steps)
 
-    # -- landing ------------------------------------------------------------------------------------------------
+    # -- accumulation -------------------------------------------------------------------------------------------
 
-    def open(self, pool: Pool) -> None:
-        """Have a slot for gradients to land in."""
+    def take_slot(self, pool: Pool) -> None:
+        """Take a slot of the pool for the gradients of the next reduction."""
         if self.shard.value is not None:
-            self.accumulate(pool)
+            self.begin_accumulation(pool)
         self.dropped.clear()
         self.slot = pool.take(self.layout.total, self._slot_dtype, self.layout.shape_key)
         self._filled = bytearray(len(self._filled))
 
-    def accumulate(self, pool: Pool) -> None:
-        """From now on several micro-steps add up: widen what was meant for one."""
+    def begin_accumulation(self, pool: Pool) -> None:
+        """Widen buffers that were meant for one micro-step to the dtype in which micro-steps are accumulated."""
         if self._accumulates:
             return
         self._accumulates = True
@@ -86,12 +87,12 @@ class FlatGrad:
             self.slot = wide
         self.shard.widen(self._reduced_dtype, pool, key, in_place=self._in_place)
 
-    def land(self, index: int) -> None:
-        """Move the gradient autograd has just produced into the slot."""
+    def accumulate_into_slot(self, index: int) -> None:
+        """Add the gradient that autograd has just produced to the slot, and clear it on the Parameter."""
         parameter, member = self._parameters[index], self.layout.members[index]
         gradient = raw_grad(parameter)
         if gradient is None:
-            return  # a hook of the user's has dropped it
+            return  # a user hook has dropped it
         assert self.slot is not None
         with torch.no_grad():
             gradient = gradient.detach()
@@ -107,7 +108,7 @@ class FlatGrad:
         set_raw_grad(parameter, None)
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """What this rank has accumulated of one gradient and not reduced yet, in its parameter's shape."""
+        """Return this rank's accumulated gradient of one parameter before its reduction, or None."""
         if self.slot is None or self.shard.value is not None or not self._filled[index] or index in self.dropped:
             return None
         member = self.layout.members[index]
@@ -115,45 +116,48 @@ class FlatGrad:
 
     # -- reduction ----------------------------------------------------------------------------------------------
 
-    def start_reduction(self, prescale: float, pool: Pool) -> Reduction:
-        """What the collective has to do; parameters without a gradient count as zero."""
+    def prepare_reduce_scatter(self, prescale: float, pool: Pool) -> Reduction:
+        """Return the reduce-scatter of the slot. Parameters without a gradient are reduced as zeros."""
         assert self.slot is not None
         for member, filled in zip(self.layout.members, self._filled, strict=True):
             if not filled:
                 self.slot[member.start : member.stop].zero_()
         if self._plan.gradients.wire is not Wire.NATIVE:
-            for start, stop in self.layout.gaps:  # a block that overflowed is all NaN, padding too
+            for start, stop in self.layout.gaps:  # a quantized block that overflowed is all NaN, including padding
                 self.slot[start:stop].zero_()
         if prescale != 1.0:
             self.slot.mul_(prescale)
         target, add = self.shard.target(self.slot, pool)
         return Reduction(self.slot, target, self._plan.precision.of_wire(self._spec.dtype), add, error=self.error)
 
-    def finish_reduction(self, pool: Pool) -> None:
+    def store_reduced(self, pool: Pool) -> None:
+        """Hand the finished sum to the gradient shard, which returns the slot to the pool or keeps it."""
         assert self.slot is not None
         slot, self.slot = self.slot, None
         self.shard.finish(slot, pool, self.layout.shape_key)
 
     @property
     def reduced(self) -> torch.Tensor:
-        """This rank's sum."""
+        """This rank's part of the reduced gradient."""
         assert self.shard.value is not None, "a step comes after a backward"
         return self.shard.value
 
-    # -- p.grad, as a user sees it ------------------------------------------------------------------------------
+    # -- p.grad, as the user sees it ----------------------------------------------------------------------------
 
     @property
     def is_held(self) -> bool:
-        """Whether some gradient of this window is held here that nobody has dropped."""
+        """Whether there is a gradient of this accumulation window that the user has not dropped."""
         held = self.slot is not None or self.shard.value is not None
         return held and len(self.dropped) < len(self._parameters)
 
     def of_parameter(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` is: the gradient itself where one rank has all of it, otherwise what says how to get it. In
-        fp16 it carries the loss scale until the step: clipping it would clip to something else.
+        """Return the value of `p.grad`.
+
+        This is the gradient itself if one rank has all of it, otherwise a placeholder whose errors name the functions
+        that read it. fp16 gradients are multiplied by the loss scale until the step, so they have a placeholder too.
         """
-        landed = self.slot is not None and bool(self._filled[index])
-        if index in self.dropped or not (landed or self.shard.value is not None):
+        in_slot = self.slot is not None and bool(self._filled[index])
+        if index in self.dropped or not (in_slot or self.shard.value is not None):
             return None
         member, parameter = self.layout.members[index], self._parameters[index]
         scaled = self._plan.precision.compute is torch.float16
@@ -164,11 +168,13 @@ class FlatGrad:
             if flat.device == self._device:
                 self.shard.forget_square_sum()  # the view may be written to
                 return flat[member.start : member.stop].view(member.shape)
-        where = "multiplied by the loss scale" if scaled and self.layout.num_shards == 1 else HeldGradient.SHARDED
-        return HeldGradient.of(parameter, member.name, member.shape, where)
+        where = (
+            "multiplied by the loss scale" if scaled and self.layout.num_shards == 1 else GradientPlaceholder.SHARDED
+        )
+        return GradientPlaceholder.of(parameter, member.name, member.shape, where)
 
     def drop_of_parameter(self, index: int) -> None:
-        """`p.grad = None`: what has been accumulated of one parameter counts no more."""
+        """Discard the accumulated gradient of one parameter, as `p.grad = None` requests."""
         if index in self.dropped or (self.slot is None and self.shard.value is None):
             return
         member = self.layout.members[index]
@@ -182,16 +188,16 @@ class FlatGrad:
             self.drops_of_sums.add(index)
         self.dropped.add(index)
 
-    def end_backward(self) -> None:
-        """Nothing is in flight: what hooks have dropped goes."""
+    def apply_drops(self) -> None:
+        """Apply the gradient drops that user hooks requested during backward. No reduction is in flight."""
         for index in sorted(self.drops_at_end):
             self.drop_of_parameter(index)
         self.drops_at_end.clear()
 
-    # -- dropping all of it -------------------------------------------------------------------------------------
+    # -- the whole gradient -------------------------------------------------------------------------------------
 
     def drop(self, pool: Pool) -> None:
-        """Forget everything that has been accumulated."""
+        """Discard everything that was accumulated."""
         if self.slot is not None:
             slot, self.slot = self.slot, None
             pool.give_back(slot, self.layout.shape_key)
@@ -199,30 +205,30 @@ class FlatGrad:
         for drops in (self.dropped, self.drops_at_end, self.drops_of_sums):
             drops.clear()
 
-    def drop_landing(self) -> None:
-        """A hook of the user's that runs before ours has raised: the gradient is still where autograd left it."""
+    def clear_autograd_gradients(self) -> None:
+        """Clear gradients that are still on the Parameters, left by a user hook that raised."""
         for parameter in self._parameters:
             set_raw_grad(parameter, None)
 
-    def forget_error(self) -> None:
-        """Other values, of another run maybe, are about to come, on every rank."""
+    def reset_error_feedback(self) -> None:
+        """Discard the error feedback, because other values are about to be loaded on every rank."""
         if self.error is not None:
             self.error = ErrorFeedback()
 
     def device_tensors(self) -> list[torch.Tensor]:
-        """What holds gradients on the device now, each once."""
+        """Return the tensors that store gradients on the device, each once."""
         held = self.shard.tensors() if self.shard.tier is Tier.DEVICE else []
         slots = [self.slot] if self.slot is not None and all(self.slot is not tensor for tensor in held) else []
         return [*held, *slots, *(self.error.kept.values() if self.error is not None else ())]
 
     @property
     def open_bytes(self) -> int:
-        """Of a whole gradient that is not reduced yet."""
+        """Bytes of an unsharded gradient that is not reduced yet."""
         held = self.shard.tensors()
         return self.slot.nbytes if self.slot is not None and all(self.slot is not tensor for tensor in held) else 0
 
     def num_bytes(self, tier: Tier) -> int:
-        """Bytes of gradient held now."""
+        """Return the bytes of gradients stored in a tier."""
         if tier is Tier.DEVICE:
             return sum(tensor.nbytes for tensor in self.device_tensors())
         return sum(tensor.nbytes for tensor in self.shard.tensors()) if self.shard.tier is tier else 0

@@ -1,4 +1,4 @@
-"""Flat parameters: parameters of a unit, flattened into one tensor, unsharded while used and shards in between."""
+"""Flat parameters: parameters of a unit in one flat tensor, which is unsharded for use and sharded otherwise."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from onefold.offload.shard_store import ShardStore
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.memory import stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad
-from onefold.runtime.held import hold, set_data
+from onefold.runtime.parameter_proxy import set_data, set_proxy_class
 
 
 class FlatParam:
     """Parameters of one dtype, all trainable or all frozen, all persistent or none, in one flat tensor.
 
     [Note: where a parameter is]
-    `full` is the unsharded flat parameter; each Parameter is a view of it, and stays the same object for life. A flat
-    parameter that stays unsharded keeps `full` filled. Any other keeps this rank's shard in its `store`; sharded, its
-    `full` has no memory and its Parameters are placeholders without elements.
+    `full` is the unsharded flat parameter. Each Parameter is a view of it and remains the same object. A flat parameter
+    that stays unsharded always has its values in `full`. Any other has this rank's shard in its `store`; while it is
+    sharded, `full` has no memory and its Parameters are placeholders without elements.
 
-    [Note: memory that somebody else sees]
-    Inside a pass autograd may hold views of `full`, so its storage is emptied on reshard and the same one refilled on
-    every unshard. Outside a pass nothing has to see the next values, but a user may have kept what he was given (a
-    view, an array, a queue's handle): there `full` is dropped, and whoever has a view keeps that memory alive. The
-    same inside a pass where the storage cannot be emptied (`numpy()`, `share_memory_()`), or a view of it was handed
-    out on purpose.
+    [Note: views of unsharded memory]
+    Inside a pass autograd may hold views of `full`. Resharding therefore frees the storage, and the next unshard
+    reallocates the same storage, so that these views see the gathered values. Outside a pass no graph needs the next
+    values, but the user may have kept a view, an array or a shared-memory handle. `full` is then replaced instead of
+    freed, and the remaining view keeps the old memory alive. The same happens inside a pass if the storage cannot be
+    freed (`numpy()`, `share_memory_()`) or a view was returned to the user.
 
     [Note: secondary shards]
-    Where the plan has them (hpZ), neighbouring ranks hold `full` between them from its first gather of a step on, and
-    later gathers start from there. Which kind a gather is must be the same on every rank: it is decided when it is
-    launched, by what all ranks have launched before, and only within a program that all follow. A gather that ranks
-    negotiate (evaluation, a pass that is being recorded) starts from the shards themselves. Frozen parameters never
-    change, so their secondary shards serve every gather.
+    With hpZ the ranks of a node keep a second copy of `full`, sharded among them, from the first all-gather of a step
+    on, and later all-gathers read from it. All ranks must choose the same source. The choice depends only on what all
+    ranks have launched before, and secondary shards are used only while all ranks follow one recorded order.
+    Negotiated all-gathers (evaluation, a pass that is being recorded) start from the primary shards. Frozen parameters
+    never change, so their secondary shards are always valid.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class FlatParam:
         self.store = ShardStore(spec, plan, rank, device, memory)
         self.full = torch.zeros(self.layout.total, dtype=spec.dtype, device=device)
         self._rank = rank
-        # Somebody got a view of `full`, and may keep it.
+        # A view of `full` was returned to the user, who may keep it.
         self.handed_out = False
-        # Places of parameters that are a shape without values at the moment.
-        self._standing_in: set[int] = set()
+        # Indices of parameters that currently have a shape but no values.
+        self._shape_placeholders: set[int] = set()
         self._versions: list[int] = []
         self._read_through_data: dict[int, torch.Tensor] = {}
-        # This rank's slice of `full` among neighbouring ranks, as it was when it was last gathered from all.
+        # This rank's slice of `full` among the ranks of its node, as of the last all-gather from all ranks.
         self.secondary: torch.Tensor | None = None
         if plan.node_shard_size > 1 and not self.stays_unsharded:
             self.secondary = self.full.new_empty(self.layout.total // plan.node_shard_size)
         self._secondary_serves = False
         self._fills_secondary = False
-        # What `full` holds came in a form that rounds it.
+        # The values in `full` were rounded by a quantized all-gather.
         self._is_rounded = False
-        # The unsharded values after a read from outside, with the fingerprints of them and of this rank's shard.
+        # The unsharded values of the last `GatheredParameters`, and fingerprints of them and of this rank's shard.
         self._cached: tuple[torch.Tensor, list[int]] | None = None
         self.take_parameters()
         self._grad = FlatGrad(self.store, self.parameters, plan, self.own_range) if spec.trainable else None
@@ -86,32 +86,35 @@ class FlatParam:
 
     @property
     def grad(self) -> FlatGrad:
-        """Of a trained flat parameter."""
+        """Gradient of a trained flat parameter."""
         assert self._grad is not None
         return self._grad
 
     @property
     def own_range(self) -> tuple[int, int]:
-        """Where this rank's shard begins and ends in the flat parameter."""
+        """Start and end of this rank's shard in the flat parameter."""
         return self.layout.shard_range(self._rank)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the name and the Parameter of each member of the layout."""
         return zip((member.name for member in self.layout.members), self.parameters, strict=True)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the values are not here but in shards."""
+        """Whether `full` has no memory."""
         return self.layout.total > 0 and self.full.untyped_storage().size() == 0
 
     # -- unshard ------------------------------------------------------------------------------------------------
 
-    def prefetch(self) -> bool:
-        """A gather comes soon: read ahead what is on disk. False where that is not possible yet."""
+    def read_ahead(self) -> bool:
+        """Start reading the shard from disk for a coming all-gather. Return False if no buffer is free yet."""
         return self._secondary_serves or self.store.prefetch()
 
-    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> AllGatherOp:
-        """Memory for the unsharded flat parameter, and what the collective has to fill it with. What is computed with
-        may be rounded on its way; what is looked at or written from outside, `lossless`, is not.
+    def prepare_all_gather(self, *, lossless: bool = False, use_secondary: bool = False) -> AllGatherOp:
+        """Allocate `full` and return the all-gather that fills it.
+
+        `lossless`: do not quantize, because the user reads or writes the values. `use_secondary`: gather inside the
+        node once the secondary shards are filled.
         """
         if self.full.numel() < self.layout.total:
             self.full = torch.empty(self.layout.total, dtype=self.dtype, device=self.device)
@@ -125,19 +128,19 @@ class FlatParam:
                 return AllGatherOp(self.full, self.secondary, span=self.plan.node_shard_size)
             self._secondary_serves = self._fills_secondary = True
         assert self.store.param is not None
-        # The user may write to what is looked at.
+        # The user may write to values that are gathered losslessly.
         source = self.store.param.gather_source(is_overwritten=self._is_rounded or lossless)
         return AllGatherOp(self.full, source, lossy=self._is_rounded)
 
     def attach_views(self) -> None:
-        """The flat parameter is unsharded: parameters are views of it."""
+        """Make the Parameters views of `full`, after its all-gather has finished."""
         for view, parameter in zip(self._views(), self.parameters, strict=True):
             set_data(parameter, view)
-            hold(parameter, resting=False)
+            set_proxy_class(parameter, sharded=False)
         self.note_values()
 
     def fill_secondary(self) -> None:
-        """A gather is finished: where it was from all ranks, neighbours hold the result between them from now on."""
+        """Copy this rank's part of `full` into its secondary shard, after an all-gather from all ranks."""
         if self._fills_secondary:
             assert self.secondary is not None
             length = self.secondary.numel()
@@ -145,28 +148,29 @@ class FlatParam:
             self._fills_secondary = False
 
     def invalidate_secondary(self) -> None:
-        """The parameters are about to have other values, on every rank."""
+        """Discard copies of the unsharded values, before they change on every rank."""
         self._secondary_serves = self._fills_secondary = False
-        self.forget_cached()
+        self.drop_cache()
 
-    # -- values that the next reader is likely to ask for -------------------------------------------------------
+    # -- values kept between two uses of GatheredParameters -----------------------------------------------------
 
-    def cache(self) -> None:
-        """Keep the unsharded values beyond the next `reshard(drop=True)`."""
+    def cache_unsharded(self) -> None:
+        """Keep the unsharded values beyond the next `free_unsharded(drop=True)`."""
         self._cached = self.full, self._fingerprints(self.full)
 
-    def is_cached(self) -> bool:
-        """Whether the cached values are still those of the shards; a program may have kept a view and written to it."""
+    def has_valid_cache(self) -> bool:
+        """Return whether cached values exist and neither they nor the shard were written to since."""
         return self._cached is not None and self._fingerprints(self._cached[0]) == self._cached[1]
 
-    def use_cached(self) -> None:
-        """Unshard from the cached values."""
+    def restore_cached(self) -> None:
+        """Make the cached values the unsharded ones, instead of an all-gather."""
         assert self._cached is not None
         self.full, self._cached = self._cached[0], None
         self._is_rounded = False
         self.attach_views()
 
-    def forget_cached(self) -> None:
+    def drop_cache(self) -> None:
+        """Free the cached values."""
         self._cached = None
 
     def _fingerprints(self, full: torch.Tensor) -> list[int]:
@@ -174,7 +178,7 @@ class FlatParam:
         return [int(fingerprint(tensor)) for tensor in (full, shard) if isinstance(tensor, torch.Tensor)]
 
     def view_of(self, index: int) -> torch.Tensor:
-        """Where one parameter lies in a flat parameter that is unsharded."""
+        """Return the view of `full` that belongs to one parameter."""
         member = self.layout.members[index]
         return self.full[member.start : member.stop].view(member.shape)
 
@@ -183,54 +187,58 @@ class FlatParam:
 
     # -- reshard ------------------------------------------------------------------------------------------------
 
-    def reshard(self, *, drop: bool = False) -> None:
-        """Placeholders instead of parameters. `drop`: nothing has to see the next values through the present memory."""
+    def free_unsharded(self, *, drop: bool = False) -> None:
+        """Free `full` and turn the Parameters into placeholders.
+
+        `drop`: replace `full` instead of emptying its storage, because no graph needs the next values in this memory.
+        """
         if self.store.param is not None:
             self.store.param.order()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
         for parameter in self.parameters:
-            # One that has moved to another flat parameter since is not ours to empty.
+            # A parameter that was moved to another flat parameter has other memory.
             if parameter.untyped_storage()._cdata == storage._cdata:
                 set_data(parameter, placeholder)
-                hold(parameter, resting=True)
+                set_proxy_class(parameter, sharded=True)
         if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder
         else:
             storage.resize_(0)
         self.handed_out = False
 
-    def stand_in(self, index: int) -> None:
-        """Autograd is about to leave a gradient on a parameter at rest, and looks at its shape alone: a shape without
-        values, until `end_stand_ins`.
+    def attach_shape_placeholder(self, index: int) -> None:
+        """Give a sharded parameter its shape without values, until `remove_shape_placeholders`.
+
+        Autograd compares a gradient's shape with its parameter's before it accumulates the gradient.
         """
         member, parameter = self.layout.members[index], self.parameters[index]
         if self.is_sharded and not parameter.untyped_storage().size():
             set_data(parameter, self.full.new_full((1,), math.nan).expand(member.shape))
-            self._standing_in.add(index)
+            self._shape_placeholders.add(index)
 
-    def end_stand_ins(self) -> None:
-        """Placeholders again, where nothing has unsharded the parameters since."""
-        for index in self._standing_in:
+    def remove_shape_placeholders(self) -> None:
+        """Turn parameters with a shape placeholder back into empty placeholders, unless they were unsharded since."""
+        for index in self._shape_placeholders:
             parameter = self.parameters[index]
             if parameter.untyped_storage().size() == parameter.itemsize and self.is_sharded:
                 set_data(parameter, self.full.new_empty(0))
-        self._standing_in.clear()
+        self._shape_placeholders.clear()
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of the tensors lies in the flat parameter."""
+        """Return whether one of the tensors is a view of `full`."""
         here = self.full.untyped_storage()._cdata
         return any(tensor.untyped_storage()._cdata == here for tensor in tensors if _has_memory(tensor))
 
-    # -- writes from outside ------------------------------------------------------------------------------------
+    # -- writes by the user -------------------------------------------------------------------------------------
 
     def take_parameters(self) -> None:
-        """Copy the values in and make every parameter a view. The Parameter objects stay the same."""
+        """Copy the parameters' values into `full` and make the parameters views of it."""
         with torch.no_grad():
             for view, parameter in zip(self._views(), self.parameters, strict=True):
                 if parameter.is_meta:
-                    # `.data` refuses a tensor of another kind; swapping the payload keeps the object. The payload is no
-                    # view of `full`: it would share its version with it, and every gather writes to that.
+                    # A meta parameter does not accept `.data` on a device. Swapping its payload keeps the object. The
+                    # payload must not be a view of `full`: it would share a version counter that all-gathers increment.
                     payload = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
                     payload.__dict__.update(parameter.__dict__)
                     torch.utils.swap_tensors(parameter, payload)
@@ -240,15 +248,16 @@ class FlatParam:
                     set_data(parameter, view)
         self.note_values()
 
-    def write_back(self) -> None:
-        """The unsharded values were written: this rank's slice of them becomes its shard."""
+    def update_shard(self) -> None:
+        """Copy this rank's slice of `full` into its shard, after the unsharded values were written."""
         if self.stays_unsharded:
             return
         if self._is_rounded:
             names = ", ".join(member.name for member in self.layout.members[:3])
             raise RuntimeError(
-                f"parameters beside {names} were gathered as integers for a forward or backward: writing them back "
-                "would round all of them. Write outside forward and backward, or without zero_quantized_weights"
+                f"The flat parameter of {names} was gathered quantized for a forward or backward, so that writing it "
+                "back would round all of its values. Write outside forward and backward, or turn off "
+                "zero_quantized_weights."
             )
         self.invalidate_secondary()
         start, stop = self.own_range
@@ -256,18 +265,18 @@ class FlatParam:
         self.note_values()
 
     def note_values(self) -> None:
-        """From now on writes are looked for: what is unsharded now is what is sharded, or has been seen."""
+        """Record version counters, so that `written_names` reports writes from here on."""
         self._versions = [parameter._version for parameter in self.parameters]
         self._read_through_data.clear()
 
     def look_for_writes(self, index: int) -> None:
-        """A parameter's `data` was taken, and no counter shows what is written through it."""
+        """Record a fingerprint of a parameter whose `data` was read, because writes through it have no counter."""
         if index not in self._read_through_data:
             member = self.layout.members[index]
             self._read_through_data[index] = fingerprint(self.full[member.start : member.stop])
 
     def written_names(self) -> list[str]:
-        """Parameters that were written in place since they were unsharded."""
+        """Return the names of parameters that were written in place since `note_values`."""
         members = self.layout.members
         changed = {
             index
@@ -281,31 +290,31 @@ class FlatParam:
     # -- parameters that change their memory, shape or dtype -----------------------------------------------------
 
     def is_attached(self, index: int) -> bool:
-        """Whether a parameter of an unsharded flat parameter is still the view of it that `attach_views` made."""
+        """Return whether a parameter is still the view of `full` that `attach_views` made."""
         member, parameter = self.layout.members[index], self.parameters[index]
         lies = parameter.data_ptr() == self.full[member.start : member.stop].data_ptr() or not parameter.numel()
         return lies and tuple(parameter.shape) == member.shape
 
     def reshaped_names(self) -> list[str]:
-        """Parameters that were given another shape."""
+        """Return the names of parameters that were given another shape."""
         pairs = zip(self.layout.members, self.parameters, strict=True)
         return [member.name for member, parameter in pairs if tuple(parameter.shape) != member.shape]
 
-    def release(self, name: str) -> nn.Parameter:
-        """A parameter leaves for good; its place stays, for nobody."""
+    def remove_parameter(self, name: str) -> nn.Parameter:
+        """Remove a parameter from the layout and return it. Its range remains as padding."""
         index = next(index for index, member in enumerate(self.layout.members) if member.name == name)
-        leaving = self.parameters[index]
+        removed = self.parameters[index]
         self.parameters[index] = nn.Parameter(self._views()[index], requires_grad=False)
-        return leaving
+        return removed
 
     def detach_views(self) -> None:
-        """A flat parameter that stays unsharded leaves the device for a while: nobody may read its parameters."""
+        """Turn the Parameters into placeholders while an always-unsharded flat parameter is off the device."""
         for parameter in self.parameters:
             set_data(parameter, self.full.new_empty(0))
-            hold(parameter, resting=True)
+            set_proxy_class(parameter, sharded=True)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Compute in another dtype from now on. Only while nobody trains it."""
+        """Change the dtype of the model weight. Only for a flat parameter that no engine trains."""
         was_sharded = self.full.untyped_storage().size() == 0
         self.store.cast(dtype)
         self.spec = self.store.spec
@@ -318,14 +327,14 @@ class FlatParam:
             self.attach_views()
 
     def forget_training(self) -> None:
-        """The engine goes: hold nothing but parameters, and none in memory or files that go with it."""
+        """Free all but the parameters when the engine is destroyed, and move them out of its memory and files."""
         self.store.forget_training()
         self._grad = None
         self.invalidate_secondary()
         self.secondary = None
 
     def param_bytes(self, tier: Tier) -> int:
-        """Bytes of parameters held now; a shard that is the master is counted there."""
+        """Return the bytes of parameters stored in a tier. A shard that is the master is counted with the masters."""
         held = self.store.param_bytes(tier)
         if tier is Tier.DEVICE:
             others = (self.secondary, self._cached[0] if self._cached is not None else None)
@@ -334,7 +343,7 @@ class FlatParam:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Addresses would not do: all tensors without elements lie at 0."""
+    """Return whether two tensors are the same view. Addresses do not suffice: empty tensors all have address 0."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and one.storage_offset() == other.storage_offset() and one.shape == other.shape
 

@@ -1,239 +1,194 @@
-"""Collectives in flight: started in order, limited in number, finished in order."""
+"""Collectives in flight: launched in order, limited in number and size, and finished in order.
+
+This module handles tensors and names. `Unit` decides what is gathered and reduced, `Order` when.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from onefold.comm import AllGatherOp, Collective, Guard, PeerExchange, Pending
+from onefold.comm import AllGatherOp, Collective, Guard, PeerExchange, Pending, Reduction
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.pool import Pool
-from onefold.recorder import Recorder, Span, Track, carrying, recorded, within
-from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.unit import Unit
+from onefold.recorder import Recorder, Span, Track, carrying, recorded
 
 
 @dataclass
 class PendingCollective:
-    """A collective in flight, and the units it carries."""
+    """Collective in flight."""
 
-    units: list[Unit]
-    pending: Pending | None
-    """None: it starts once the host has stepped its units."""
+    names: list[str]
+    """Names of its units, for the hang guard and the timeline."""
+    pending: Pending
     num_elements: int
     span: Span | None
-    """Of the timeline, while somebody records."""
+    """Span of the timeline, if one is recorded."""
+    on_finish: Callable[[], None]
+    """Called when the collective has finished."""
+    before_wait: Callable[[], None] | None = None
+    """Called before the collective is waited for. If it raises, the collective stays in flight."""
 
 
 class InFlightCollectives:
-    """Starts and finishes the three collectives of units: unshards, reductions of gradients, refreshes after a step."""
+    """Queues of all-gathers that unshard, reduce-scatters of gradients, and all-gathers of updated parameters."""
 
     def __init__(
         self, plan: Plan, collective: Collective, guard: Guard, pool: Pool, memory: OffloadMemory | None = None
     ) -> None:
         self.collective = collective
         self.pool = pool
-        self.reductions: deque[PendingCollective] = deque()
         self.gathers: deque[PendingCollective] = deque()
-        self.refreshes: deque[PendingCollective] = deque()
-        # A step follows what is reduced now.
-        self.before_step = False
+        self.reductions: deque[PendingCollective] = deque()
+        self.updates: deque[PendingCollective] = deque()
         self.num_reductions = 0
         self._plan = plan
         self._guard = guard
         self._memory = memory
 
-    def _waiting(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
-        return self._guard.waiting_for(operation, [unit.name for unit in units])
+    # -- all-gathers that unshard -------------------------------------------------------------------------------
 
-    def _launching(self, operation: str, units: Iterable[Unit]) -> AbstractContextManager[None]:
-        return self._guard.launching(operation, [unit.name for unit in units])
+    def enqueue_all_gather(
+        self,
+        names: list[str],
+        prepare: Callable[[], list[AllGatherOp]],
+        *,
+        num_elements: int,
+        wire: Wire,
+        on_finish: Callable[[], None],
+    ) -> None:
+        """Launch an all-gather. `prepare` allocates and returns its tensors."""
+        span = self._span(Track.GATHERS, "unshard", names, num_elements, self._plan.parameters.tier, wire)
+        with self._guard.launching("gather of", names), carrying(span):
+            pending = self.collective.start_gather(prepare())
+        self.gathers.append(PendingCollective(names, pending, num_elements, span, on_finish))
 
-    def _finish(self, operation: str, queue: deque[PendingCollective]) -> list[Unit]:
-        """Wait for the first collective of a queue: the units it has carried."""
-        first = queue.popleft()
-        assert first.pending is not None
-        self._wait(operation, first.units, first.pending, first.span)
-        return first.units
+    def finish_gather(self) -> None:
+        """Wait for the first all-gather in flight."""
+        self._finish("gather of", self.gathers)
 
-    def _wait(self, operation: str, units: list[Unit], pending: Pending, span: Span | None) -> None:
-        name, unit = (f"wait for {span.name}", span.unit) if span is not None else ("wait", "")
-        with self._waiting(operation, units), recorded(Track.COMPUTE, name, unit), carrying(span):
-            pending.finish()
-        if span is not None:
-            span.finish()
-
-    def _span(self, track: Track, name: str, units: list[Unit], numel: int, tier: Tier, wire: Wire) -> Span | None:
-        recorder = Recorder.active
-        if recorder is None:
-            return None
-        details = {"elements": numel, "tier": tier.value, "wire": wire.value}
-        return recorder.start(track, name, ", ".join(unit.name for unit in units), details)
-
-    # -- gathers that unshard -----------------------------------------------------------------------------------
-
-    def start_unshard(self, units: list[Unit], *, lossless: bool = False, use_secondary: bool = False) -> None:
-        """Whatever the units' states here: another rank may need this rank's shards."""
-        for unit in units:
-            if self._plan.node_shard_size > 1:
-                self.wait_for_unshard(unit)  # which may be filling the secondary shard
-            for param in unit.sharded:
-                param.store.finish_step()
-        started: list[Unit] = []
-        size = sum(unit.num_gathered for unit in units)
-        wire = Wire.NATIVE if lossless else self._plan.parameters.wire
-        span = self._span(Track.GATHERS, "unshard", units, size, self._plan.parameters.tier, wire)
-        try:
-            with self._launching("gather of", units), carrying(span):
-                gatherings: list[AllGatherOp] = []
-                for unit in units:
-                    started.append(unit)
-                    gatherings += unit.start_unshard(lossless=lossless, use_secondary=use_secondary)
-                pending = self.collective.start_gather(gatherings)
-        except BaseException:
-            for unit in started:
-                unit.undo_unshard()
-            raise
-        self.gathers.append(PendingCollective(units, pending, size, span))
-
-    def prefetch(self, units: Iterable[Unit]) -> None:
-        """These are gathered next, in this order: read ahead what rests on disk, as far as there is room."""
-        for unit in units:
-            with within(unit.name):
-                if not all(param.prefetch() for param in unit.sharded):
-                    return
-
-    def _finish_unshard(self) -> None:
-        for unit in self._finish("gather of", self.gathers):
-            unit.finish_unshard()
-
-    def wait_for_unshard(self, unit: Unit) -> None:
-        while unit.num_gathers:
-            self._finish_unshard()
-
-    def finish_unshards(self) -> None:
+    def finish_gathers(self) -> None:
+        """Wait for all all-gathers in flight."""
         while self.gathers:
-            self._finish_unshard()
+            self._finish("gather of", self.gathers)
 
-    # -- reductions ---------------------------------------------------------------------------------------------
+    # -- reduce-scatters of gradients ---------------------------------------------------------------------------
 
-    def start_reduction(self, batch: list[Unit]) -> None:
-        size = sum(unit.num_elements for unit in batch)
+    def enqueue_reduce_scatter(
+        self,
+        names: list[str],
+        prepare: Callable[[], list[Reduction]],
+        *,
+        num_elements: int,
+        on_finish: Callable[[], None],
+    ) -> None:
+        """Launch a reduce-scatter, after the limits on what is in flight allow it. `prepare` returns its tensors."""
         while len(self.reductions) >= REDUCTIONS_IN_FLIGHT:
             self.finish_reduction()
-        _make_room(self.reductions, size, self._plan.reduce_bucket, self.finish_reduction)
-        for unit in batch:
-            unit.open_gradients(self.pool)
-        prescale = self._plan.scaling.prescale
-        reductions = [reduction for unit in batch for reduction in unit.start_reduction(prescale, self.pool)]
+        _make_room(self.reductions, num_elements, self._plan.reduce_bucket, self.finish_reduction)
+        reductions = prepare()
         gradients = self._plan.gradients
-        span = self._span(Track.REDUCTIONS, "reduce", batch, size, gradients.tier, gradients.wire)
-        # To a rank that is gone even the launch may raise.
-        with self._launching("reduction of", batch), carrying(span):
+        span = self._span(Track.REDUCTIONS, "reduce", names, num_elements, gradients.tier, gradients.wire)
+        # If a rank has died, the launch itself may raise.
+        with self._guard.launching("reduction of", names), carrying(span):
             pending = self.collective.start_reduce_scatter(reductions)
         self.num_reductions += 1
-        self.reductions.append(PendingCollective(batch, pending, size, span))
+        self.reductions.append(PendingCollective(names, pending, num_elements, span, on_finish))
         if not self._plan.overlap:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        for unit in self._finish("reduction of", self.reductions):
-            with within(unit.name):
-                unit.finish_reduction(self.pool)
-            if self.before_step and self.collective.group.size > 1:
-                for param in unit.trained:
-                    param.grad.shard.start_square_sum()
+        """Wait for the first reduce-scatter in flight."""
+        self._finish("reduction of", self.reductions)
 
     def finish_reductions(self) -> None:
+        """Wait for all reduce-scatters, and for the copies of offloaded gradients to the host."""
         while self.reductions:
             self.finish_reduction()
         if self._memory is not None:
             self._memory.gradients.finish()
 
-    # -- refreshes after a step ---------------------------------------------------------------------------------
+    # -- all-gathers of updated parameters ----------------------------------------------------------------------
 
-    def start_refresh(self, batch: list[Unit]) -> None:
-        """The batch has been stepped: send each rank's slice to all others, in place.
+    def enqueue_update(
+        self,
+        names: list[str],
+        prepare: Callable[[], list[AllGatherOp]],
+        *,
+        num_elements: int,
+        on_finish: Callable[[], None],
+    ) -> None:
+        """Launch the all-gather of updated parameters, after the limit on what is in flight allows it."""
+        _make_room(self.updates, num_elements, self._plan.gather_bucket, self.finish_update)
+        span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
+        gatherings = prepare()
+        with self._guard.launching("gather of updated parameters of", names), carrying(span):
+            pending = self.collective.start_gather(gatherings)
+        self.updates.append(PendingCollective(names, pending, num_elements, span, on_finish))
 
-        Over several ranks this waits for the host to step the batch (it goes on with the next meanwhile): what one rank
-        alone does after a step must not wait for others. By itself a rank waits where it needs a unit.
-        """
-        params = [param for unit in batch for param in unit.refreshed]
-        travels = self._plan.shards_states and self.collective.group.size > 1
-        waits = any(param.store.is_stepping for param in params)
-        if not params or not (travels or waits):
-            return
-        assert not any(unit.is_refreshing for unit in batch)
-        size = sum(param.layout.total for param in params)
-        if travels:
-            _make_room(self.refreshes, size, self._plan.gather_bucket, self._finish_refresh)
-        for unit in batch:
-            unit.begin_refresh()
-        span = self._span(Track.GATHERS, "refresh", batch, size, Tier.DEVICE, Wire.NATIVE)
-        pending = self._launch_refresh(batch, span) if travels else None
-        self.refreshes.append(PendingCollective(batch, pending, size, span))
+    def enqueue_local_update(
+        self,
+        names: list[str],
+        wait_for_step: Callable[[], None],
+        *,
+        num_elements: int,
+        on_finish: Callable[[], None],
+    ) -> None:
+        """Queue an update of a single rank, which needs no collective: `wait_for_step` waits for the host."""
+        span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
+        nothing = Pending(lambda: None)
+        self.updates.append(PendingCollective(names, nothing, num_elements, span, on_finish, wait_for_step))
 
-    def _launch_refresh(self, batch: list[Unit], span: Span | None) -> Pending:
-        params = [param for unit in batch for param in unit.refreshed]
-        for param in params:
-            param.store.finish_step()
-        if self.collective.group.size == 1:
-            return Pending(lambda: None)
-        with self._launching("refresh of", batch), carrying(span):
-            return self.collective.start_gather([AllGatherOp(param.full) for param in params])
+    def finish_update(self) -> None:
+        """Wait for the first all-gather of updated parameters in flight."""
+        self._finish("gather of updated parameters of", self.updates)
 
-    def _finish_refresh(self) -> None:
-        refresh = self.refreshes[0]
-        # May raise what the host has met, each time.
-        pending = refresh.pending or self._launch_refresh(refresh.units, refresh.span)
-        self.refreshes.popleft()
-        self._wait("refresh of", refresh.units, pending, refresh.span)
-        for unit in refresh.units:
-            unit.end_refresh()
+    def finish_updates(self) -> None:
+        """Wait for all all-gathers of updated parameters."""
+        while self.updates:
+            self.finish_update()
 
-    def wait_for_refresh(self, unit: Unit) -> None:
-        """Finish the refresh that carries this unit, and those launched before it."""
-        while unit.is_refreshing:
-            self._finish_refresh()
+    def abandon_updates(self) -> None:
+        """Discard all-gathers of updated parameters without waiting, after a step that failed."""
+        for update in self.updates:
+            update.on_finish()
+        self.updates.clear()
 
-    def finish_refreshes(self) -> None:
-        while self.refreshes:
-            self._finish_refresh()
+    # -- collectives that are finished where they are started ---------------------------------------------------
 
-    def give_up_refreshes(self) -> None:
-        """After a step that failed nothing of it is waited for."""
-        for refresh in self.refreshes:
-            for unit in refresh.units:
-                unit.end_refresh()
-        self.refreshes.clear()
-
-    def refresh_now(self, unit: Unit, params: list[FlatParam]) -> None:
-        """Each rank's slice of these was written: every rank gets all of them."""
+    def all_gather_loaded(self, name: str, gatherings: list[AllGatherOp]) -> None:
+        """All-gather values of a unit that each rank has loaded a slice of."""
         with (
-            self._launching("gather of what was loaded, of", [unit]),
-            recorded(Track.GATHERS, "gather of what was loaded", unit.name),
+            self._guard.launching("gather of what was loaded, of", [name]),
+            recorded(Track.GATHERS, "gather of what was loaded", name),
         ):
-            self.collective.start_gather([AllGatherOp(param.full) for param in params]).finish()
+            self.collective.start_gather(gatherings).finish()
+
+    def launch_gradient_gather(
+        self, names: list[str], gatherings: list[AllGatherOp], num_elements: int
+    ) -> PendingCollective:
+        """Launch the all-gather of reduced gradients for ranks that step everything. `wait` finishes it."""
+        span = self._span(Track.GATHERS, "gather of gradients", names, num_elements, Tier.DEVICE, Wire.NATIVE)
+        with self._guard.launching("gather of gradients of", names), carrying(span):
+            pending = self.collective.start_gather(gatherings)
+        return PendingCollective(names, pending, num_elements, span, _nothing)
 
     def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """The numbers of the ranks that hold the model state between them, in their order, on the device: the host
-        waits for nothing.
-        """
+        """Return the scalars of the ranks that hold one model state, in rank order, without blocking the host."""
         numbers = mine.new_empty(self.collective.group.num_shards)
         with self._guard.launching(what, ()), recorded(Track.GATHERS, what, numel=numbers.numel()):
             self.collective.start_gather([AllGatherOp(numbers, mine)]).finish()
         return numbers
 
     def start_exchange(self, what: str, units: list[str], exchanges: list[PeerExchange]) -> Callable[[], None]:
-        """Tensors for some ranks, and room for some of theirs, while units are stepped: all ranks call this in one
-        order. What is returned waits until they have arrived.
+        """Start a pairwise exchange of tensors during a step, and return a function that waits for it.
+
+        All ranks call this in the same order.
         """
         if self.collective.group.size == 1:
             return lambda: None
@@ -246,35 +201,40 @@ class InFlightCollectives:
 
         return wait
 
-    # -- gradients where every rank steps everything ------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------
 
-    def unsharded_gradients(
-        self, batches: list[list[Unit]]
-    ) -> Iterator[tuple[list[Unit], dict[ShardStore, torch.Tensor]]]:
-        """The reduced gradients of each batch, gathered, one batch ahead."""
-        ahead = deque(self._start_gathering_gradients(batch) for batch in batches[:1])
-        for position, batch in enumerate(batches):
-            ahead.extend(self._start_gathering_gradients(after) for after in batches[position + 1 : position + 2])
-            gathered, pending, span = ahead.popleft()
-            self._wait("gather of gradients of", batch, pending, span)
-            yield batch, gathered
-            for gradient in gathered.values():
-                self.pool.give_back(gradient)
+    def _finish(self, operation: str, queue: deque[PendingCollective]) -> None:
+        """Wait for the first collective of a queue."""
+        first = queue[0]
+        if first.before_wait is not None:
+            first.before_wait()
+        queue.popleft()
+        self.wait(operation, first)
+        first.on_finish()
 
-    def _start_gathering_gradients(
-        self, batch: list[Unit]
-    ) -> tuple[dict[ShardStore, torch.Tensor], Pending, Span | None]:
-        gathered, gatherings = {}, []
-        for param in (param for unit in batch for param in unit.trained):
-            gathered[param.store] = self.pool.take(param.layout.total, param.grad.reduced.dtype)
-            gatherings.append(AllGatherOp(gathered[param.store], param.grad.reduced))
-        size = sum(gradient.numel() for gradient in gathered.values())
-        span = self._span(Track.GATHERS, "gather of gradients", batch, size, Tier.DEVICE, Wire.NATIVE)
-        with self._launching("gather of gradients of", batch), carrying(span):
-            return gathered, self.collective.start_gather(gatherings), span
+    def wait(self, operation: str, collective: PendingCollective) -> None:
+        """Wait for one collective, under a name that the hang guard and the timeline report."""
+        span = collective.span
+        name, unit = (f"wait for {span.name}", span.unit) if span is not None else ("wait", "")
+        waiting = self._guard.waiting_for(operation, collective.names)
+        with waiting, recorded(Track.COMPUTE, name, unit), carrying(span):
+            collective.pending.finish()
+        if span is not None:
+            span.finish()
+
+    def _span(self, track: Track, name: str, names: list[str], numel: int, tier: Tier, wire: Wire) -> Span | None:
+        recorder = Recorder.active
+        if recorder is None:
+            return None
+        details = {"elements": numel, "tier": tier.value, "wire": wire.value}
+        return recorder.start(track, name, ", ".join(names), details)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _make_room(pending: deque[PendingCollective], incoming: int, limit: int, finish: Callable[[], None]) -> None:
-    """Bucket sizes limit what is in flight; one batch always may be."""
+    """Finish collectives until another one fits within the limit. One is always allowed."""
     while pending and sum(collective.num_elements for collective in pending) + incoming > limit:
         finish()

@@ -1,9 +1,9 @@
-"""Notices what happens to a model's modules and parameters after `initialize` has laid them out.
+"""Detection of changes to a model's modules and parameters after `initialize`.
 
-torch tells, by its registration hooks, of every parameter and every module that a module takes: that leaves a mark,
-and the next forward or step looks at the model once. Handles leave it for parameters that were moved. What no hook
-tells of (a container's `insert`, a parameter that `to("meta")` replaces) is seen by the number of a container's
-children and by one parameter a unit.
+torch's registration hooks report every parameter and every module that a module gets, and handles report parameters
+that were moved. Both set a mark, and the next forward or step checks the model once. Changes without a hook (a
+container's `insert`, a parameter that `to("meta")` replaces) are found by the number of a container's children and by
+one parameter per unit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModelWatch]] = we
 
 
 class ModelWatch:
-    """What a model was when it was laid out."""
+    """Modules and parameters of a model as they were at `initialize`."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._model = weakref.ref(model)
         self._changed = False
-        # The name under which a parameter of ours is known.
+        # Names of the parameters in flat parameters.
         self._names = {id(p): name for unit in units for param in unit.params for name, p in param.named_parameters()}
         self._device = units[0].params[0].full.device if units else None
         self._known: dict[str, int] = {}
-        # Taken since, and not to be trained: a layer that is unfrozen later would be no more trained than a new one.
+        # Frozen parameters that were added since. If they are unfrozen later, no optimizer trains them.
         self._newcomers: list[weakref.ref[nn.Parameter]] = []
         self._samples: list[tuple[weakref.ref[nn.Module], str, int]] = []
         self._remember(model)
@@ -62,13 +62,15 @@ class ModelWatch:
 
     @property
     def model(self) -> nn.Module | None:
+        """The model, or None if it was freed."""
         return self._model()
 
     def mark(self) -> None:
+        """Have the model checked at the next forward or step."""
         self._changed = True
 
     def check(self) -> None:
-        """Raise, by name, where the model has parameters that would not be trained as the user expects."""
+        """Raise if the model has parameters that would not be trained as the user expects."""
         model = self._model()
         trains = any((new := reference()) is not None and new.requires_grad for reference in self._newcomers)
         if model is None or not (self._changed or trains or self._looks_changed()):
@@ -81,10 +83,9 @@ class ModelWatch:
         if problems:
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
             raise RuntimeError(
-                f"the model was changed after initialize: {'; '.join(problems[:2])}{more}. The engine's shards and "
-                "optimizer states do not have them: change the model before initialize, or call initialize again; a "
-                "parameter that is not to be trained may be added with requires_grad False, and a model that was moved "
-                f"may be moved back (model.to('{self._device}'))"
+                f"The model was changed after initialize: {'; '.join(problems[:2])}{more}. Change the model before "
+                "initialize or call initialize again; add parameters that are not trained with requires_grad=False; "
+                f"move a model that was moved back (model.to('{self._device}'))."
             )
         self._newcomers = [
             weakref.ref(parameter)
@@ -116,11 +117,12 @@ class ModelWatch:
         for owner, name, parameter in self._samples:
             module = owner()
             if module is not None and id(module._parameters.get(name)) != parameter:
-                # `functional_call` lends tensors, which are no parameters.
+                # `functional_call` replaces parameters by tensors for one call.
                 return isinstance(module._parameters.get(name), nn.Parameter)
         return False
 
     def remove(self) -> None:
+        """Remove the registration hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,22 +1,22 @@
-"""Which collective comes next, the same on every rank.
+"""The order of collectives, which is the same on every rank.
 
 [Note: one order for all ranks]
-The first pass is negotiated: before a gather every rank says which unit it wants, the first in module order is
-gathered by all, and who wanted another asks again; what all have finished is reduced. So ranks may diverge in any
-manner and none waits in vain; what was granted is recorded, and the record becomes the program of all later passes.
-Those are followed without a word: a rank that skips a unit joins its gathers and reductions when it gets past them,
-reducing zeros; a gradient that still lands after that is late, and reduced once more at the step. Evaluation is always
-negotiated.
+The first pass is negotiated. Before an all-gather every rank publishes the unit that it needs. All ranks gather the
+first of these in module order, and a rank that needs another one requests it again. Units whose gradients are ready on
+all ranks are reduced. Ranks may therefore diverge in any way without blocking each other. The granted collectives are
+recorded, and the record becomes the program of later passes, which all ranks follow without communication. A rank that
+skips a unit joins its all-gathers and its reduce-scatter, with zeros, when it gets past them. A gradient that arrives
+after that is late and reduced once more at the step. Evaluation is always negotiated.
 
 [Note: divergence of ranks]
-What no program foresees ends it. The rank that comes to it asks to be heard, joins what the others have launched so
-that none of them waits for it, and meets them: those that hear it in this pass, or at whatever they negotiate next.
-From there on the pass is negotiated, and the next one recorded anew. A model whose ranks diverge again and again is
-negotiated for good. What cannot be negotiated either (one rank at its step while another begins a forward) is an error
-on every rank.
+A use that the program does not contain ends the program. The rank that finds it sets a mark that the others see when
+they wait, launches what the others have launched so that none of them waits for it, and synchronizes with them: with
+those that see the mark in this pass, and with the rest at their next negotiation. The rest of the pass is negotiated,
+and the next pass is recorded again. A model whose ranks diverge repeatedly is negotiated permanently. A state that
+cannot be negotiated (one rank is at its step while another begins a forward) raises an error on every rank.
 
-Where no parameter is sharded there is nothing to gather in a pass. Then the first pass follows the reversed module
-tree, and the program is the order in which rank 0's units were finished.
+Without sharded parameters there are no all-gathers in a pass. The first pass then reduces units in reversed module
+order, and the program is the order in which the gradients of rank 0's units were ready.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from onefold.comm.wait_notes import BEGIN, advice_on_divergence
 from onefold.plan import Moment, Plan, Program, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
-from onefold.runtime.unit import ParameterState, Unit
+from onefold.runtime.unit import Unit
 
-# A model whose ranks keep diverging from what was recorded is negotiated for good.
+# Number of times that a new program is recorded before a model is negotiated permanently.
 MAX_RETRACES = 4
 
-# A row of a negotiation: request, value, then how many finished units and which, then four numbers of the request's.
-_FINISHED_IN_ROW = 9
+# Row of a negotiation: request, value, number of units with ready gradients, these units, four numbers of the request.
+_READY_IN_ROW = 9
 _OWN = 12
 _orders = count(1)
 
 
 class Request(IntEnum):
-    """What a rank asks for. The first two are gathers of a unit; the others are asked for by all ranks or by none."""
+    """Request of a rank. The first two are all-gathers of one unit; the others are made by all ranks or by none."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -53,7 +53,7 @@ class Request(IntEnum):
     END = 3
     DIVERGE = 4
     STEP = 5
-    LEND = 6
+    GATHER = 6
     READ = 7
     LOAD = 8
 
@@ -63,35 +63,37 @@ _DESCRIPTIONS = {
     Request.END: "the end of a backward",
     Request.DIVERGE: "a use of a module that earlier passes did not make:",
     Request.STEP: "the step",
-    Request.LEND: "GatheredParameters, or another use of unsharded weights, of",
+    Request.GATHER: "GatheredParameters, or another use of unsharded weights, of",
     Request.READ: "a read of unsharded values",
     Request.LOAD: "load_checkpoint",
 }
 
 
 class Order:
-    """This rank's place in the order of collectives."""
+    """This rank's position in the order of collectives."""
 
     def __init__(
         self, units: Sequence[Unit], plan: Plan, in_flight: InFlightCollectives, agreement: Agreement, ledger: Ledger
     ) -> None:
         self.units = list(units)
         self.open = False
-        # Whether the present backward ends in reductions.
+        # Whether gradients are reduced in the present backward.
         self.reduces = False
         self.agreement = agreement
         self._guard = agreement.guard
-        self._guard.number_passes_from(next(_orders) * 1_000_000_000)  # passes of two engines are never the same
+        self._guard.number_passes_from(
+            next(_orders) * 1_000_000_000
+        )  # passes of two engines never have the same number
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
         self._gathers = any(unit.sharded for unit in units)
         self._trained = [unit for unit in units if unit.trained]
-        self._finished: dict[Unit, None] = {}
+        self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
-        self._learning = True
-        self._retraces = MAX_RETRACES
-        self._whole_record = True
+        self._recording = True
+        self._records_left = MAX_RETRACES
+        self._record_is_whole = True
         self._events: list[Event] = []
         self._used: dict[Unit, None] = {}
         self._next_event = 0
@@ -100,21 +102,23 @@ class Order:
         self._programs: list[Program] = []
         if not self._gathers:
             self._follow([(Moment.REDUCE, unit.index) for unit in self._trained[::-1]])
-        self.refresh_batches = self._batches(self._trained)
+        # Units that are stepped, and gathered after the step, together: in the order of their first use.
+        self.step_batches = self._batches(self._trained)
 
     @property
     def reduction_batches(self) -> list[list[Unit]]:
-        """What is reduced together, where units are used in the order of the model."""
+        """Units that are reduced together if they are used in the order of the model."""
         return self._batches(self._trained[::-1], self._plan.reduce_bucket)
 
     # -- the pass -----------------------------------------------------------------------------------------------
 
     def begin(self, *, forward: bool) -> None:
-        """A pass begins, with a forward or, where no forward of it was seen, with its backward."""
+        """Begin a pass, with a forward or, if no forward of it was seen, with its backward."""
         if self._gathers:
             rows = self._negotiate(Request.BEGIN, int(forward), [self._launched if self.open else 0])
             if self.open and self.program is not None:
-                self._catch_up(self.program, max(row[_OWN] for row in rows))  # ranks may have stopped at other places
+                # Ranks may have stopped at different launches.
+                self._catch_up(self.program, max(row[_OWN] for row in rows))
                 for unit in self.units:
                     unit.reshard_unused()
             forward = any(row[1] for row in rows)
@@ -123,70 +127,67 @@ class Order:
         self.open = True
         self._next_event = self._launched = 0
         self._guard.begin_pass()
-        self._finished.clear()
+        self._ready.clear()
         self._reduced.clear()
         self._events.clear()
-        self._whole_record = True
+        self._record_is_whole = True
 
-    def demand(self, moment: Moment, unit: Unit) -> None:
-        """A sharded unit is used now: have its gather launched, and whatever the order puts before it."""
-        if self._guard.divergence_requested:
-            self._diverge(unit)
-        if not self.open or self.program is None:
-            if unit.parameter is ParameterState.SHARDED:
-                self._negotiate(Request(moment), unit.index)
-            return
-        place = self.program.find((moment, unit.index), self._next_event)
-        if place is not None:
-            self._follow_to(self.program, place)
-            unit.uses.event = place
-        if unit.parameter is ParameterState.SHARDED:
-            self._guard.request_divergence()
-            self._diverge(unit)
-            self._negotiate(Request(moment), unit.index)
+    def record_use(self, unit: int) -> None:
+        """Record the order in which units are first used, which is the order of steps."""
+        if self._recording:
+            self._used[self.units[unit]] = None
 
-    def lend(self, unit: Unit, *, is_cached: bool = False) -> None:
-        """Unshard a unit that all ranks request together, outside any pass. `is_cached`: this rank has its values
-        still; nothing is gathered if all ranks have them.
+    def request_unshard(self, moment: Moment, unit: int) -> int | None:
+        """Launch the all-gather of a unit that is used now, and whatever the order has before it.
+
+        Return the event of the program that this use belongs to, or None without a program.
         """
-        rows = self._negotiate(Request.LEND, unit.index, [int(is_cached)])
-        if len({row[1] for row in rows}) > 1:
-            raise Disagreement(self._differ(rows))
-        if all(row[_OWN] for row in rows):
-            unit.use_cached()
-        else:
-            unit.schedule.forget_cached()
-            self._in_flight.start_unshard([unit], lossless=True)
-            self._in_flight.finish_unshards()
+        wanted = self.units[unit]
+        if self._guard.divergence_requested:
+            self._diverge(wanted)
+        if not self.open or self.program is None:
+            if wanted.is_sharded:
+                self._negotiate(Request(moment), unit)
+            return None
+        event = self.program.find((moment, unit), self._next_event)
+        if event is not None:
+            self._follow_to(self.program, event)
+        if wanted.is_sharded:
+            self._guard.request_divergence()
+            self._diverge(wanted)
+            self._negotiate(Request(moment), unit)
+        return event
 
-    def note_use(self, unit: Unit) -> None:
-        """For the order in which units are refreshed after a step: that of their first use."""
-        if self._learning:
-            self._used[unit] = None
-
-    def keeps(self, unit: Unit) -> bool:
-        """Whether the unit stays unsharded after the use it has just been demanded for."""
-        event = unit.uses.event
+    def keeps(self, event: int | None) -> bool:
+        """Return whether a unit stays unsharded after its use at an event."""
         return self.open and self.program is not None and event is not None and self.program.kept[event]
 
-    def finish(self, unit: Unit) -> None:
-        """The unit's gradients have all landed on this rank."""
-        if unit in self._finished:
+    def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
+        """Return whether all ranks have the unit's values cached. All ranks request the same unit, outside any pass."""
+        rows = self._negotiate(Request.GATHER, unit, [int(is_cached)])
+        if len({row[1] for row in rows}) > 1:
+            raise Disagreement(self._differ(rows))
+        return all(row[_OWN] for row in rows)
+
+    def gradients_ready(self, unit: int) -> None:
+        """Launch the reduce-scatters that are next in the program, after a unit has received all its gradients."""
+        finished = self.units[unit]
+        if finished in self._ready:
             return
-        self._finished[unit] = None
+        self._ready[finished] = None
         if self.program is None:
             return
-        if self._learning:
-            self._events.append((Moment.REDUCE, unit.index))
+        if self._recording:
+            self._events.append((Moment.REDUCE, unit))
         launches = self.program.launches
         while self.reduces and self._launched < len(launches):
             launch = launches[self._launched]
-            if launch.gathers or not all(self.units[index] in self._finished for index in launch.units):
+            if launch.gathers or not all(self.units[index] in self._ready for index in launch.units):
                 return
             self._launch(launch)
 
     def end(self, *, aborted: bool = False) -> None:
-        """The backward is over: what this rank has skipped is joined, what got no gradient is reduced with zeros."""
+        """End a backward: join collectives of units that this rank skipped, and reduce missing gradients as zeros."""
         if self._guard.divergence_requested:
             self._diverge()
         if self.program is not None:
@@ -196,21 +197,21 @@ class Order:
         if self.reduces:
             self._reduce(self.reduction_batches)
             self._in_flight.finish_reductions()
-            if self._learning and self._whole_record:
-                self._learn(aborted)
-        self._in_flight.finish_unshards()
+            if self._recording and self._record_is_whole:
+                self._adopt_record(aborted)
+        self._in_flight.finish_gathers()
         self.open = False
 
     # -- following ----------------------------------------------------------------------------------------------
 
     def _follow_to(self, program: Program, place: int) -> None:
-        """Launch everything up to an event, and reshard what this rank has passed without using it."""
+        """Launch everything up to an event, and reshard units that this rank has skipped."""
         for position in range(self._next_event, place):
             moment, index = program.events[position]
             if moment is not Moment.REDUCE:
                 self._launch_until(program, program.launched_at[position])
                 if not program.kept[position]:
-                    self._in_flight.wait_for_unshard(self.units[index])
+                    self.units[index].wait_for_unshard()
                     self.units[index].reshard_unused()
         at = program.launched_at[place] if place < len(program.events) else len(program.launches)
         self._launch_until(program, at)
@@ -224,10 +225,10 @@ class Order:
         self._launched += 1
         self._guard.publish_launches(self._launched)
         if launch.gathers:
-            self._in_flight.start_unshard([self.units[index] for index in launch.units], use_secondary=True)
+            Unit.launch_all_gather([self.units[index] for index in launch.units], use_secondary=True)
             assert self.program is not None
             ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
-            self._in_flight.prefetch(self.units[index] for other in ahead for index in other.units)
+            Unit.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
             self._reduce([[self.units[index] for index in launch.units]])
 
@@ -236,47 +237,47 @@ class Order:
             left = [unit for unit in batch if unit not in self._reduced]
             self._reduced.update(left)
             if left:
-                self._in_flight.start_reduction(left)
+                Unit.launch_reduce_scatter(left)
 
     def _diverge(self, unit: Unit | None = None) -> None:
-        """Leave the program for the rest of this pass, together with every rank that is still in it."""
+        """Leave the program for the rest of this pass, together with every rank that still follows it."""
         program = self.program
         if program is None:
             self._guard.answer_request()
             return
-        rows = self._meet(Request.DIVERGE, unit.index if unit else 0, [], [self._launched])
+        rows = self._exchange(Request.DIVERGE, unit.index if unit else 0, [], [self._launched])
         # A rank that has already finished the pass has launched everything.
         furthest = max(row[_OWN] if row[0] == Request.DIVERGE else len(program.launches) for row in rows)
         self._catch_up(program, furthest)
         self._drop_program()
 
     def _catch_up(self, program: Program, number: int) -> None:
-        """Join what other ranks have launched, and keep none of it that this rank does not use."""
+        """Launch what other ranks have launched, and reshard what this rank does not use."""
         if number > self._launched:
             self._launch_until(program, number)
-            self._in_flight.finish_unshards()
+            self._in_flight.finish_gathers()
             for unit in self.units:
                 unit.reshard_unused()
 
     def _drop_program(self) -> None:
         self._guard.answer_request()
         if self.program is not None:
-            self.program, self._programs, self._whole_record = None, [], False
-            self._retraces -= 1
-            self._learning = self._retraces > 0
+            self.program, self._programs, self._record_is_whole = None, [], False
+            self._records_left -= 1
+            self._recording = self._records_left > 0
 
     # -- negotiating --------------------------------------------------------------------------------------------
 
-    def meet(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
-        """A point that every rank comes to, and up to four numbers of each rank that all of them see there."""
+    def synchronize(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
+        """Synchronize with all ranks, and return up to four numbers of each of them."""
         return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(request, 0, numbers)]
 
     def _negotiate(self, request: Request, value: int, own: Sequence[int] = ()) -> list[list[int]]:
-        """Until this rank's request is granted: gather what other ranks request for, reduce what all have finished."""
+        """Gather what ranks request, and reduce units that are ready on all, until this rank's request is granted."""
         while True:
             waits = self.open and self.program is None and self.reduces
-            done = [unit.index for unit in self._finished if unit not in self._reduced and not unit.shared]
-            rows = self._meet(request, value, done[:_FINISHED_IN_ROW] if waits else [], own)
+            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.shared]
+            rows = self._exchange(request, value, done[:_READY_IN_ROW] if waits else [], own)
             if any(row[0] == Request.DIVERGE for row in rows):
                 self._drop_program()
                 continue
@@ -284,53 +285,53 @@ class Order:
             finished = [index for index in reported[0] if all(index in others for others in reported[1:])]
             self._reduce(self._batches([self.units[index] for index in finished], self._plan.reduce_bucket))
             self._in_flight.finish_reductions()
-            if self._learning and self.open:
+            if self._recording and self.open:
                 self._events += [(Moment.REDUCE, index) for index in finished]
             gathers = {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}
             if not gathers:
-                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._whole_record):
+                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_whole):
                     return rows
-                if any(row[0] == Request.END for row in rows) and not self._whole_record:
-                    continue  # ranks that diverged end their pass now; the others were through with it before
+                if any(row[0] == Request.END for row in rows) and not self._record_is_whole:
+                    continue  # ranks that diverged end their pass now; the others have ended it before
                 self._guard.fail(self._differ(rows))
             moment, index = min(gathers, key=_turn)
             unit = self.units[index]
-            self._in_flight.start_unshard([unit])
-            self._in_flight.finish_unshards()
-            if self.open and self._learning:
+            Unit.launch_all_gather([unit])
+            self._in_flight.finish_gathers()
+            if self.open and self._recording:
                 self._events.append((Moment(moment), index))
             if (request, value) == (moment, index):
                 return rows
             unit.reshard_unused()
 
-    def _meet(self, request: Request, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
+    def _exchange(self, request: Request, value: int, finished: Sequence[int], own: Sequence[int]) -> list[list[int]]:
         row = [request, value, len(finished), *finished]
         row += [0] * (_OWN - len(row))
-        return self.agreement.synchronize(self._say(row), [*row, *own], self._meanwhile())
+        return self.agreement.synchronize(self._describe(row), [*row, *own], self._meanwhile())
 
     def _meanwhile(self) -> Callable[[], None] | None:
-        """While a rank in the middle of a program waits for the others, these may wait for what it has not launched."""
+        """Return a function that launches what other ranks wait for, while this rank waits inside a program."""
         program = self.program
         if program is None or not self.open or not self._gathers:
             return None
         return lambda: self._catch_up(program, self._guard.furthest_progress())
 
     def _differ(self, rows: list[list[int]]) -> str:
-        stands = "; ".join(f"rank {rank} is at {self._say(row)}" for rank, row in enumerate(rows))
+        stands = "; ".join(f"rank {rank} is at {self._describe(row)}" for rank, row in enumerate(rows))
         beginners = [rank for rank, row in enumerate(rows) if row[0] == Request.BEGIN]
-        return f"the ranks have diverged: {stands}. {advice_on_divergence(beginners, map(self._say, rows))}"
+        return f"the ranks have diverged: {stands}. {advice_on_divergence(beginners, map(self._describe, rows))}"
 
-    def _say(self, row: list[int]) -> str:
+    def _describe(self, row: list[int]) -> str:
         request = Request(row[0])
         if request in (Request.FORWARD, Request.BACKWARD):
             return f"the {request.name.lower()} gather of {self.units[row[1]].name}"
-        of_unit = f" {self.units[row[1]].name}" if request in (Request.DIVERGE, Request.LEND) else ""
+        of_unit = f" {self.units[row[1]].name}" if request in (Request.DIVERGE, Request.GATHER) else ""
         return _DESCRIPTIONS[request] + of_unit
 
-    # -- learning -----------------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------
 
-    def _learn(self, aborted: bool) -> None:
-        """Take rank 0's record of this pass as the program of the next ones, unless its pass failed."""
+    def _adopt_record(self, aborted: bool) -> None:
+        """Make rank 0's record of this pass the program of the next ones, unless its pass failed."""
         used = [*self._used, *self._trained]
         record = [] if aborted else [number for event in self._events for number in event]
         firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
@@ -351,12 +352,12 @@ class Order:
         reduced = {unit for moment, unit in events if moment is Moment.REDUCE}
         events += [(Moment.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
         self._follow(events)
-        self.refresh_batches = self._batches([self.units[index] for index in flat[length:]])
-        self._learning = False
+        self.step_batches = self._batches([self.units[index] for index in flat[length:]])
+        self._recording = False
         self._used.clear()
 
     def _follow(self, events: list[Event]) -> None:
-        """One program for whole passes, one for a backward whose forward is long over."""
+        """Compile one program for whole passes, and one for a backward that begins without a forward."""
         backward = next((place for place, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
         self._programs = [
             compile_program(
@@ -372,8 +373,8 @@ class Order:
         self.program = self._programs[0]
 
     def close_last(self, unit: Unit) -> None:
-        """A unit whose gradients came late: from now on its reduction is the last of the pass."""
-        if self.program is not None and not self._learning:
+        """Make a unit's reduction the last of each pass, because its gradients were late."""
+        if self.program is not None and not self._recording:
             events = [event for event in self._programs[0].events if event != (Moment.REDUCE, unit.index)]
             self._follow([*events, (Moment.REDUCE, unit.index)])
 
@@ -383,15 +384,16 @@ class Order:
         return [[self.units[index] for index in batch] for batch in batches]
 
     def forget_units(self) -> None:
+        """Release the units when the engine is destroyed."""
         self._guard.close()
-        for held in (self.units, self._trained, self._events, self._programs, self.refresh_batches):
+        for held in (self.units, self._trained, self._events, self._programs, self.step_batches):
             held.clear()
-        for also in (self._finished, self._reduced, self._used):
+        for also in (self._ready, self._reduced, self._used):
             also.clear()
         self.program = None
 
 
 def _turn(gather: tuple[int, int]) -> tuple[int, int]:
-    """Forwards in the order of the module tree, then backwards in the reverse one."""
+    """Return the sort key of requests: forwards in module order, then backwards in reversed order."""
     request, index = gather
     return (request, index if request == Request.FORWARD else -index)

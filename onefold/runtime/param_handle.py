@@ -1,20 +1,15 @@
-"""Parameter handles: who can unshard a parameter that is a placeholder.
+"""Handles of parameters: how code outside of a forward unshards, reads and writes a parameter.
 
-Units of a live engine are lent by its schedule, so that all ranks agree on the gather. What no engine has taken yet
-(`zero.Init`), or has any more, is gathered here, by all ranks together.
-
-[Note: one operation on a sharded parameter]
-The units of the parameters are unsharded, the function runs, and they are resharded. Where autograd recorded it, the
-units are unsharded again before the first of its nodes runs backward, and resharded when the last of them has. A result
-that is a view of the parameter needs its memory: then the unit stays unsharded until the pass ends, and that memory is
-never emptied, since the view may be kept for longer. A write would be lost when the unit is resharded, so it raises.
+The units of a live engine are gathered through its schedule, so that all ranks agree on the all-gather. Parameters
+without an engine (between `zero.Init` and `initialize`, or after the engine was destroyed) are gathered here, by all
+ranks together.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,56 +18,70 @@ from torch import nn
 from onefold.comm import Agreement, AllGatherOp, Collective, Ledger, assert_same_on_all_ranks, broadcast_from
 from onefold.offload.fingerprint import fingerprint
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import HOLDER, at_rest, hold, let_go, name_of, raw_grad, set_data, set_raw_grad
 from onefold.runtime.order import Request
-from onefold.runtime.torch_internals import inside_backward, inside_transform, tensors_in
-from onefold.runtime.unit import ParameterState, Unit
+from onefold.runtime.parameter_proxy import (
+    HANDLE,
+    raw_grad,
+    restore_plain_class,
+    set_data,
+    set_proxy_class,
+    set_raw_grad,
+)
+from onefold.runtime.schedule import Schedule
+from onefold.runtime.sharded_operation import run_on_sharded
+from onefold.runtime.torch_internals import inside_backward
+from onefold.runtime.unit import Unit
+from onefold.runtime.unit_state import ParameterState
 
 _next_number = 0
 
-# Told of parameters that get a handle and that lose it for good.
+# Called for parameters that get a handle, and for those that lose it.
 on_attach: list[Callable[[nn.Parameter, ParamHandle], None]] = []
 on_detach: list[Callable[[nn.Parameter], None]] = []
 
 
 class Owner(Protocol):
-    """The engine, as far as handles and hooks know it."""
+    """The engine, as far as handles and hooks use it."""
 
     def begin_bare_backward(self) -> None:
-        """Somebody called `backward` on a loss; begin it on the schedule."""
+        """Begin a backward that the user has started with `loss.backward()`."""
 
     def abort_backward(self) -> None:
-        """A bare backward raised and will not end."""
+        """Abort a bare backward that has raised."""
 
     def about_to_write(self) -> None:
-        """Parameters are about to be written from outside."""
+        """Finish what is in flight, before the user writes to parameters."""
 
     def parameters_loaded(self, units: list[Unit]) -> None:
-        """Parameters of these units were written from outside."""
+        """Update the masters of units that the user has written to."""
 
     def gradient_dropped(self) -> None:
-        """Somebody has set a parameter's `grad` to None."""
+        """Note that the user has set a parameter's `grad` to None."""
 
     def model_moved(self) -> None:
-        """Somebody has moved a parameter to another device."""
+        """Note that the user has moved a parameter to another device."""
 
 
 class ParamHandle:
-    """Flat parameters that are unsharded and resharded together. `number`: of the first, the same on every rank."""
+    """Flat parameters that are unsharded and resharded together.
+
+    `number` is that of the first parameter, and the same on every rank.
+    """
 
     num_contexts = 0
-    """`GatheredParameters` that are open in this process."""
+    """Number of `GatheredParameters` that are open in this process."""
 
     def __init__(self, params: Sequence[FlatParam], collective: Collective, ledger: Ledger) -> None:
         global _next_number
         self.number = _next_number
         _next_number += sum(len(param.parameters) for param in params)
-        self.lent = 0
+        self.num_acquired = 0
         self.is_new = True
         self.collective = collective
         self.ledger = ledger
-        # A live engine holds the unit; this must not keep it alive.
+        # Weak, because the engine owns them and a handle must not keep them alive.
         self._unit: weakref.ref[Unit] | None = None
+        self._schedule: weakref.ref[Schedule] | None = None
         self._owner: weakref.ref[Owner] | None = None
         self._params: list[FlatParam] | None = list(params)
         self._members = {
@@ -82,192 +91,189 @@ class ParamHandle:
         }
         for param in params:
             for parameter in param.parameters:
-                parameter.__dict__[HOLDER] = self
-                hold(parameter, resting=not param.stays_unsharded and param.is_sharded)
-        self._tell()
+                parameter.__dict__[HANDLE] = self
+                set_proxy_class(parameter, sharded=not param.stays_unsharded and param.is_sharded)
+        self._notify()
 
     @staticmethod
-    def of_unit(unit: Unit, ledger: Ledger, owner: Owner) -> ParamHandle:
-        handle = ParamHandle(unit.params, unit.schedule.in_flight.collective, ledger)
-        handle._unit, handle._params, handle._owner = weakref.ref(unit), None, weakref.ref(owner)
+    def of_unit(unit: Unit, schedule: Schedule, ledger: Ledger, owner: Owner) -> ParamHandle:
+        """Make the handle of a unit of a live engine."""
+        handle = ParamHandle(unit.params, schedule.in_flight.collective, ledger)
+        handle._unit, handle._schedule = weakref.ref(unit), weakref.ref(schedule)
+        handle._params, handle._owner = None, weakref.ref(owner)
         handle.is_new = False
         return handle
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         here = [parameter for param in self.params for parameter in param.parameters if handle_of(parameter) is self]
-        for tell in on_attach:
+        for attached in on_attach:
             for parameter in here:
-                tell(parameter, self)
+                attached(parameter, self)
 
     @property
     def owner(self) -> Owner | None:
+        """The live engine of the parameters."""
         return self._owner() if self._owner is not None else None
 
     @property
     def unit(self) -> Unit | None:
+        """The unit of a live engine."""
         return self._unit() if self._unit is not None else None
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of a live engine."""
+        return self._schedule() if self._schedule is not None else None
+
+    @property
     def params(self) -> list[FlatParam]:
+        """The flat parameters."""
         unit = self.unit
         params = unit.params if unit is not None else self._params
         assert params is not None
         return params
 
     def place_of(self, parameter: torch.Tensor) -> tuple[FlatParam, int]:
-        """The flat parameter that a parameter lies in, and its place there."""
+        """Return the flat parameter of a parameter, and the parameter's index in it."""
         which, index = self._members[id(parameter)]
         return self.params[which], index
 
     def number_of(self, parameter: torch.Tensor) -> int:
-        """The same on every rank."""
+        """Return the number of a parameter, which is the same on every rank."""
         return self.number + list(self._members).index(id(parameter))
 
     def stand_alone(self) -> None:
-        """The engine goes: from now on sharded parameters are held here; others need no handle."""
-        params, self._unit, self._owner = self.params, None, None
+        """Take over sharded parameters when the engine is destroyed. Others become plain Parameters."""
+        params = self.params
+        self._unit = self._schedule = self._owner = None
         for param in params:
             param.forget_training()
         if all(param.stays_unsharded for param in params):
             detach(parameter for param in params for parameter in param.parameters)
         else:
             self._params = params
-            self._tell()  # shards that lay in the engine's memory lie elsewhere now
+            self._notify()  # shards were moved out of the engine's memory
 
     @property
     def in_flight(self) -> bool:
+        """Whether the all-gather of the parameters is in flight."""
         unit = self.unit
         return unit is not None and unit.parameter is ParameterState.UNSHARDING
 
-    def borrow(self, *, blank: bool = False) -> None:
-        """Unsharded until given back. All ranks call this together. `blank`: all of it is about to be written, so
-        nothing is gathered; where there is no engine.
+    def acquire(self, *, blank: bool = False) -> None:
+        """Unshard until `release`. All ranks call this together.
+
+        `blank`: gather nothing if there is no engine, because all values are about to be overwritten.
         """
         unit = self.unit
         with torch._C.DisableTorchFunction():
             if unit is not None:
-                unit.lend()
-            elif self.lent == 0:
+                unit.gather_for_user()
+            elif self.num_acquired == 0:
                 sharded = [param for param in self.params if not param.stays_unsharded]
                 with torch.inference_mode(mode=False), torch.no_grad():
-                    gatherings = [param.start_unshard(lossless=True) for param in sharded]
+                    gatherings = [param.prepare_all_gather(lossless=True) for param in sharded]
                     if not blank:
                         self.gather("gather of", gatherings)
                     for param in sharded:
                         param.attach_views()
-        self.lent += 1
+        self.num_acquired += 1
 
-    def give_back(self, *, cache: bool = False) -> None:
-        """End a `borrow`. `cache`: nothing was written, and the engine may keep the values for the next reader."""
-        self.lent -= 1
+    def release(self, *, cache: bool = False) -> None:
+        """End an `acquire`. `cache`: nothing was written, so the engine may keep the values for the next one."""
+        self.num_acquired -= 1
         unit = self.unit
         with torch._C.DisableTorchFunction():
             if unit is not None:
-                unit.take_back(cache=cache)
-            elif self.lent == 0:
+                unit.end_gather_context(cache=cache)
+            elif self.num_acquired == 0:
                 for param in self.params:
                     if not param.stays_unsharded:
-                        param.reshard(drop=True)
+                        param.free_unsharded(drop=True)
 
     def gather(self, what: str, gatherings: list[AllGatherOp]) -> None:
-        """Gather now, under a name that the hang detector reports. All ranks call this together."""
+        """All-gather and wait, under a name that the hang guard reports. All ranks call this together."""
         name = self.params[0].layout.members[0].name
         with self._agreement.guard.launching(what, [name]):
             self.collective.start_gather(gatherings).finish()
 
-    # -- what a held parameter asks -----------------------------------------------------------------------------
+    # -- operations of the proxy (parameter_proxy.ProxyHandle) --------------------------------------------------
 
     def check_present(self) -> None:
         """Raise while the engine's weights are off the device."""
-        unit = self.unit
-        if unit is not None:
-            unit.schedule.check_present()
+        schedule = self.schedule
+        if schedule is not None:
+            schedule.check_present()
 
     def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter in its layout."""
         param, index = self.place_of(parameter)
         return param.layout.members[index].name
 
     @property
     def in_pass(self) -> bool:
-        unit = self.unit
-        return unit is not None and unit.schedule.in_pass
+        """Whether the engine is in a pass, so that all ranks can unshard together."""
+        schedule = self.schedule
+        return schedule is not None and schedule.in_pass
 
     def operate(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], resting: list[nn.Parameter]
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharded: list[nn.Parameter]
     ) -> Any:
-        """One torch function on sharded parameters, inside a pass: penalties over `parameters()`, `functional_call`,
-        weight norms. Units are unsharded in one order on every rank.
-        """
-        again = inside_backward()
-        used = [unit for handle in handles_of(resting) if (unit := handle.unit) is not None]
-        with ExitStack() as stack:
-            for unit in used:
-                stack.callback(unit.post_forward, recompute=again)
-                unit.pre_forward(recompute=again)
-            versions = [parameter._version for parameter in resting]
-            result = func(*args, **kwargs)
-            written = [p for p, version in zip(resting, versions, strict=True) if p._version != version]
-            if written:
-                names = [name_of(parameter) for parameter in written]
-                raise at_rest(names, f"{getattr(func, '__name__', func)} writes inside a forward or backward")
-            nodes = list(_nodes_of(result, (args, kwargs))) if torch.is_grad_enabled() else []
-            for unit in used:
-                if unit.is_seen_by(tensors_in(result)):
-                    unit.keep_for_pass()
-                    unit.hand_out()
-                elif inside_transform():
-                    unit.keep_for_pass()
-                elif nodes:
-                    _Recorded.watch(unit, result, nodes, again=again)
-        return result
+        """Run one torch function on sharded parameters, inside a pass."""
+        units = [unit for handle in handles_of(sharded) if (unit := handle.unit) is not None]
+        return run_on_sharded(units, func, args, kwargs, sharded)
 
     @property
     def may_be_initialised(self) -> bool:
-        """Whether code may still give values to parameters at rest: no engine has had them, and no rank writes alone,
-        as one does inside `GatheredParameters`.
+        """Whether code may initialise sharded parameters.
+
+        It may if no engine has had them and no `GatheredParameters` is open, inside which one rank writes alone.
         """
         return self.is_new and not ParamHandle.num_contexts
 
     def initialise(
         self, parameter: nn.Parameter, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """One function in place that every rank calls, as initialising code does after `zero.Init`; rank 0's values
-        are taken.
+        """Run an in-place function that every rank calls, as initialising code does after `zero.Init`.
+
+        All ranks get rank 0's values.
         """
         what = f"{getattr(func, '__name__', func)}() on a parameter before initialize"
         assert_same_on_all_ranks(what, [(self.name_of(parameter), {"number": str(self.number_of(parameter))})])
-        self.borrow()
+        self.acquire()
         try:
             result = func(*args, **kwargs)
             self.take_values_of(0)
         finally:
-            self.give_back()
+            self.release()
         return result
 
     def set_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter.data = value` while it is unsharded: its values are written to where they lie."""
+        """Write `parameter.data = value` into the flat parameter, while the parameter is unsharded."""
         unit = self.unit
-        lent = unit is not None and unit.uses.lent > 0
-        if self.owner is None or (lent and value.shape != parameter.shape):
-            set_data(parameter, value)  # `GatheredParameters` and `Init` see to it, on all ranks together
+        is_gathered = unit is not None and unit.is_gathered_by_user
+        if self.owner is None or (is_gathered and value.shape != parameter.shape):
+            set_data(parameter, value)  # `GatheredParameters` and `Init` handle it, on all ranks together
             return
-        if (value.shape, value.dtype) == (parameter.shape, parameter.dtype) and not (lent or self.in_pass):
+        if (value.shape, value.dtype) == (parameter.shape, parameter.dtype) and not (is_gathered or self.in_pass):
             self._move(parameter, value)
             return
         if (value.shape, value.dtype, value.device) != (parameter.shape, parameter.dtype, parameter.device):
             raise RuntimeError(
-                f"parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
+                f"Parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
                 f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the "
                 "engine's model cannot be cast or resized, nor moved inside a pass. Do it before initialize; dtypes "
-                "and devices come from the config"
+                "and devices come from the config."
             )
         if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
             with torch.no_grad():
                 parameter.copy_(value)
 
     def _move(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """The same parameter on another device, or back on the engine's. While it is away it is a copy: the engine
-        keeps its own values, saves them, and computes again when the model has come back.
+        """Move a parameter to another device, or back to the engine's.
+
+        On another device it is a copy. The engine keeps and saves its own values, and can compute again when the
+        model was moved back.
         """
         param, index = self.place_of(parameter)
         if value.device != param.full.device:
@@ -285,39 +291,40 @@ class ParamHandle:
         unit = self.unit
         if unit is not None:
             with torch._C.DisableTorchFunction():
-                unit.schedule.in_flight.wait_for_refresh(unit)
+                unit.wait_for_update()
 
     def data_read(self, parameter: nn.Parameter) -> None:
-        """From now on writes are looked for by value: resharding would lose them."""
+        """Detect writes through `parameter.data` by value, because resharding would lose them."""
         param, index = self.place_of(parameter)
         if self.in_pass and not param.stays_unsharded:
             param.look_for_writes(index)
 
     def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None:
-        """A trained parameter that is frozen is left out of the step until it is unfrozen."""
+        """Leave a frozen parameter out of the step until it is unfrozen."""
         param, index = self.place_of(parameter)
         if param.trainable:
             (param.store.frozen.discard if value else param.store.frozen.add)(index)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """What stands for a gradient that was moved into the flat buffer."""
+        """Return the value of `p.grad`, whose gradient was copied into the flat gradient."""
         param, index = self.place_of(parameter)
         return param.grad.of_parameter(index) if param.trainable and self.unit is not None else None
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Handle `p.grad = value`: None discards the engine's gradient, any other value raises."""
         param, index = self.place_of(parameter)
-        unit = self.unit
-        # Autograd has just left it there: a hook of the user's runs before ours, which will take what it leaves.
-        landing = inside_backward() and raw_grad(parameter) is not None
-        if value is not None and param.trainable and self.owner is not None and not landing:
+        schedule = self.schedule
+        # Autograd has just accumulated it. This is a user hook, which runs before ours and may change the gradient.
+        is_new = inside_backward() and raw_grad(parameter) is not None
+        if value is not None and param.trainable and self.owner is not None and not is_new:
             raise RuntimeError(
-                f"the gradient of {self.name_of(parameter)} is reduced and held by the engine: set it between "
-                "backward and step with onefold.utils.safe_set_full_grad(parameter, value)"
+                f"The gradient of {self.name_of(parameter)} is reduced and held by the engine. Set it between "
+                "backward and step with onefold.utils.safe_set_full_grad(parameter, value)."
             )
         set_raw_grad(parameter, value)
-        if value is not None or not param.trainable or unit is None:
+        if value is not None or not param.trainable or schedule is None:
             return
-        if inside_backward() and (landing or unit.schedule.in_backward):
+        if inside_backward() and (is_new or schedule.in_backward):
             param.grad.drops_at_end.add(index)
         else:
             param.grad.drop_of_parameter(index)
@@ -326,60 +333,64 @@ class ParamHandle:
                 owner.gradient_dropped()
 
     def moved(self) -> bool:
-        """Whether some parameter was given a tensor of its own while it was unsharded (`.data = ...`)."""
+        """Return whether a parameter was given another tensor (`.data = ...`) while it was unsharded."""
         with torch._C.DisableTorchFunction():
             return any(not param.is_attached(index) for param in self.params for index in range(len(param.parameters)))
 
     def reshaped(self) -> list[str]:
-        """Parameters that were given data of another shape."""
+        """Return the names of parameters that were given data of another shape."""
         with torch._C.DisableTorchFunction():
             return [name for param in self.params for name in param.reshaped_names()]
 
     def cast(self, of: Callable[[torch.dtype], torch.dtype]) -> None:
-        """Another dtype for everything here, before any engine has it."""
+        """Change the dtype of the parameters, before any engine has them."""
         for param in self.params:
             if of(param.dtype) != param.dtype:
                 param.cast(of(param.dtype))
-        self._tell()
+        self._notify()
 
     def leave_unsharded(self) -> None:
-        """Do not give back: the engine's next forward or step reshards; without an engine parameters are plain now."""
+        """End an `acquire` without resharding.
+
+        The engine's next forward or step reshards. Without an engine the parameters become plain ones.
+        """
         unit = self.unit
         if unit is not None:
-            self.lent -= 1
+            self.num_acquired -= 1
             unit.keep_for_pass()
-            unit.take_back()
+            unit.end_gather_context()
         else:
             detach(parameter for param in self.params for parameter in param.parameters)
 
     def read(self) -> None:
-        """A module that does not own these parameters is about to use them."""
+        """Unshard for a module that uses these parameters but does not own them."""
         unit = self.unit
         if unit is not None:
-            unit.read(within=True)
+            unit.read(within_pass=True)
 
-    def meet(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers."""
-        unit = self.unit
-        if unit is not None:
-            return unit.schedule.order.meet(request, numbers)
+    def synchronize(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
+        """Synchronize all ranks, and return the numbers of each."""
+        schedule = self.schedule
+        if schedule is not None:
+            return schedule.order.synchronize(request, numbers)
         return self._agreement.synchronize("GatheredParameters", numbers)
 
     @property
     def _agreement(self) -> Agreement:
-        unit = self.unit
-        if unit is not None:
-            return unit.schedule.agreement
+        schedule = self.schedule
+        if schedule is not None:
+            return schedule.agreement
         return Agreement(self.collective.group, self.ledger)
 
     def take_values_of(self, rank: int, agreement: Agreement | None = None) -> None:
-        """One rank has written: its values become everybody's. A parameter that was given data of another shape leaves
-        for good, and is laid out anew by `initialize`. `agreement`: all ranks have written, most likely the same, so
-        they compare first, and nothing travels where they have.
+        """Broadcast the values that one rank has written.
+
+        A parameter that was given data of another shape becomes a plain one, and `initialize` lays it out again.
+        `agreement`: all ranks have written, so compare fingerprints first, and broadcast only if they differ.
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for param in self.params:
-                detach(param.release(name) for name in param.reshaped_names())
+                detach(param.remove_parameter(name) for name in param.reshaped_names())
                 param.take_parameters()
             alike = False
             if agreement is not None and self.collective.group.size > 1:
@@ -389,13 +400,13 @@ class ParamHandle:
             for param in self.params:
                 if not alike:
                     broadcast_from(self.collective.group, rank, param.full, self.ledger)
-                param.write_back()
+                param.update_shard()
         if self.owner is None:
-            self._tell()  # of shards that were made just now
+            self._notify()  # the shards are new
         self.tell_written()
 
     def tell_written(self) -> None:
-        """Parameters have new values, on every rank: whoever keeps masters of them must know."""
+        """Discard copies of the old values, and have the engine update its masters, after a write on every rank."""
         for param in self.params:
             param.invalidate_secondary()
         owner, unit = self.owner, self.unit
@@ -403,22 +414,23 @@ class ParamHandle:
             owner.parameters_loaded([unit])
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
-        return object, ()  # a pickled parameter is nobody's
+        return object, ()  # no engine manages a pickled parameter
 
 
 def handle_of(parameter: object) -> ParamHandle | None:
-    handle = getattr(parameter, "__dict__", {}).get(HOLDER)
+    """Return the handle of a parameter, or None for a plain one."""
+    handle = getattr(parameter, "__dict__", {}).get(HANDLE)
     return handle if isinstance(handle, ParamHandle) and id(parameter) in handle._members else None
 
 
 def handles_of(parameters: Iterable[object]) -> list[ParamHandle]:
-    """Each once, in one order on every rank."""
+    """Return the handles of parameters, each once, in the same order on every rank."""
     found = {handle for parameter in parameters if (handle := handle_of(parameter)) is not None}
     return sorted(found, key=lambda handle: handle.number)
 
 
 def about_to_write(parameter: object) -> None:
-    """Somebody outside is about to write a parameter: the engine that trains it, if any, finishes what it does."""
+    """Have the engine of a parameter finish what is in flight, before the parameter is written."""
     handle = handle_of(parameter)
     owner = handle.owner if handle is not None else None
     if owner is not None:
@@ -426,7 +438,7 @@ def about_to_write(parameter: object) -> None:
 
 
 def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a parameter, also while it is a placeholder."""
+    """Return the shape of a parameter, even while it is a placeholder."""
     handle = handle_of(parameter)
     if handle is None:
         return parameter.shape
@@ -435,70 +447,24 @@ def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def detach(parameters: Iterable[nn.Parameter]) -> None:
-    """These parameters lie elsewhere now; a handle that all have left is freed."""
+    """Turn parameters into plain ones. A handle without parameters is freed."""
     for parameter in parameters:
-        let_go(parameter)
-        if parameter.__dict__.pop(HOLDER, None) is not None:
-            for tell in on_detach:
-                tell(parameter)
+        restore_plain_class(parameter)
+        if parameter.__dict__.pop(HANDLE, None) is not None:
+            for detached in on_detach:
+                detached(parameter)
 
 
 @contextmanager
 def unsharded(parameters: Iterable[nn.Parameter]) -> Iterator[list[ParamHandle]]:
-    """Unsharded inside."""
+    """Unshard parameters inside a `with` block."""
     handles = handles_of(parameters)
-    borrowed: list[ParamHandle] = []
+    acquired: list[ParamHandle] = []
     try:
         for handle in handles:
-            handle.borrow()
-            borrowed.append(handle)
+            handle.acquire()
+            acquired.append(handle)
         yield handles
     finally:
-        for handle in borrowed:
-            handle.give_back()
-
-
-def _nodes_of(result: Any, inputs: Any) -> Iterable[Any]:
-    """The nodes that autograd has made of one torch function."""
-    before = [tensor.grad_fn for tensor in tensors_in(inputs)]
-    waiting = [tensor.grad_fn for tensor in tensors_in(result)]
-    seen: list[Any] = []
-    while waiting:
-        node = waiting.pop()
-        if node is None or hasattr(node, "variable") or any(node is other for other in (*before, *seen)):
-            continue
-        seen.append(node)
-        waiting += [following for following, _ in node.next_functions]
-    return seen
-
-
-class _Recorded:
-    """An operation that autograd will run backward: a call of the unit, as far as the schedule knows."""
-
-    def __init__(self, unit: Unit, num_nodes: int) -> None:
-        self._unit = weakref.ref(unit)
-        self._call = unit.begin_call()
-        self._num_nodes = self._left = num_nodes
-
-    @staticmethod
-    def watch(unit: Unit, result: Any, nodes: list[Any], *, again: bool) -> None:
-        recorded = _Recorded(unit, len(nodes))
-        first = [tensor.grad_fn for tensor in tensors_in(result)]
-        for node in nodes:
-            if any(node is output for output in first):
-                node.register_prehook(recorded.begin)
-            node.register_hook(recorded.end)
-        if again:
-            unit.uses.backwards.add(recorded._call)  # inside the backward that will run through it at once
-
-    def begin(self, *_: Any) -> None:
-        unit = self._unit()
-        if unit is not None and self._call not in unit.uses.backwards:
-            self._left = self._num_nodes
-            unit.pre_backward(self._call)
-
-    def end(self, *_: Any) -> None:
-        unit = self._unit()
-        self._left -= 1
-        if unit is not None and self._left == 0:
-            unit.post_backward([self._call])
+        for handle in acquired:
+            handle.release()

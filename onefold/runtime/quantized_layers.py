@@ -1,4 +1,4 @@
-"""bitsandbytes' layers keep tensors beside their weight: scales, and references of their own to the weight's memory."""
+"""Tensors that bitsandbytes' layers store next to their weight: scales, and references to the weight's memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from torch import nn
 
 
 def follow_weights(model: nn.Module) -> None:
-    """For a model whose parameters were flattened. Nothing is imported: the layers are known by their attributes."""
+    """Make layers of a flattened model read their present weights.
+
+    bitsandbytes is not imported: its layers are recognised by their attributes.
+    """
     for module in model.modules():
         weight = module._parameters.get("weight")
         if hasattr(weight, "SCB") and hasattr(module, "init_8bit_state"):
             _follow_int8(module)
         elif hasattr(weight, "quant_state"):
-            # On some CPUs an evaluation would put weights of another shape in their place.
+            # On some CPUs an evaluation would replace weights by others of another shape.
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-# Names as in bitsandbytes' own files, the last one aside, and where a layer's weight has the tensor. Scales may be
-# quantized themselves. Its files also describe the format, which a model has from its own quantization.
+# Names as in bitsandbytes' files, except for the last one, and the attribute path from the quantization state.
+# Scales may be quantized themselves.
 _OF_4_BITS = {
     "weight.absmax": "absmax",
     "weight.quant_map": "code",
@@ -31,7 +34,7 @@ _OF_4_BITS = {
 
 
 def scales_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a layer's packed weight cannot be read without."""
+    """Return the tensors that are needed to decode a layer's packed weight, by name."""
     weight: Any = module._parameters.get("weight")
     found: dict[str, Any]
     if hasattr(weight, "SCB"):
@@ -50,7 +53,7 @@ def _at(state: Any, path: str) -> Any:
 
 
 def _follow_int8(module: Any) -> None:
-    """`Linear8bitLt` computes with `state.CB`, taken from its weight once: the same values, held a second time."""
+    """Make `state.CB` of a `Linear8bitLt` read the present weight, because it is a reference taken only once."""
     if module.weight.CB is not None:
         module.init_8bit_state()
     module.state.__dict__.pop("CB", None)
@@ -59,7 +62,7 @@ def _follow_int8(module: Any) -> None:
 
 
 def _following(state: Any) -> Any:
-    """The state's class, with the weight's present values as `CB`."""
+    """Return a subclass of the state's class whose `CB` is the weight's present values."""
     if hasattr(state, "_onefold_follows"):
         return state
     return type(state.__name__, (state,), {"CB": property(_values, _set_values), "_onefold_follows": True})

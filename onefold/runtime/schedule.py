@@ -1,34 +1,36 @@
-"""The schedule of a step over all units: passes, backwards, and what is unsharded, reduced and refreshed around them.
-`order` knows which collective comes next, `in_flight` starts and finishes it, `unit` tells a unit's own life.
+"""The schedule of a training step over all units: forward, backward, gradients that are late, step.
+
+`Unit` has the lifecycle of one unit, `Order` the order of collectives, `InFlightCollectives` those under way.
 
 [Note: gradients that come late]
-A gradient may land after its unit has been launched: a module run twice under reentrant checkpointing reports each
-run by itself, and a rank that was held to have skipped a unit may come to it after all. Such gradients stay in the
-unit's slots and travel with its next reduction; if the step comes first, the scalars that ranks exchange at every step
-say so, and all ranks reduce those units once more (`reduce_late`).
+A gradient may arrive after its unit's reduce-scatter was launched: a module that runs twice under reentrant
+checkpointing produces gradients in each run, and a rank that got past a unit may use it after all. Such gradients stay
+in the unit's slots and are reduced with the unit's next reduction. If the step comes first, the scalars that ranks
+exchange at every step say so, and all ranks reduce these units once more (`reduce_late`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 
 import torch
 
-from onefold.comm import Agreement, Collective, Ledger
+from onefold.comm import Agreement, AllGatherOp, Collective, Ledger
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan
 from onefold.pool import Pool
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import raw_grad
-from onefold.runtime.in_flight import InFlightCollectives
+from onefold.runtime.in_flight import InFlightCollectives, PendingCollective
 from onefold.runtime.order import Order, Request
-from onefold.runtime.unit import GradientState, ParameterState, Unit
+from onefold.runtime.parameter_proxy import raw_grad
+from onefold.runtime.unit import Unit
+from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext
 
 
 class Schedule:
-    """All units of an engine, at the moments of a step."""
+    """All units of an engine, at each phase of a step."""
 
     def __init__(
         self,
@@ -42,28 +44,17 @@ class Schedule:
         self.units = list(units)
         self.trained = [unit for unit in units if unit.trained]
         self.sharded = [unit for unit in units if unit.sharded]
-        self.in_backward = False
         self.agreement = Agreement(collective.group, ledger)
         self.guard = self.agreement.guard
         self.in_flight = InFlightCollectives(plan, collective, self.guard, pool, memory)
         self.order = Order(units, plan, self.in_flight, self.agreement, ledger)
+        self.context = UnitContext(units, plan, self.in_flight, self.order)
         for unit in units:
-            unit.join(self)
+            unit.join(self.context)
         self._plan = plan
         self.memory = memory
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
-        # Kinds of state that `offload_states` has moved off the device, by name.
-        self.offloaded: frozenset[str] = frozenset()
-        # Reloads them, where a program has moved them by hand and does not call `reload_states`.
-        self.wake: Callable[[], object] | None = None
-        # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.
-        self.cached: Unit | None = None
-        # Forwards under way, of the outermost module and of units.
-        self.depth = 0
-        # Numbers the calls of units that have a backward.
-        self.calls = count(1)
-        self.num_backwards = 0
 
     # -- exchanges between the hosts of all ranks -----------------------------------------------------------------
 
@@ -79,163 +70,176 @@ class Schedule:
         """Raise `Disagreement` if the hang detector has found the job stuck."""
         self.guard.check()
 
-    # -- passes -------------------------------------------------------------------------------------------------
+    # -- states off the device ----------------------------------------------------------------------------------
 
     @property
-    def in_pass(self) -> bool:
-        """Inside a forward, or between a forward and its backward: all ranks are there, so a unit can be unsharded."""
-        return self.depth > 0 or self.order.open
+    def offloaded(self) -> frozenset[str]:
+        """Kinds of state that `offload_states` has moved off the device, by name."""
+        return self.context.offloaded
+
+    @offloaded.setter
+    def offloaded(self, kinds: frozenset[str]) -> None:
+        self.context.offloaded = kinds
+
+    @property
+    def wake(self) -> Callable[[], object] | None:
+        """Function that reloads states which a program has moved by hand."""
+        return self.context.wake
+
+    @wake.setter
+    def wake(self, reload: Callable[[], object] | None) -> None:
+        self.context.wake = reload
 
     def check_present(self) -> None:
-        """Raise if the weights that compute are off the device."""
-        self._check_reloaded(self.offloaded & {"lp_params"})
+        """Raise if the model weights are off the device."""
+        self.context.check_present()
 
     def check_awake(self) -> None:
         """Raise if any kind of state is off the device."""
-        self._check_reloaded(self.offloaded)
+        self.context.check_awake()
 
-    def _check_reloaded(self, missing: frozenset[str]) -> None:
-        if missing and self.wake is not None:
-            self.wake()
-        elif missing:
-            raise RuntimeError(
-                f"the engine's states are off the device ({', '.join(sorted(missing))}): call engine.reload_states() "
-                "first"
-            )
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward is under way or waits for its backward, so that all ranks can unshard a unit."""
+        return self.context.in_pass
+
+    def enter_forward(self) -> None:
+        """Count a forward of the outermost module."""
+        self.context.depth += 1
+
+    def exit_forward(self) -> None:
+        """End an `enter_forward`. Reshard everything after an evaluation."""
+        self.context.depth -= 1
+        self.context.reshard_after_evaluation()
 
     def begin_pass(self) -> None:
-        """The outermost module is called, and its outputs will have gradients."""
+        """Begin a pass with a forward of the outermost module that will have a backward."""
         self.check_present()
         if self.sharded:
-            self.begin_sharded_pass(forward=True)
-
-    def begin_sharded_pass(self, *, forward: bool) -> None:
-        started = self.order.open
-        self.order.begin(forward=forward)
-        if not started:  # otherwise an earlier forward of this pass still waits for its backward
-            for unit in self.sharded:
-                unit.uses.forget_pass()
-                unit.uses.calls = 0 if forward else unit.uses.calls
-                unit.reshard_unused()
-
-    def reshard_after_evaluation(self) -> None:
-        if self.depth == 0 and not self.order.open:
-            self.reshard_all()
-
-    def forget_cached(self) -> None:
-        """Free the unsharded values that `GatheredParameters` has left for its next reader."""
-        unit, self.cached = self.cached, None
-        for param in unit.sharded if unit is not None else ():
-            param.forget_cached()
+            self.context.begin_sharded_pass(forward=True)
 
     def reshard_all(self) -> None:
-        """Everything that nobody has borrowed."""
-        self.forget_cached()
-        for unit in self.sharded:
-            unit.uses.forget_pass()
-            unit.reshard_unused()
+        """Reshard all units that the user has not gathered."""
+        self.context.reshard_all()
+
+    def forget_cached(self) -> None:
+        """Free the unsharded values that `GatheredParameters` has kept for its next use."""
+        self.context.forget_cached()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self.context.in_backward
+
     def begin_backward(self, *, boundary: bool) -> None:
-        """`boundary`: a step follows. Plans that keep unsharded gradients reduce only then."""
-        self.in_backward = True
-        self.num_backwards += 1
+        """Begin a backward. `boundary`: a step follows it. Plans that keep unsharded gradients reduce only then."""
+        context = self.context
+        context.in_backward = True
+        context.num_backwards += 1
         self.forget_cached()
         if not self.sharded or not self.order.open:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_whole_gradient
-        self.in_flight.before_step = boundary
+        context.before_step = boundary
         for unit in self.trained:
             unit.expect_gradients()
         if not boundary:
             for param in self.trained_params():
-                param.grad.accumulate(self.in_flight.pool)
+                param.grad.begin_accumulation(self.in_flight.pool)
 
     def end_backward(self, *, aborted: bool = False) -> None:
-        """Every gradient of this backward has landed. What got none is reduced with zeros."""
+        """End a backward: finish all reductions and reshard everything."""
         if self.order.open:
             self.order.end(aborted=aborted)
         for param in self.trained_params():
-            param.end_stand_ins()  # of gradients that did not land after all
+            param.remove_shape_placeholders()  # of gradients that were not produced after all
             if param.grad.drops_at_end:
-                param.grad.end_backward()
+                param.grad.apply_drops()
         if self.memory is not None:
             self.memory.forget_prefetched()
         self.reshard_all()
-        self.in_backward = False
+        self.context.in_backward = False
 
     def abort_backward(self) -> None:
-        """Backward raised. Join what the other ranks still do, forget everything, and be ready for another try."""
+        """Discard a backward that raised, after joining what the other ranks still launch in it."""
         self.end_backward(aborted=True)
         self.drop_gradients()
         for param in self.trained_params():
-            param.grad.drop_landing()
+            param.grad.clear_autograd_gradients()
 
     def drop_gradients(self) -> None:
+        """Discard all gradients of the accumulation window."""
         self.in_flight.finish_reductions()
         for unit in self.trained:
-            unit.drop_gradients(self.in_flight.pool)
+            unit.drop_gradients()
 
     def late_units(self) -> list[Unit]:
-        """Units that still hold gradients which were not reduced, at the step."""
+        """Return the units with gradients that are not reduced, at the step."""
         return [unit for unit in self.trained if unit.gradient is GradientState.OPEN]
 
     def reduce_late(self) -> None:
-        """Reduce once more whatever units any rank has late gradients in. Every rank calls this together."""
+        """Reduce units in which any rank has late gradients once more. All ranks call this together."""
         late = self.late_units()
         mine = torch.tensor([unit in late for unit in self.trained], dtype=torch.int32)
         everybody = self.agreement.exchange("the late gradients", mine).sum(0).tolist()
         for unit, late_on in zip(self.trained, everybody, strict=True):
             if late_on:
-                # It came late once: from now on only the end of backward finishes it.
+                # Its gradients may be late again, so only the end of a backward reduces it from here on.
                 unit.shared = True
                 self.order.close_last(unit)
-                self.in_flight.start_reduction([unit])
+                Unit.launch_reduce_scatter([unit])
         self.in_flight.finish_reductions()
 
     # -- step ---------------------------------------------------------------------------------------------------
 
     @property
     def alone(self) -> bool:
+        """Whether the job has a single rank."""
         return self.in_flight.collective.group.size == 1
 
     @property
     def num_shards(self) -> int:
-        """The first ranks, that hold every byte of model state once between them."""
+        """Number of ranks that hold one model state. The ranks after them hold replicas."""
         return self.in_flight.collective.group.num_shards
 
     def trained_params(self) -> Iterator[FlatParam]:
+        """Yield all trained flat parameters."""
         return (param for unit in self.trained for param in unit.trained)
 
     def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, once every rank is at its step."""
+        """Reshard everything and synchronize at the step. Return the numbers of every rank."""
         self.reshard_for("a step")
         for param in self.trained_params():
             param.invalidate_secondary()
-        return self.order.meet(Request.STEP, numbers)
+        return self.order.synchronize(Request.STEP, numbers)
 
     def meet_for_load(self, number: int = 0) -> list[int]:
-        """Every rank's number, once nothing is in flight anywhere and nobody uses what is about to be written."""
+        """Finish everything in flight and synchronize before a load. Return the number of every rank."""
         self.reshard_for("load_checkpoint")
         self.wait_for_step()
         for param in (param for unit in self.units for param in unit.params):
             param.invalidate_secondary()
         for param in self.trained_params():
-            param.grad.forget_error()
-        return [row[0] for row in self.order.meet(Request.LOAD, [number])]
+            param.grad.reset_error_feedback()
+        return [row[0] for row in self.order.synchronize(Request.LOAD, [number])]
 
     def reshard_for(self, what: str) -> None:
         """Reshard everything, or raise if the user has gathered some of it."""
-        lent = [unit.name for unit in self.units if unit.uses.lent]
-        if lent:
-            raise RuntimeError(f"{what} inside GatheredParameters of {', '.join(lent)}: leave the context first")
+        gathered = [unit.name for unit in self.units if unit.is_gathered_by_user]
+        if gathered:
+            raise RuntimeError(
+                f"{what} inside GatheredParameters of {', '.join(gathered)} is not possible. Leave the context first."
+            )
         if self.memory is not None:
             self.memory.forget_prefetched()  # shards are about to change
         self.reshard_all()
 
-    def refresh_now(self) -> None:
-        """This rank's slices of what stays unsharded were written: every rank gets all of them."""
+    def gather_loaded(self) -> None:
+        """All-gather parameters that stay unsharded, after each rank has loaded its slices."""
         for unit in self.units:
             params = [
                 param
@@ -243,53 +247,74 @@ class Schedule:
                 if param.stays_unsharded and (self._plan.shards_states or not param.trainable)
             ]
             if params and not self.alone:
-                self.in_flight.refresh_now(unit, params)
+                self.in_flight.all_gather_loaded(unit.name, [AllGatherOp(param.full) for param in params])
 
     def gradients_to_step(self) -> Iterator[tuple[list[Unit], dict[ShardStore, torch.Tensor]]]:
-        """Batches in the order of first use, each shard with the gradient this rank steps it with."""
-        batches = self.order.refresh_batches
+        """Yield batches of units in the order of first use, with the gradient that this rank steps each shard with."""
+        batches = self.order.step_batches
         if self._plan.shards_states or self.alone:
             for batch in batches:
                 yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained}
-        else:
-            yield from self.in_flight.unsharded_gradients(batches)
+            return
+        ahead = deque(self._launch_gradient_gather(batch) for batch in batches[:1])
+        for position, batch in enumerate(batches):
+            ahead.extend(self._launch_gradient_gather(after) for after in batches[position + 1 : position + 2])
+            gathered, pending = ahead.popleft()
+            self.in_flight.wait("gather of gradients of", pending)
+            yield batch, gathered
+            for gradient in gathered.values():
+                self.in_flight.pool.give_back(gradient)
+
+    def _launch_gradient_gather(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], PendingCollective]:
+        gathered, gatherings = {}, []
+        for param in (param for unit in batch for param in unit.trained):
+            gathered[param.store] = self.in_flight.pool.take(param.layout.total, param.grad.reduced.dtype)
+            gatherings.append(AllGatherOp(gathered[param.store], param.grad.reduced))
+        size = sum(gradient.numel() for gradient in gathered.values())
+        names = [unit.name for unit in batch]
+        return gathered, self.in_flight.launch_gradient_gather(names, gatherings, size)
 
     def stepped_on_host(self) -> list[ShardStore]:
-        """What the host steps, in the order of first use; what other ranks wait for comes before what is gathered."""
-        params = [param for batch in self.order.refresh_batches for unit in batch for param in unit.trained]
+        """Return the shards that the host steps, in order of first use.
+
+        Parameters that stay unsharded come first, because the other ranks wait for them.
+        """
+        params = [param for batch in self.order.step_batches for unit in batch for param in unit.trained]
         on_host = [param for param in params if param.store.steps_on_host]
         return [param.store for param in sorted(on_host, key=lambda param: not param.stays_unsharded)]
 
-    def start_refreshes(self) -> None:
-        for batch in self.order.refresh_batches:
-            self.in_flight.start_refresh(batch)
+    def gather_updated(self, batch: list[Unit] | None = None) -> None:
+        """Launch the all-gathers of updated parameters, for some units or for all."""
+        for units in self.order.step_batches if batch is None else [batch]:
+            Unit.launch_update_gather(units)
 
     def wait_for_step(self) -> None:
-        """Whatever a step left in flight has arrived."""
-        self.in_flight.finish_refreshes()
+        """Wait for everything that a step has left in flight."""
+        self.in_flight.finish_updates()
         for unit in self.sharded:
             for param in unit.sharded:
                 param.store.finish_step()
 
     def give_up_step(self) -> None:
-        """Nothing that is still to come from a step is waited for any more."""
-        self.in_flight.give_up_refreshes()
+        """Abandon a step that failed, without waiting for the rest of it."""
+        self.in_flight.abandon_updates()
         for param in self.trained_params():
             param.store.give_up_step()
 
     def end_step(self) -> None:
+        """End a step. Without overlap, wait for everything it has left in flight."""
         if not self._plan.overlap:
             self.wait_for_step()
 
-    # -- what users have done to parameters since the last step -------------------------------------------------
+    # -- changes that the user has made to parameters since the last step ---------------------------------------
 
     def check_in_place(self) -> None:
-        """Someone may have cast, moved or unfrozen the bare model: what is stepped would not be what computes."""
+        """Raise if the user has cast, moved or unfrozen parameters, which the step would not update."""
         for name, parameter in self._frozen:
             if raw_grad(parameter) is not None:
                 raise RuntimeError(
-                    f"parameter {name} was frozen at initialize and has a gradient now: it has no optimizer state. "
-                    "Unfreeze it before initialize, or initialize again"
+                    f"Parameter {name} was frozen at initialize and has a gradient now, but it has no optimizer state. "
+                    "Unfreeze it before initialize, or initialize again."
                 )
         for unit in self.trained:
             for param in unit.trained:
@@ -298,32 +323,34 @@ class Schedule:
                 there = 0 if is_sharded else param.full[member.start : member.stop].data_ptr()
                 if parameter.numel() and parameter.data_ptr() != there:
                     raise RuntimeError(
-                        f"parameter {member.name} no longer lies where initialize put it: the model was cast, moved "
-                        "or given new .data after initialize. Do that before, or write values in place"
+                        f"Parameter {member.name} is no longer a view of its flat parameter, because the model was "
+                        "cast, moved or given new .data after initialize. Do that before, or write values in place."
                     )
 
     def frozen_names(self) -> list[str]:
-        """Trained parameters that the user has frozen since `initialize`."""
+        """Return the names of trained parameters that the user has frozen since `initialize`."""
         return sorted(p.layout.members[index].name for p in self.trained_params() for index in p.store.frozen)
 
     def written_names(self) -> list[str]:
-        """Unsharded parameters that the user has written to in place since the last step, as version counters show."""
+        """Return the names of unsharded parameters whose version counters show a write since the last step."""
         return sorted(name for param in self.unsharded_params() for name in param.written_names())
 
     def note_values(self) -> None:
-        """Writes up to now have been seen."""
+        """Record version counters, so that `written_names` reports writes from here on."""
         for param in self.unsharded_params():
             param.note_values()
 
     def unsharded_params(self) -> Iterator[FlatParam]:
+        """Yield the flat parameters that stay unsharded."""
         return (param for unit in self.units for param in unit.params if param.stays_unsharded)
 
     def dropped_names(self) -> list[str]:
-        """Parameters whose gradient the user has dropped after it was summed over the ranks."""
+        """Return the names of parameters whose gradient the user has dropped after its reduction."""
         return sorted(p.layout.members[index].name for p in self.trained_params() for index in p.grad.drops_of_sums)
 
     def forget_units(self) -> None:
+        """Release the units when the engine is destroyed."""
         self.forget_cached()
-        for held in (self.units, self.trained, self.sharded, self._frozen):
+        for held in (self.units, self.trained, self.sharded, self.context.sharded, self._frozen):
             held.clear()
         self.order.forget_units()

@@ -1,4 +1,4 @@
-"""What the runtime asks of torch: tensors inside what models take and return, where autograd is, and the compiler."""
+"""Access to torch internals: tensors inside arguments and outputs, the state of autograd, and the compiler."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 
-# How deep objects of unknown classes are looked into: an output, the layers in it, their tensors.
+# Depth to which attributes of objects of unknown classes are searched: an output, the layers in it, their tensors.
 _DEPTH = 4
 _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module, ModuleType)
 _SHORT = 256
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside tuples, lists, mappings, dataclasses, and attributes of other objects but modules."""
+    """Yield every tensor inside tuples, lists, mappings, dataclasses, and attributes of other objects but modules."""
     return _tensors_in(value, _DEPTH, set())
 
 
@@ -30,7 +30,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
         return
     if isinstance(value, _LEAVES) or id(value) in seen:
         return
-    seen.add(id(value))  # a container may hold itself
+    seen.add(id(value))  # a container may contain itself
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
@@ -45,7 +45,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
 
 
 def may_hold_tensors(value: Any) -> bool:
-    """False for long containers of strings and numbers, such as a vocabulary, by their first and last items."""
+    """Return False for long containers of strings and numbers, such as a vocabulary, judged by a few of their items."""
     if not isinstance(value, list | tuple | dict):
         return isinstance(value, torch.Tensor)
     if len(value) <= _SHORT:
@@ -55,18 +55,20 @@ def may_hold_tensors(value: Any) -> bool:
 
 
 def inside_backward() -> bool:
+    """Return whether autograd is running a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def inside_transform() -> bool:
-    """Whether a function is being differentiated or mapped by `torch.func`: its tensors are wrapped."""
+    """Return whether `torch.func` is differentiating or mapping a function, so that its tensors are wrapped."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What moves values of parameters is no part of what a user differentiates or maps, by `torch.func` either. Tensors
-    made inside are no inference tensors: training uses them again.
+    """Exclude copies of parameter values from autograd and `torch.func` transforms.
+
+    Tensors made inside are not inference tensors, because training uses them later.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         if not inside_transform():
@@ -79,12 +81,12 @@ def unrecorded() -> Iterator[None]:
 
 
 def is_plain_float(dtype: torch.dtype) -> bool:
-    """Whether it is a number to compute with. One of 8 bits or less is a code, and its scale lies somewhere else."""
+    """Return whether a dtype is for computation. Floats of 8 bits or less are codes with a separate scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure with its floating-point tensors cast."""
+    """Return the same structure with its floating-point tensors cast."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -101,10 +103,10 @@ _R = TypeVar("_R")
 
 
 def outside_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a compiled model call this function as it is, with everything it calls.
+    """Exclude a function, and everything it calls, from compilation.
 
-    `torch.compiler.disable` does the same, but imports the compiler: 1.5 s a rank at start-up. The mark keeps the
-    function from being inlined into a graph, the strategy keeps its frames from being compiled.
+    `torch.compiler.disable` does the same, but imports the compiler, which takes 1.5 s per rank at start-up. The mark
+    prevents inlining into a graph, and the strategy prevents compilation of its frames.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = eval_frame._FrameAction.SKIP

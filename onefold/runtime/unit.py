@@ -1,82 +1,38 @@
-"""Units, the parameters that are unsharded, reduced and stepped together, and the life of one from forward to step.
+"""Units: parameters that are unsharded, resharded, reduced and stepped together, usually those of one block.
+
+`Unit` has the whole lifecycle, in the order of a training step: forward, backward, unshard, reshard, reduce, and the
+all-gather of updated parameters. `Order` decides when collectives are launched, in the same order on every rank: a unit
+requests to be unsharded, and the order tells it, and the units before it, to launch. `InFlightCollectives` launches.
 
 [Note: when a unit may be resharded]
-After its forward, unless the program keeps it. In backward, when nothing will read it any more: when the producer of
-an input of every call that had begun is about to run (autograd runs later nodes first, so all of the call's nodes
-have), or, for a call without inputs that need gradients, when all its gradients have landed. Whatever is still
-unsharded when backward ends is resharded then.
+After its forward, unless the recorded order keeps it unsharded. In backward, when no operation will read it any more:
+when the producer of an input of every call in backward is about to run (autograd runs later nodes first, so that all
+nodes of the call have run), or, for a call without inputs that need gradients, when all its gradients have been
+received. Units that are still unsharded when backward ends are resharded then.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp, Reduction
-from onefold.plan import Moment
-from onefold.pool import Pool
+from onefold.plan import Moment, Wire
+from onefold.recorder import within
+from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
 from onefold.runtime.flat_param import FlatParam
-from onefold.runtime.held import at_rest, hold, hold_while_updating
-from onefold.runtime.torch_internals import unrecorded
-
-if TYPE_CHECKING:
-    from onefold.runtime.schedule import Schedule
-
-
-class ParameterState(Enum):
-    """SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED. A unit whose parameters all stay unsharded is always UNSHARDED."""
-
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
-
-
-class GradientState(Enum):
-    """EMPTY -> OPEN (gradients land) -> REDUCING (in flight) -> EMPTY, the sum left in each gradient's shard."""
-
-    EMPTY = "empty"
-    OPEN = "open"
-    REDUCING = "reducing"
-
-
-class Uses:
-    """Who needs a unit unsharded right now, on this rank.
-
-    `forwards`: calls of its module under way. `backwards`: calls whose backward has begun and not ended; `calls` and
-    `ended` count those of the pass that will have a backward, and those whose backward is over.
-    `held`: somebody outside reads it; it stays until the pass ends. `lent`: open `GatheredParameters`.
-    """
-
-    def __init__(self) -> None:
-        self.forwards = 0
-        # The forwards under way: the number of the call, 0 without a backward, and the producers of its inputs.
-        self.stack: list[tuple[int, list[object]]] = []
-        self.backwards: set[int] = set()
-        self.calls = 0
-        self.ended = 0
-        self.held = False
-        self.lent = 0
-        # The event of the program that this use belongs to, where one is followed.
-        self.event: int | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self.forwards or self.backwards or self.held or self.lent)
-
-    def forget_pass(self) -> None:
-        self.backwards.clear()
-        self.ended = 0
-        self.held = False
-        self.event = None
+from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
+from onefold.runtime.torch_internals import inside_backward, inside_transform, unrecorded
+from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext, Uses
 
 
 class Unit:
-    """The parameters of one module, or of what is left outside others, as flat parameters."""
+    """The parameters of one module, or those outside all other units, as flat parameters."""
 
     def __init__(self, name: str, module: nn.Module, params: Sequence[FlatParam], *, index: int, shared: bool) -> None:
         self.name = name or "(root)"
@@ -84,282 +40,457 @@ class Unit:
         self.params = list(params)
         self.trained = [param for param in params if param.trainable]
         self.sharded = [param for param in params if not param.stays_unsharded]
-        # What a step changes and every rank holds: all-gathered after it.
-        self.refreshed = [param for param in self.trained if param.stays_unsharded]
+        # Flat parameters that a step changes and every rank stores: all-gathered after the step.
+        self.updated = [param for param in self.trained if param.stays_unsharded]
         self.index = index
-        # Its module contains modules of other units.
+        # Whether its module contains modules of other units.
         self.encloses = False
-        # Some gradient may arrive twice in one backward, so only the end of backward finishes this unit.
+        # Whether a gradient may arrive twice in one backward. Then the unit is reduced when the backward ends.
         self.shared = shared
         self.parameter = ParameterState.UNSHARDED
         self.gradient = GradientState.EMPTY
         self.uses = Uses()
-        # Stepped, and the other ranks' slices of what stays unsharded are on their way.
-        self.is_refreshing = False
-        # Gathers in flight. A unit that is unsharded may be gathered again, since another rank needs this one's shard.
+        # Whether the all-gather of its updated parameters is in flight.
+        self.is_updating = False
+        # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
         self.num_gathers = 0
         self.num_elements = sum(param.layout.total for param in self.trained)
         self.num_gathered = sum(param.layout.total for param in self.sharded)
-        self._num_to_land = 0
+        self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit = self.name
-        # An engine holds its schedule; a unit must not.
-        self._schedule: weakref.ref[Schedule] | None = None
+        self._context: weakref.ref[UnitContext] | None = None  # weak, because the engine owns it
 
     @property
-    def schedule(self) -> Schedule:
-        schedule = self._schedule() if self._schedule is not None else None
-        assert schedule is not None, "a unit of an engine that is gone"
-        return schedule
+    def context(self) -> UnitContext:
+        """The state shared with the other units of the engine."""
+        context = self._context() if self._context is not None else None
+        assert context is not None, "the engine of this unit was destroyed"
+        return context
 
-    def join(self, schedule: Schedule) -> None:
-        """From now on the schedule knows which collective comes next."""
-        self._schedule = weakref.ref(schedule)
-
-    # -- the all-gather of updated parameters -------------------------------------------------------------------
-
-    def begin_refresh(self) -> None:
-        self.is_refreshing = True
-        for parameter in self._refreshed_parameters():
-            hold_while_updating(parameter)
-
-    def end_refresh(self) -> None:
-        self.is_refreshing = False
-        for parameter in self._refreshed_parameters():
-            hold(parameter, resting=False)
-
-    def _refreshed_parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for param in self.refreshed for parameter in param.parameters)
+    def join(self, context: UnitContext) -> None:
+        """Share the state of an engine's units."""
+        self._context = weakref.ref(context)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, *, recompute: bool = False) -> None:
-        """The unit's module is about to run. `recompute`: inside a backward, for activation checkpointing."""
-        schedule = self.schedule
-        schedule.check_present()
+    def pre_forward(self, *arguments: Any) -> None:
+        """Unshard before a call of the unit's module, and register hooks on the end of the call's backward."""
+        if not self.sharded:
+            self.unshard(Moment.FORWARD)
+            return
+        recompute, uses = inside_backward(), self.uses
+        self.begin_use(recompute=recompute)
+        uses.stack.append((0, []))
+        if inside_transform():
+            self.keep_for_pass()  # its backward runs on nodes of wrapped tensors, which have no hooks
+            return
+        # A call that is recomputed by a checkpoint which kept its graph was counted, and its end has a hook.
+        if torch.is_grad_enabled() and not (recompute and uses.calls > uses.ended):
+            call = self.begin_call()
+            inputs, has_end = hook_end(while_alive(Unit.post_backward, weakref.ref(self), [call]), arguments)
+            uses.stack[-1] = (call if has_end else -call, inputs)
+
+    def post_forward(self, args: Any, output: Any) -> None:
+        """Register hooks on the beginning of the call's backward. Reshard unless the recorded order keeps the unit."""
+        recompute, uses = inside_backward(), self.uses
+        call, inputs = uses.stack.pop() if uses.stack else (0, [])
+        if call:
+            produced = output_nodes(self.module, output)
+            nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
+            act = partial(Unit.pre_backward, is_lookup=is_embedding_lookup(self.module, output))
+            for node in nodes:
+                hook_begin(node, while_alive(act, weakref.ref(self), call))
+            if recompute:
+                self.mark_in_backward(call)
+            elif not produced and (self.trained or call > 0) and output is not None:
+                self.keep_for_pass()  # no hook shows when its backward begins
+        self.end_use(recompute=recompute)
+
+    def begin_use(self, *, recompute: bool) -> None:
+        """Unshard for a call or an operation. `recompute`: inside a backward, for activation checkpointing."""
+        context = self.context
+        if context.offloaded:
+            context.check_present()
         self.uses.forwards += 1
-        schedule.depth += 1
+        context.depth += 1
         if self.uses.forwards == 1 or self.parameter is not ParameterState.UNSHARDED:
             self.unshard(Moment.BACKWARD if recompute else Moment.FORWARD)
 
-    def post_forward(self, *, recompute: bool = False) -> None:
-        schedule = self.schedule
+    def end_use(self, *, recompute: bool) -> None:
+        """End a `begin_use`."""
+        context = self.context
         self.uses.forwards -= 1
-        schedule.depth -= 1
-        if not recompute and not schedule.order.keeps(self):
+        context.depth -= 1
+        if not recompute and not context.order.keeps(self.uses.event):
             self.reshard_unused()
-        schedule.reshard_after_evaluation()
+        context.reshard_after_evaluation()
+
+    def begin_call(self) -> int:
+        """Return the number of a new call that will have a backward."""
+        self.uses.calls += 1
+        return next(self.context.calls)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def pre_backward(self, call: int, *, looks_up: bool = False) -> None:
-        """A gradient has reached an output of one call of the unit's module. Negative: its end cannot be seen.
-        `looks_up`: its backward reads no values.
+    def pre_backward(self, call: int, *, is_lookup: bool = False) -> None:
+        """Unshard when a gradient has reached an output of a call.
+
+        A negative `call` is one whose end has no hook. `is_lookup`: its backward reads no values.
         """
-        if looks_up and not torch.is_grad_enabled():
+        if is_lookup and not torch.is_grad_enabled():
             return
         if not self.uses.backwards:
             self.unshard(Moment.BACKWARD)
         self.uses.backwards.add(call)
-        if torch.is_grad_enabled():  # a backward that is itself recorded leaves nodes that no hook knows
+        if torch.is_grad_enabled():  # a backward that is itself recorded creates nodes without hooks
             self.keep_for_pass()
 
-    def expect_gradients(self) -> None:
-        """A backward begins: so many parameters may get a gradient."""
-        self._num_to_land = sum(len(param.parameters) for param in self.trained)
+    def mark_in_backward(self, call: int) -> None:
+        """Count a recomputed call as in backward, because the backward around it runs through it next."""
+        self.uses.backwards.add(call)
 
-    def land(self, param: FlatParam, index: int, backward_number: int) -> None:
-        """Autograd has produced one parameter's gradient."""
-        schedule = self.schedule
+    def expect_gradients(self) -> None:
+        """Count the parameters that may get a gradient, at the beginning of a backward."""
+        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained)
+
+    def receive_gradient(self, param: FlatParam, index: int) -> None:
+        """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
+        context = self.context
         while self.gradient is GradientState.REDUCING:
-            schedule.in_flight.finish_reduction()
-        self.open_gradients(schedule.in_flight.pool)
+            context.in_flight.finish_reduction()
+        self._open_gradients()
         grad = param.grad
-        grad.land(index)
-        param.end_stand_ins()
-        if grad.last_landing[index] == backward_number:
+        grad.accumulate_into_slot(index)
+        param.remove_shape_placeholders()
+        if grad.last_backward[index] == context.num_backwards:
             return
-        grad.last_landing[index] = backward_number
-        self._num_to_land -= 1
-        if self._num_to_land == 0:
+        grad.last_backward[index] = context.num_backwards
+        self._num_gradients_missing -= 1
+        if self._num_gradients_missing == 0:
             if not self.shared:
-                schedule.order.finish(self)
+                context.order.gradients_ready(self.index)
             if not self.encloses and all(param.trainable for param in self.sharded):
                 self.post_backward([call for call in self.uses.backwards if call < 0])
 
     def post_backward(self, calls: Iterable[int]) -> None:
-        """Nothing of these calls is left to run backward."""
-        schedule, uses = self.schedule, self.uses
+        """Reduce and reshard when the last of the unit's calls has ended its backward."""
+        context, uses = self.context, self.uses
         ended = uses.backwards.intersection(calls)
         uses.backwards -= ended
         uses.ended += len(ended)
         if ended and not uses.backwards:
-            if schedule.in_backward and self.trained and uses.ended >= uses.calls and not self.shared:
-                schedule.order.finish(self)
-            if not schedule.order.keeps(self):
+            if context.in_backward and self.trained and uses.ended >= uses.calls and not self.shared:
+                context.order.gradients_ready(self.index)
+            if not context.order.keeps(uses.event):
                 self.reshard_unused()
 
-    # -- uses from outside its module ---------------------------------------------------------------------------
-
-    def read(self, *, backward: bool = False, within: bool = False) -> None:
-        """A parameter is read outside its module's forward: it stays unsharded until the pass, or evaluation, ends."""
-        schedule = self.schedule
-        schedule.in_flight.wait_for_refresh(self)
-        within = within or backward or schedule.in_pass
-        if self.sharded and within and not self.uses.any:
-            self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
-            self.keep_for_pass()
-
-    def lend(self) -> None:
-        """Unsharded until `take_back`, whatever happens in between."""
-        schedule = self.schedule
-        schedule.check_present()
-        if schedule.order.open:
-            self.unshard(Moment.FORWARD)
-        elif self.sharded:
-            with unrecorded():
-                schedule.in_flight.wait_for_refresh(self)
-                is_cached = schedule.cached is self and all(param.is_cached() for param in self.sharded)
-                if not is_cached:
-                    schedule.forget_cached()
-                schedule.order.lend(self, is_cached=is_cached)
-        else:
-            schedule.in_flight.wait_for_refresh(self)
-        self.uses.lent += 1
-
-    def take_back(self, *, cache: bool = False) -> None:
-        """End a `lend`. `cache`: nothing was written, and the same unit may be lent next."""
-        schedule = self.schedule
-        self.uses.lent -= 1
-        if schedule.order.open and torch.is_grad_enabled():
-            self.keep_for_pass()  # what was computed from it may have a backward that nobody sees begin
-        if cache and self.sharded and not self.uses.any and not schedule.in_pass and not schedule.in_backward:
-            schedule.forget_cached()
-            for param in self.sharded:
-                param.cache()
-            schedule.cached = self
-        self.reshard_unused(lent=True)
-
-    def use_cached(self) -> None:
-        """Unshard from the values of the last `lend`."""
-        assert self.parameter is ParameterState.SHARDED, (self.name, self.parameter)
-        for param in self.sharded:
-            param.use_cached()
-        self.parameter = ParameterState.UNSHARDED
-
-    def keep_for_pass(self) -> None:
-        """Somebody outside uses it, and nothing tells for how long: it stays unsharded until the pass ends."""
-        self.uses.held = True
-
-    def begin_call(self) -> int:
-        """The number of a use that will have a backward."""
-        self.uses.calls += 1
-        return next(self.schedule.calls)
-
-    def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of the tensors is a view of these parameters."""
-        found = list(tensors)
-        return any(param.is_seen_by(found) for param in self.sharded)
-
-    def hand_out(self) -> None:
-        """Somebody got a view of these parameters, and may keep it."""
-        for param in self.sharded:
-            param.handed_out = True
-
-    # -- unshard and reshard ------------------------------------------------------------------------------------
+    # -- unshard ------------------------------------------------------------------------------------------------
 
     def unshard(self, moment: Moment) -> None:
-        """All-gather the parameters in the order that all ranks keep, and wait for them."""
-        schedule = self.schedule
-        schedule.in_flight.wait_for_refresh(self)
-        schedule.order.note_use(self)
+        """All-gather the parameters, in the order that all ranks keep, and wait for them."""
+        context = self.context
+        self.wait_for_update()
+        context.order.record_use(self.index)
         if not self.sharded:
             return
-        schedule.forget_cached()
-        begins = not schedule.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
+        if context.cached is not None:
+            context.forget_cached()
+        begins_pass = not context.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
         with unrecorded():
-            if begins:
-                schedule.begin_sharded_pass(forward=moment is Moment.FORWARD)
-            schedule.order.demand(moment, self)
-            schedule.in_flight.wait_for_unshard(self)
+            if begins_pass:
+                context.begin_sharded_pass(forward=moment is Moment.FORWARD)
+            event = context.order.request_unshard(moment, self.index)
+            if event is not None:
+                self.uses.event = event
+            self.wait_for_unshard()
 
-    def start_unshard(self, *, lossless: bool = False, use_secondary: bool = False) -> list[AllGatherOp]:
-        """What the collective has to gather."""
+    def wait_for_unshard(self) -> None:
+        """Wait for the unit's all-gathers in flight, and those launched before them."""
+        while self.num_gathers:
+            self.context.in_flight.finish_gather()
+
+    @staticmethod
+    def launch_all_gather(units: list[Unit], *, lossless: bool = False, use_secondary: bool = False) -> None:
+        """Launch one all-gather for some units, in any state: another rank may need this rank's shards."""
+        context = units[0].context
+        plan = context.plan
+        for unit in units:
+            if plan.node_shard_size > 1:
+                unit.wait_for_unshard()  # it may be filling the secondary shard
+            for param in unit.sharded:
+                param.store.finish_step()
+        started: list[Unit] = []
+
+        def prepare() -> list[AllGatherOp]:
+            gatherings: list[AllGatherOp] = []
+            for unit in units:
+                started.append(unit)
+                gatherings += unit._prepare_all_gather(lossless=lossless, use_secondary=use_secondary)
+            return gatherings
+
+        try:
+            context.in_flight.enqueue_all_gather(
+                [unit.name for unit in units],
+                prepare,
+                num_elements=sum(unit.num_gathered for unit in units),
+                wire=Wire.NATIVE if lossless else plan.parameters.wire,
+                on_finish=partial(Unit._finish_all_gather, units),
+            )
+        except BaseException:
+            for unit in started:
+                unit._undo_all_gather()
+            raise
+
+    @staticmethod
+    def prefetch(units: Iterable[Unit]) -> None:
+        """Read shards from disk for the all-gathers that come next, as far as buffers are free."""
+        for unit in units:
+            with within(unit.name):
+                if not all(param.read_ahead() for param in unit.sharded):
+                    return
+
+    def _prepare_all_gather(self, *, lossless: bool, use_secondary: bool) -> list[AllGatherOp]:
         self.num_gathers += 1
         if self.parameter is ParameterState.SHARDED:
             self.parameter = ParameterState.UNSHARDING
-        return [param.start_unshard(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
+        return [param.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
 
-    def undo_unshard(self) -> None:
-        """It could not be started."""
+    def _undo_all_gather(self) -> None:
+        """Roll back `_prepare_all_gather` after its collective failed to launch."""
         for param in self.sharded:
             param.invalidate_secondary()
         self.num_gathers -= 1
         if self.parameter is ParameterState.UNSHARDING and not self.num_gathers:
             self.parameter = ParameterState.SHARDED
             for param in self.sharded:
-                param.reshard()
+                param.free_unsharded()
 
-    def finish_unshard(self) -> None:
-        """The gather is done."""
-        self.num_gathers -= 1
-        # A unit that was unsharded when another rank asked for it stays as it is.
-        if self.parameter is ParameterState.UNSHARDING:
-            for param in self.sharded:
-                param.attach_views()
-            self.parameter = ParameterState.UNSHARDED
-        for param in self.sharded:
-            param.fill_secondary()
+    @staticmethod
+    def _finish_all_gather(units: list[Unit]) -> None:
+        for unit in units:
+            unit.num_gathers -= 1
+            # A unit that was unsharded when another rank requested it stays as it is.
+            if unit.parameter is ParameterState.UNSHARDING:
+                for param in unit.sharded:
+                    param.attach_views()
+                unit.parameter = ParameterState.UNSHARDED
+            for param in unit.sharded:
+                param.fill_secondary()
 
-    def reshard_unused(self, *, lent: bool = False) -> None:
-        """Reshard, unless somebody on this rank still uses it. `lent`: the borrower answers for what he wrote."""
+    # -- reshard ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the unit has to be unsharded before it can be used."""
+        return self.parameter is ParameterState.SHARDED
+
+    def reshard_unused(self, *, after_user_gather: bool = False) -> None:
+        """Reshard, unless the unit is still used on this rank.
+
+        `after_user_gather`: skip the in-place write check, because `GatheredParameters` performs it.
+        """
         if not self.sharded or self.parameter is not ParameterState.UNSHARDED or self.uses.any:
             return
-        schedule = self.schedule
-        schedule.in_flight.wait_for_unshard(self)
-        written = [] if lent else [name for param in self.sharded for name in param.written_names()]
-        self.reshard(drop=not (schedule.order.open or schedule.in_backward))
+        context = self.context
+        self.wait_for_unshard()
+        checked = [] if after_user_gather else self.sharded
+        written = [name for param in checked for name in param.written_names()]
+        self.reshard(drop=not (context.order.open or context.in_backward))
         if written:
-            raise at_rest(written, "a write in place inside a forward or backward")
+            raise sharded_error(written, "a write in place inside a forward or backward")
 
     def reshard(self, *, drop: bool = False) -> None:
-        """Free the unsharded parameters. `drop`: no graph will look for the next values in the memory of these."""
+        """Free the unsharded parameters. `drop`: no graph needs the next values in the same memory."""
         assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
         assert not self.num_gathers, self.name
         if self.sharded:
             for param in self.sharded:
-                param.reshard(drop=drop)
+                param.free_unsharded(drop=drop)
             self.parameter = ParameterState.SHARDED
 
-    def write_back(self) -> None:
-        """The unsharded values were written from outside: shards take them over."""
-        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
-        for param in self.sharded:
-            param.write_back()
+    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
+        """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
+        self.uses.clear_pass()
+        if reset_calls:
+            self.uses.calls = 0
+        self.reshard_unused()
 
-    # -- gradients ----------------------------------------------------------------------------------------------
+    # -- reduce -------------------------------------------------------------------------------------------------
 
-    def open_gradients(self, pool: Pool) -> None:
+    @staticmethod
+    def launch_reduce_scatter(units: list[Unit]) -> None:
+        """Launch one reduce-scatter for the gradients of some units. Missing gradients are reduced as zeros."""
+        units[0].context.in_flight.enqueue_reduce_scatter(
+            [unit.name for unit in units],
+            partial(Unit._prepare_reduce_scatter, units),
+            num_elements=sum(unit.num_elements for unit in units),
+            on_finish=partial(Unit._finish_reduce_scatter, units),
+        )
+
+    def _open_gradients(self) -> None:
         if self.gradient is GradientState.EMPTY:
+            pool = self.context.in_flight.pool
             for param in self.trained:
-                param.grad.open(pool)
+                param.grad.take_slot(pool)
             self.gradient = GradientState.OPEN
         assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
 
-    def start_reduction(self, prescale: float, pool: Pool) -> list[Reduction]:
-        """What the collective has to reduce and scatter."""
-        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
-        self.gradient = GradientState.REDUCING
-        return [param.grad.start_reduction(prescale, pool) for param in self.trained]
+    @staticmethod
+    def _prepare_reduce_scatter(units: list[Unit]) -> list[Reduction]:
+        context = units[0].context
+        prescale, pool = context.plan.scaling.prescale, context.in_flight.pool
+        for unit in units:
+            unit._open_gradients()
+        reductions = []
+        for unit in units:
+            unit.gradient = GradientState.REDUCING
+            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained]
+        return reductions
 
-    def finish_reduction(self, pool: Pool) -> None:
-        assert self.gradient is GradientState.REDUCING, (self.name, self.gradient)
-        for param in self.trained:
-            param.grad.finish_reduction(pool)
-        self.gradient = GradientState.EMPTY
+    @staticmethod
+    def _finish_reduce_scatter(units: list[Unit]) -> None:
+        context = units[0].context
+        in_flight = context.in_flight
+        for unit in units:
+            assert unit.gradient is GradientState.REDUCING, (unit.name, unit.gradient)
+            with within(unit.name):
+                for param in unit.trained:
+                    param.grad.store_reduced(in_flight.pool)
+                unit.gradient = GradientState.EMPTY
+            if context.before_step and in_flight.collective.group.size > 1:
+                for param in unit.trained:
+                    param.grad.shard.start_square_sum()
 
-    def drop_gradients(self, pool: Pool) -> None:
+    def drop_gradients(self) -> None:
+        """Discard all gradients of the unit."""
         assert self.gradient is not GradientState.REDUCING, self.name
+        pool = self.context.in_flight.pool
         for param in self.trained:
             param.grad.drop(pool)
         self.gradient = GradientState.EMPTY
+
+    # -- all-gather of updated parameters, after a step ---------------------------------------------------------
+
+    @staticmethod
+    def launch_update_gather(units: list[Unit]) -> None:
+        """All-gather the updated slices of parameters that stay unsharded, in place.
+
+        With several ranks this waits for the host to step the units, while it steps the next ones: a rank that
+        evaluates alone after a step must not wait for other ranks. A single rank waits where it uses a unit.
+        """
+        context = units[0].context
+        plan, in_flight = context.plan, context.in_flight
+        params = [param for unit in units for param in unit.updated]
+        is_gathered = plan.shards_states and in_flight.collective.group.size > 1
+        if not params or not (is_gathered or any(param.store.is_stepping for param in params)):
+            return
+        assert not any(unit.is_updating for unit in units)
+        names = [unit.name for unit in units]
+        num_elements = sum(param.layout.total for param in params)
+        on_finish = partial(Unit._set_updating, units, False)
+
+        def wait_for_step() -> None:
+            for param in params:
+                param.store.finish_step()
+
+        def prepare() -> list[AllGatherOp]:
+            Unit._set_updating(units, True)
+            wait_for_step()
+            return [AllGatherOp(param.full) for param in params]
+
+        if is_gathered:
+            in_flight.enqueue_update(names, prepare, num_elements=num_elements, on_finish=on_finish)
+        else:
+            Unit._set_updating(units, True)
+            in_flight.enqueue_local_update(names, wait_for_step, num_elements=num_elements, on_finish=on_finish)
+
+    def wait_for_update(self) -> None:
+        """Wait for the all-gather of the unit's updated parameters, and those launched before it."""
+        while self.is_updating:
+            self.context.in_flight.finish_update()
+
+    @staticmethod
+    def _set_updating(units: list[Unit], updating: bool) -> None:
+        for unit in units:
+            unit.is_updating = updating
+            for parameter in (parameter for param in unit.updated for parameter in param.parameters):
+                if updating:
+                    set_updating_class(parameter)
+                else:
+                    set_proxy_class(parameter, sharded=False)
+
+    # -- uses outside of the unit's module ----------------------------------------------------------------------
+
+    def read(self, *, backward: bool = False, within_pass: bool = False) -> None:
+        """Unshard for a read of a parameter outside its module's forward, until the pass or the evaluation ends."""
+        self.wait_for_update()
+        if self.sharded and (within_pass or backward or self.context.in_pass) and not self.uses.any:
+            self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
+            self.keep_for_pass()
+
+    def keep_for_pass(self) -> None:
+        """Keep the unit unsharded until the pass ends, because no hook shows the end of a use."""
+        self.uses.until_pass_ends = True
+
+    @property
+    def is_gathered_by_user(self) -> bool:
+        """Whether a `GatheredParameters` of the unit is open."""
+        return self.uses.gathered_by_user > 0
+
+    def gather_for_user(self) -> None:
+        """Unshard losslessly until `end_gather_context`, on all ranks together outside a pass."""
+        context = self.context
+        context.check_present()
+        if context.order.open:
+            self.unshard(Moment.FORWARD)
+        elif self.sharded:
+            with unrecorded():
+                self.wait_for_update()
+                is_cached = context.cached is self and all(param.has_valid_cache() for param in self.sharded)
+                if not is_cached:
+                    context.forget_cached()
+                if context.order.all_have_cached(self.index, is_cached=is_cached):
+                    self._use_cached()
+                else:
+                    context.forget_cached()
+                    Unit.launch_all_gather([self], lossless=True)
+                    context.in_flight.finish_gathers()
+        else:
+            self.wait_for_update()
+        self.uses.gathered_by_user += 1
+
+    def end_gather_context(self, *, cache: bool = False) -> None:
+        """End a `gather_for_user`. `cache`: nothing was written, so the values may be kept for the next one."""
+        context = self.context
+        self.uses.gathered_by_user -= 1
+        if context.order.open and torch.is_grad_enabled():
+            self.keep_for_pass()  # results computed from it may have a backward that no hook sees begin
+        if cache and self.sharded and not self.uses.any and not context.in_pass and not context.in_backward:
+            context.forget_cached()
+            for param in self.sharded:
+                param.cache_unsharded()
+            context.cached = self
+        self.reshard_unused(after_user_gather=True)
+
+    def _use_cached(self) -> None:
+        assert self.parameter is ParameterState.SHARDED, (self.name, self.parameter)
+        for param in self.sharded:
+            param.restore_cached()
+        self.parameter = ParameterState.UNSHARDED
+
+    def update_shards(self) -> None:
+        """Copy this rank's slices of the unsharded values into its shards, after the user has written them."""
+        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
+        for param in self.sharded:
+            param.update_shard()
+
+    def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether one of the tensors is a view of these parameters."""
+        found = list(tensors)
+        return any(param.is_seen_by(found) for param in self.sharded)
+
+    def hand_out(self) -> None:
+        """Record that a view of these parameters was returned to the user, who may keep it."""
+        for param in self.sharded:
+            param.handed_out = True

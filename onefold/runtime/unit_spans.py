@@ -1,9 +1,9 @@
-"""Forward and backward of each unit on a timeline: hooks that are there while somebody records, and at no other time.
+"""Forward and backward of each unit on a timeline. The hooks exist only while a timeline is recorded.
 
 A forward lasts as long as the call of the unit's module. Its backward begins when a node that produced one of its
-outputs is about to run, and ends when a node that produced one of its inputs is, or with the unit's last gradient where
-no input has one; that of a unit that encloses others ends with the last gradient of all ([Note: where a unit's backward
-begins and ends] in hooks.py).
+outputs is about to run. It ends when a node that produced one of its inputs is about to run, or with the unit's last
+gradient if no input has a gradient. The backward of a unit that encloses others ends with the last gradient of all
+([Note: where a unit's backward begins and ends] in call_hooks.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from onefold.recorder import Recorder, Span, Track
-from onefold.runtime.hooks import Hooks, ModuleHook, producers
+from onefold.runtime.call_hooks import ModuleHook, producers
+from onefold.runtime.hooks import Hooks
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.torch_internals import inside_backward, inside_transform, tensors_in
 from onefold.runtime.unit import Unit
@@ -25,7 +26,7 @@ _ENDS = "onefold spans that end"
 
 
 class _Call:
-    """One call of a unit's module, and its backward."""
+    """Spans of one call of a unit's module and of its backward."""
 
     def __init__(self, unit: Unit, forward: Span) -> None:
         self.unit = unit
@@ -34,31 +35,34 @@ class _Call:
         self.is_over = False
 
     def begin_backward(self) -> None:
+        """Start the span of the backward."""
         if self.backward is None and not self.is_over:
             self.backward = _start("backward", self.unit)
 
     def mark_end(self) -> None:
+        """Extend the span of the backward to the present time."""
         if self.backward is not None and not self.is_over:
             self.backward.finish()
 
     def end_backward(self) -> None:
+        """End the span of the backward."""
         self.mark_end()
         self.is_over = True
 
     def forget(self) -> None:
-        """Its backward is over, or never comes."""
+        """End the call, whose backward has ended or will not run."""
         if self.backward is not None and self.backward.ended is None:
             self.mark_end()
         self.is_over = True
 
 
 class UnitSpans:
-    """The spans of all units of one engine, from its making until `remove`."""
+    """Spans of all units of one engine, until `remove`."""
 
     def __init__(self, hooks: Hooks, schedule: Schedule) -> None:
         self._handles: list[RemovableHandle] = []
         self._running: list[_Call] = []
-        # Calls whose backward is to come, or under way.
+        # Calls whose backward has not ended.
         self._calls: dict[Unit, list[_Call]] = {unit: [] for unit in schedule.units}
         me, add = weakref.ref(hooks), self._handles.append
         for unit in schedule.units:
@@ -68,19 +72,19 @@ class UnitSpans:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
             add(module.register_forward_hook(after, always_call=True))
             around = [self._calls[other] for other in schedule.units if other.encloses and other is not unit]
-            landed = _landed([self._calls[unit], *around])
+            ready = _gradient_ready([self._calls[unit], *around])
             parameters = [parameter for param in unit.trained for parameter in param.parameters]
-            self._handles += [p.register_post_accumulate_grad_hook(landed) for p in parameters]
+            self._handles += [p.register_post_accumulate_grad_hook(ready) for p in parameters]
 
     def remove(self) -> None:
-        """No hooks any more; those in a graph that somebody keeps find everything over."""
+        """Remove the hooks. Those in a graph that the user keeps do nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.end_backwards()
 
     def end_backwards(self) -> None:
-        """A backward is over, and so is that of every unit."""
+        """End the spans of all units when a backward has ended."""
         for calls in self._calls.values():
             for call in calls:
                 call.forget()
@@ -92,7 +96,7 @@ class UnitSpans:
         if span is None:
             return
         for old in [old for old in self._calls[unit] if old.backward is not None and not again]:
-            old.forget()  # of a backward that the engine did not bracket
+            old.forget()  # its backward was not ended by the engine
             self._calls[unit].remove(old)
         call = _Call(unit, span)
         self._running.append(call)
@@ -104,7 +108,7 @@ class UnitSpans:
                     node.register_prehook(_hook(call.end_backward))
 
     def _after_forward(self, hooks: Hooks, unit: Unit, args: Any, output: Any) -> None:
-        while self._running:  # calls that a stopped recomputation has left behind are over too
+        while self._running:  # including calls that a stopped recomputation has left behind
             call = self._running.pop()
             call.forward.finish()
             if call.unit is unit:
@@ -130,7 +134,7 @@ def _hook(act: Callable[[], None]) -> Callable[..., None]:
 
 
 def _begins(ends: list[_Call], call: _Call) -> Callable[..., None]:
-    """Where one call's backward ends and another's begins, the end comes first."""
+    """Return a hook that ends the backwards of other calls before it begins this one's."""
 
     def hook(*_: Any) -> None:
         for other in ends:
@@ -141,8 +145,8 @@ def _begins(ends: list[_Call], call: _Call) -> Callable[..., None]:
     return hook
 
 
-def _landed(calls_of_units: list[list[_Call]]) -> Callable[..., None]:
-    """A gradient is there: what is under way of its unit's backward, and of those around it, lasts until now."""
+def _gradient_ready(calls_of_units: list[list[_Call]]) -> Callable[..., None]:
+    """Return a hook on a gradient that extends the backwards of its unit and of enclosing units to the present."""
 
     def hook(*_: Any) -> None:
         for calls in calls_of_units:

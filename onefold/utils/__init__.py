@@ -59,7 +59,7 @@ class _Place:
         found = self.step.states_of(store, name)
         kind = 1 + _DTYPES.index(found[0][1].dtype) if found else 0
         if not local and store.stop - store.start < self.param.layout.total:
-            kind = max(row[0] for row in self.handle.meet(Request.READ, [kind]))
+            kind = max(row[0] for row in self.handle.synchronize(Request.READ, [kind]))
         if not kind:
             return None
         flat = torch.zeros(store.stop - store.start, dtype=_DTYPES[kind - 1], device=self.param.device)
@@ -95,7 +95,7 @@ class _Range:
         own = full = read(self.tensor).to(param.device)
         if full.numel() < param.layout.total:
             handle = self.place.handle
-            handle.meet(Request.READ, [])
+            handle.synchronize(Request.READ, [])
             full = torch.empty(param.layout.total, dtype=full.dtype, device=full.device)
             handle.gather("gather of states of", [AllGatherOp(full, own)])
         return full[member.start : member.stop].view(member.shape).clone()
@@ -179,7 +179,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         master.write(value, local=True)
         start, stop = flat.own_range
         flat.full[start:stop].copy_(read(master.tensor))
-        place.handle.meet(Request.READ, [])
+        place.handle.synchronize(Request.READ, [])
         place.handle.gather("gather of weights of", [AllGatherOp(flat.full)])
         flat.note_values()
 

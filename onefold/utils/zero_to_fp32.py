@@ -91,13 +91,13 @@ def load_state_dict_from_zero_checkpoint(
     handles = {name: handle_of(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         handle = handles[name]
-        if handle is not None and not handle.lent and not handle.place_of(parameter)[0].stays_unsharded:
+        if handle is not None and not handle.num_acquired and not handle.place_of(parameter)[0].stays_unsharded:
             raise ExportError(
                 f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
                 "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"
             )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    if not any(handle is not None and handle.lent for handle in handles.values()):
+    if not any(handle is not None and handle.num_acquired for handle in handles.values()):
         model = model.cpu()
     misfits = model.load_state_dict(state, strict=False)
     for what, names in (("not in the checkpoint", misfits.missing_keys), ("not in the model", misfits.unexpected_keys)):

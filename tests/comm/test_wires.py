@@ -171,7 +171,7 @@ def test_weights_are_exact_from_outside(on_ranks, name):
     for exact, same, told in on_ranks(4, look_and_write, name):
         assert exact
         assert same
-        assert ("would round all of them" in told) == (name != "hpZ")
+        assert ("would round all of its values" in told) == (name != "hpZ")
 
 
 def errors_beside_the_formula(beta: float, rounds: int) -> list[tuple[float, float, float]]:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 import onefold
 from onefold.compat.parameters import install
 from onefold.runtime import handle_of, unsharded_shape
-from onefold.runtime.held import plain_class
+from onefold.runtime.parameter_proxy import plain_class
 from onefold.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

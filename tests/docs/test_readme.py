@@ -51,7 +51,7 @@ def test_every_file_is_on_the_map():
 
 def test_the_functions_of_a_units_life_exist():
     """Every `Class.method` and `file: function` of the table in docs/design.md."""
-    (table,) = re.findall(r"## A unit's life\n(.*?)\n## ", DESIGN, re.DOTALL)
+    (table,) = re.findall(r"## A unit's lifecycle\n(.*?)\n## ", DESIGN, re.DOTALL)
     package = "\n".join(path.read_text() for path in (ROOT / "onefold").rglob("*.py"))
     where = "\n".join(line.split("|")[-2] for line in table.splitlines() if line.startswith("|"))
     names = re.findall(r"`(?:([a-z_/]+\.py)(?:: )?)?([A-Za-z_.]*)`", where)

@@ -49,7 +49,7 @@ def leave_and_come_back(stage: int, dtype: str) -> list[Any]:
     engine.offload_states()
     between = held(engine)
     for work in (lambda: engine(*batches(1)[0]), engine.step, lambda: engine.save_checkpoint("nowhere")):
-        with pytest.raises(RuntimeError, match=r"call engine.reload_states\(\) first"):
+        with pytest.raises(RuntimeError, match=r"Call engine.reload_states\(\) first"):
             work()
     with pytest.raises(RuntimeError):
         engine._modules["module"](*batches(1)[0])  # the bare model: an error, and no crash
@@ -238,7 +238,7 @@ def asleep(work: Any) -> str:
     try:
         work()
     except RuntimeError as error:
-        return "raises" if "call engine.reload_states() first" in str(error) else str(error)
+        return "raises" if "Call engine.reload_states() first" in str(error) else str(error)
     return "is done"
 
 

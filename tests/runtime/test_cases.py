@@ -1310,7 +1310,7 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
     for step in range(2):
         engine.backward(square(engine, step))
         engine.step()
-    in_flight = any(unit.is_refreshing for unit in engine.state.schedule.units)
+    in_flight = any(unit.is_updating for unit in engine.state.schedule.units)
     read = {
         "attribute": lambda: model.leave.weight,
         "through the engine": lambda: engine.leave.weight,
@@ -1323,7 +1323,7 @@ def seen_right_after_a_step(how: str) -> tuple[bool, bool, torch.Tensor, torch.T
         "functional_call": lambda: torch.func.functional_call(model.leave, {}, (torch.eye(WIDTH),)).t(),
     }[how]
     value = read().detach().clone()
-    arrived = not owner.is_refreshing
+    arrived = not owner.is_updating
     return in_flight, arrived, value, engine.module.leave.weight.detach().clone()
 
 
@@ -1349,7 +1349,7 @@ def arrived_by_reading(how: str) -> tuple[bool, str | None]:
     engine.step()
     copied = copy.deepcopy(model) if how == "model" else copy.deepcopy(model.blocks)
     units = [unit for unit in engine.state.schedule.units if how == "model" or unit.name.startswith("blocks")]
-    arrived = not any(unit.is_refreshing for unit in units)
+    arrived = not any(unit.is_updating for unit in units)
     mine = model.state_dict() if how == "model" else model.blocks.state_dict()
     return arrived, first_difference(dict(copied.state_dict()), dict(mine))
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import onefold
 from onefold.comm import local_device
 from onefold.runtime import handle_of
-from onefold.runtime.unit import ParameterState
+from onefold.runtime.unit_state import ParameterState
 from onefold.zero import GatheredParameters
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -1070,7 +1070,7 @@ def untrainable(what: str) -> str | None:
     model: Any = net()
     if what == "complex":
         model.w = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-        words = ["parameter w", "view_as_complex"]
+        words = ["Parameter w", "view_as_complex"]
     elif what == "own meaning":
         model[0].weight = Meaningful(model[0].weight.detach().clone())
         words = ["0.weight", "Meaningful"]
@@ -1082,19 +1082,19 @@ def untrainable(what: str) -> str | None:
     elif what == "overlapping":
         line = torch.zeros(40)
         model.a, model.b = nn.Parameter(line[:20]), nn.Parameter(line[10:30])
-        words = ["parameters a and b"]
+        words = ["Parameters a and b"]
     elif what == "inside a frozen one":
         line = torch.zeros(40)
         model.a, model.b, model.c = (nn.Parameter(part) for part in (line, line[5:15], line[20:30]))
         model.a.requires_grad, model.b.requires_grad = False, False
-        words = ["parameters a and c"]
+        words = ["Parameters a and c"]
     elif what == "rows and columns":
         matrix = torch.zeros(4, 4)
         model.a, model.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[2:])
-        words = ["parameters a and b"]
+        words = ["Parameters a and b"]
     else:
         model[2] = torch.jit.script(model[2])
-        words = ["module 2", "ScriptModule", "torch.compile"]
+        words = ["Module 2", "ScriptModule", "torch.compile"]
     return refusal(lambda: start(model, settings("2")), *words)
 
 
@@ -1219,9 +1219,9 @@ def failed_loan() -> str | None:
     def fail() -> None:
         raise RuntimeError("no memory")
 
-    homes[1].borrow = fail
+    homes[1].acquire = fail
     problem = refusal(lambda: GatheredParameters(list(both.engine.module.parameters())).__enter__(), "no memory")
-    del homes[1].borrow
+    del homes[1].acquire
     if problem or unsharded_units(both.engine):
         return problem or f"still lent: {unsharded_units(both.engine)}"
     both.step()

@@ -33,7 +33,7 @@ def skipped_twice(overlap: bool) -> dict[str, torch.Tensor]:
         model.skip = index in (1, 2, 3)
         engine.backward(engine(x, y))
         engine.step()
-        flying = [unit for flight in engine.state.schedule.in_flight.refreshes for unit in flight.units]
+        flying = [name for flight in engine.state.schedule.in_flight.updates for name in flight.names]
         assert len(flying) == len(set(flying))
     return weights_of(engine.module)
 
@@ -61,7 +61,7 @@ def deleted_in_flight(token: str) -> dict[str, torch.Tensor]:
     if rank() == 1:
         collective.start_gather = send_late
     engine.step()
-    assert engine.state.schedule.in_flight.refreshes
+    assert engine.state.schedule.in_flight.updates
     if rank() == 0:
         store.set(token, "rank 0 deletes its engine")
     del engine

@@ -27,8 +27,8 @@ import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.plan import Moment
-from onefold.runtime.in_flight import InFlightCollectives
-from onefold.runtime.unit import ParameterState, Unit
+from onefold.runtime.unit import Unit
+from onefold.runtime.unit_state import ParameterState
 
 WIDTH = 10
 PLENTY = 1_000_000_000
@@ -284,7 +284,7 @@ def watching(engine: Any) -> Iterator[list[Seen]]:
 @contextmanager
 def most_live(engine: Any) -> Iterator[list[int]]:
     """The most elements that had memory at one time, seen at every gather."""
-    most, starts = [0], Unit.start_unshard
+    most, starts = [0], Unit._prepare_all_gather
 
     def counting(unit: Unit, **how: bool) -> Any:
         gatherings = starts(unit, **how)
@@ -292,11 +292,11 @@ def most_live(engine: Any) -> Iterator[list[int]]:
         most[0] = max(most[0], sum(run.full.untyped_storage().size() // run.dtype.itemsize for run in runs))
         return gatherings
 
-    Unit.start_unshard = counting  # type: ignore[method-assign]
+    Unit._prepare_all_gather = counting  # type: ignore[method-assign]
     try:
         yield most
     finally:
-        Unit.start_unshard = starts  # type: ignore[method-assign]
+        Unit._prepare_all_gather = starts  # type: ignore[method-assign]
 
 
 def knobs(zero: dict[str, Any], build: Callable[[], nn.Module] = Uneven) -> dict[str, Any]:
@@ -1453,17 +1453,16 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
     """Names of units whose memory was given up while a gather of them was on its way: others write there."""
     found: list[str] = []
     flying: dict[Unit, int] = {}
-    starts, finishes = InFlightCollectives.start_unshard, InFlightCollectives._finish_unshard
+    launches, finishes = Unit.launch_all_gather, Unit._finish_all_gather
     reshards = Unit.reshard
 
-    def start_unshard(flights: InFlightCollectives, units: list[Unit], **how: bool) -> None:
-        starts(flights, units, **how)
+    def launch_all_gather(units: list[Unit], **how: bool) -> None:
+        launches(units, **how)
         for unit in units:
             flying[unit] = flying.get(unit, 0) + 1
 
-    def finish_unshard(flights: InFlightCollectives) -> None:
-        units = list(flights.gathers[0].units)
-        finishes(flights)
+    def finish_all_gather(units: list[Unit]) -> None:
+        finishes(units)
         for unit in units:
             flying[unit] -= 1
 
@@ -1474,8 +1473,8 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
             reshards(unit, drop=drop)
 
     with (
-        mock.patch.object(InFlightCollectives, "start_unshard", start_unshard),
-        mock.patch.object(InFlightCollectives, "_finish_unshard", finish_unshard),
+        mock.patch.object(Unit, "launch_all_gather", staticmethod(launch_all_gather)),
+        mock.patch.object(Unit, "_finish_all_gather", staticmethod(finish_all_gather)),
         mock.patch.object(Unit, "reshard", reshard),
     ):
         yield found

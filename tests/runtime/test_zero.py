@@ -17,7 +17,7 @@ from torch import nn
 import onefold
 from onefold.config import load_config
 from onefold.runtime import handle_of, unsharded_shape
-from onefold.runtime.unit import ParameterState
+from onefold.runtime.unit_state import ParameterState
 from onefold.tools.train.options import TrainOptions, prepare_config
 from onefold.utils import (
     safe_get_full_fp32_param,

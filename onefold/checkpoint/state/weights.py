@@ -58,13 +58,13 @@ def unsharded_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tenso
     """Every tensor unsharded, in turn. All ranks iterate together; a unit is gathered only while it is passed."""
     for handle, names in _by_handle(contents):
         if handle is not None:
-            handle.borrow()
+            handle.acquire()
         try:
             for name in names:
                 yield name, contents.tensors[name].detach()
         finally:
             if handle is not None:
-                handle.give_back()
+                handle.release()
 
 
 def _by_handle(contents: ModelTensors) -> list[tuple[ParamHandle | None, list[str]]]:
@@ -115,8 +115,8 @@ def stream_weights(
                 size = 0
             own = [contents.tensors[name] for name in names]
             for used in handles_of(own) if merged is None else merged.handles(own):
-                used.borrow()
-                borrowed.callback(used.give_back)
+                used.acquire()
+                borrowed.callback(used.release)
             for name, bytes_ in zip(names, sizes, strict=True):
                 if bucket and size + bytes_ > bucket_bytes:
                     yield bucket

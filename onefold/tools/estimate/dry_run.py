@@ -177,7 +177,7 @@ def _step(engine: Engine, *, offloads: bool) -> None:
         list(matrices.end_batch(batch, _NO_STEP) if matrices is not None else ())
     list(matrices.end_step() if matrices is not None else ())
     if engine.plan.shards_states:
-        schedule.start_refreshes()
+        schedule.gather_updated()
         schedule.wait_for_step()
     engine.zero_grad()
     engine.state.window.close()

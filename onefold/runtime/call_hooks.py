@@ -1,0 +1,152 @@
+"""Hooks of one call of a unit's module: on the module, and on the autograd nodes where its backward begins and ends.
+
+[Note: where a unit's backward begins and ends]
+Units whose parameters are sharded are watched call by call. The backward of a call begins when the node that produced
+one of its outputs is about to run. For an output that is a view, the node of its base counts too, because an in-place
+write to the view removes the view's own node from the graph. Tensors that a call stores on its modules (the loss of a
+router) are outputs too. The backward of a call ends when the node that produced one of its inputs is about to run; if
+that node also begins another unit's backward, the end is handled first. The hooks are on nodes, and tensors are not
+passed through a function of ours, so that a module may write to its inputs in place. A backward that is itself recorded
+(`create_graph`) creates nodes without hooks: the units that it uses stay unsharded until the pass ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
+
+from onefold.runtime.torch_internals import may_hold_tensors, outside_compiler, tensors_in
+
+
+class ModuleHook:
+    """Module hook that acts only for the module it was registered on, because copies of a model have its hooks too."""
+
+    def __init__(self, target: weakref.ref[Any], owner: nn.Module, act: Callable[..., None], *fixed: Any) -> None:
+        self._target, self._owner, self._act, self._fixed = target, weakref.ref(owner), act, fixed
+
+    @outside_compiler
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        target = self._target()
+        if target is not None and module is self._owner():
+            self._act(target, *self._fixed, *args)
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _absent_hook, ()
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing: the hook of a model that was pickled while an engine managed it."""
+
+
+def _absent_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def while_alive(act: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """Return a hook that calls `act` with what was given, unless one of the weak references in it is dead."""
+
+    def hook(*_: Any) -> None:
+        found = [each() if isinstance(each, weakref.ref) else each for each in given]
+        if all(each is not None for each in found):
+            act(*found)
+
+    return hook
+
+
+def is_embedding_lookup(module: nn.Module, output: Any) -> bool:
+    """Return whether a call was a plain `nn.Embedding` lookup, whose backward needs the weight's shape but no values.
+
+    A hook of the user or an overridden forward may have used the weight in other ways.
+    """
+    return (
+        type(module) is nn.Embedding
+        and "forward" not in module.__dict__
+        and module._compiled_call_impl is None  # type: ignore[attr-defined]
+        and isinstance(output, torch.Tensor)
+        and output.grad_fn is not None
+        and output.grad_fn.name() == "EmbeddingBackward0"
+        and all(isinstance(hook, ModuleHook) for hook in module._forward_hooks.values())
+        and all(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values())
+        and not _global_forward_hooks
+        and not _global_forward_pre_hooks
+    )
+
+
+_ENDS = "onefold ends"
+
+
+def hook_end(end: Callable[..., None], arguments: Any) -> tuple[list[Any], bool]:
+    """Have `end` called when the backward of a call is over.
+
+    Return the nodes that produced the call's arguments, and whether `end` will be called.
+    """
+    nodes, seen = [], False
+    for tensor in tensors_in(arguments):
+        node: Any = tensor.grad_fn
+        if node is not None:
+            nodes.append(node)
+            node.metadata.setdefault(_ENDS, []).append(end)
+            node.register_prehook(end)
+        elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            # A leaf gets its gradient before parameters of the same call do, so wait for the end of the graph task.
+            once: list[RemovableHandle] = []
+            once.append(tensor.register_hook(partial(_after_graph_task, end, once)))
+        else:
+            continue
+        seen = True
+    return nodes, seen
+
+
+def hook_begin(node: Any, begin: Callable[..., None]) -> None:
+    """Have `begin` called before a node runs, and after the backwards of other calls that end there.
+
+    A unit is thus resharded before the next one is unsharded.
+    """
+    ends: list[Callable[..., None]] = node.metadata.setdefault(_ENDS, [])
+
+    def hook(*_: Any) -> None:
+        for end in ends:
+            end()
+        begin()
+
+    node.register_prehook(hook)
+
+
+def _after_graph_task(then: Callable[..., None], handle: list[RemovableHandle], *_: Any) -> None:
+    while handle:
+        handle.pop().remove()  # the leaf may be an input of every step
+    torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
+
+
+_OF_EVERY_MODULE = {*nn.Module().__dict__, "_onefold_external"}
+
+
+def output_nodes(module: nn.Module, output: Any) -> list[Any]:
+    """Return the nodes before which the backward of a call begins: of its output, and of tensors stored on modules."""
+    stored = [
+        value
+        for inner in module.modules()
+        for name, value in inner.__dict__.items()
+        if name not in _OF_EVERY_MODULE and may_hold_tensors(value)
+    ]
+    return list(producers([output, stored]))
+
+
+def producers(output: Any) -> Iterable[Any]:
+    """Yield the nodes before which the backward of an output begins."""
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            yield tensor.grad_fn
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None:
+                yield base.grad_fn

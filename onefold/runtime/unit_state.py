@@ -1,0 +1,172 @@
+"""States and use counts of a unit, and the context that all units of an engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import count
+from typing import Protocol
+
+from onefold.plan import Moment, Plan
+from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.in_flight import InFlightCollectives
+
+
+class ParameterState(Enum):
+    """SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED. A unit whose parameters all stay unsharded is always UNSHARDED."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class GradientState(Enum):
+    """EMPTY -> OPEN (gradients are accumulated) -> REDUCING (in flight) -> EMPTY, the sum in the gradient shard."""
+
+    EMPTY = "empty"
+    OPEN = "open"
+    REDUCING = "reducing"
+
+
+class Uses:
+    """Use counts of a unit on this rank. Only the unit writes them."""
+
+    def __init__(self) -> None:
+        # Calls of the module, and operations on its parameters, under way.
+        self.forwards = 0
+        # For each call under way: its number (0 without a backward, negative if its end has no hook), and the nodes
+        # that produced its inputs.
+        self.stack: list[tuple[int, list[object]]] = []
+        # Numbers of the calls whose backward has begun and not ended.
+        self.backwards: set[int] = set()
+        # Calls of this pass that have a backward, and those whose backward has ended.
+        self.calls = 0
+        self.ended = 0
+        # Whether the unit must stay unsharded until the pass ends.
+        self.until_pass_ends = False
+        # `GatheredParameters` that are open.
+        self.gathered_by_user = 0
+        # The event of the recorded order that the last unshard belongs to.
+        self.event: int | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether the unit has to stay unsharded."""
+        return bool(self.forwards or self.backwards or self.until_pass_ends or self.gathered_by_user)
+
+    def clear_pass(self) -> None:
+        """Discard the uses that last until the pass ends."""
+        self.backwards.clear()
+        self.ended = 0
+        self.until_pass_ends = False
+        self.event = None
+
+
+class CollectiveOrder(Protocol):
+    """The order of collectives that all ranks keep, as far as units use it. `order.Order` implements it.
+
+    Units are named by their index.
+    """
+
+    open: bool
+    """Whether a pass is under way."""
+
+    def begin(self, *, forward: bool) -> None:
+        """Begin a pass."""
+
+    def record_use(self, unit: int) -> None:
+        """Record the first use of a unit, for the order of the next steps."""
+
+    def request_unshard(self, moment: Moment, unit: int) -> int | None:
+        """Launch the unit's all-gather, and everything before it. Return the event of the recorded order, if any."""
+
+    def keeps(self, event: int | None) -> bool:
+        """Return whether a unit stays unsharded after its use at an event."""
+
+    def gradients_ready(self, unit: int) -> None:
+        """Launch reduce-scatters, after a unit has received all its gradients on this rank."""
+
+    def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
+        """Return whether all ranks still have the unit's values of the last `GatheredParameters`."""
+
+
+class PassMember(Protocol):
+    """A unit, as far as its context uses it."""
+
+    sharded: list[FlatParam]
+
+    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
+        """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
+
+
+class UnitContext:
+    """State that all units of an engine share, as FSDP2's `FSDPCommContext`."""
+
+    def __init__(
+        self, units: Sequence[PassMember], plan: Plan, in_flight: InFlightCollectives, order: CollectiveOrder
+    ) -> None:
+        self.sharded = [unit for unit in units if unit.sharded]
+        self.plan = plan
+        self.in_flight = in_flight
+        self.order = order
+        # Forwards under way, of the outermost module and of units.
+        self.depth = 0
+        # Numbers of calls that have a backward.
+        self.calls = count(1)
+        self.in_backward = False
+        self.num_backwards = 0
+        # Whether a step follows the present backward.
+        self.before_step = False
+        # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.
+        self.cached: PassMember | None = None
+        # Kinds of state that `offload_states` has moved off the device, by name.
+        self.offloaded: frozenset[str] = frozenset()
+        # Reloads them, if a program has moved them by hand and does not call `reload_states`.
+        self.wake: Callable[[], object] | None = None
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward is under way or waits for its backward, so that all ranks can unshard a unit."""
+        return self.depth > 0 or self.order.open
+
+    def check_present(self) -> None:
+        """Raise if the model weights are off the device."""
+        self._check_reloaded(self.offloaded & {"lp_params"})
+
+    def check_awake(self) -> None:
+        """Raise if any kind of state is off the device."""
+        self._check_reloaded(self.offloaded)
+
+    def _check_reloaded(self, missing: frozenset[str]) -> None:
+        if missing and self.wake is not None:
+            self.wake()
+        elif missing:
+            raise RuntimeError(
+                f"The engine's states are off the device ({', '.join(sorted(missing))}). Call engine.reload_states() "
+                "first."
+            )
+
+    def begin_sharded_pass(self, *, forward: bool) -> None:
+        """Begin a pass of sharded units, with its forward or, if no forward of it was seen, with its backward."""
+        was_open = self.order.open
+        self.order.begin(forward=forward)
+        if not was_open:  # otherwise an earlier forward of this pass still waits for its backward
+            for unit in self.sharded:
+                unit.end_uses_of_pass(reset_calls=forward)
+
+    def reshard_after_evaluation(self) -> None:
+        """Reshard everything when the outermost forward without a backward has ended."""
+        if self.depth == 0 and not self.order.open:
+            self.reshard_all()
+
+    def reshard_all(self) -> None:
+        """Reshard all units that the user has not gathered."""
+        self.forget_cached()
+        for unit in self.sharded:
+            unit.end_uses_of_pass()
+
+    def forget_cached(self) -> None:
+        """Free the unsharded values that `GatheredParameters` has kept for its next use."""
+        unit, self.cached = self.cached, None
+        for param in unit.sharded if unit is not None else ():
+            param.drop_cache()
