@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from onefold.offload.encoded import EncodedFlat
 
 from benchmarks.model import GPT, PRESETS, make_batch
 from benchmarks.systems import AUTO, CPU, Workload, zero_config
 from benchmarks.table import format_table
 from onefold.offload import state_codec
-from onefold.offload.encoded import EncodedFlat
 from onefold.offload.host_memory import page_aligned
 from onefold.optim import steppers
 from onefold.optim.rules import AdamRule

@@ -61,7 +61,7 @@ ELSEWHERE = {
     "loader.py": "engine/loader engine/engine",
     "log.py": "engine/engine train/train",
     "offload/activation_offload.py": "runtime/checkpointing",
-    "offload/encoded.py": "optim/states checkpoint/checkpoints",
+    "offload/buffer.py": "optim/states checkpoint/checkpoints",
     "offload/fingerprint.py": "runtime/held_parameters",
     "offload/fingerprint_kernels.py": "gpu/gpu_held_parameters",
     "offload/grad_shard.py": "runtime/exactness runtime/regressions",

@@ -20,7 +20,7 @@ import torch
 from onefold.engine.train_state import TrainState
 from onefold.log import format_bytes, logger
 from onefold.offload.host_memory import page_aligned
-from onefold.offload.param_shard import DeviceShard, ParamShard, read, tensors_of
+from onefold.offload.param_shard import DeviceShard, ParamShard
 from onefold.offload.shard_store import ShardStore
 from onefold.runtime import FlatParam
 
@@ -93,7 +93,7 @@ def _offload(state: TrainState, kind: OffloadStateTypeEnum, together: list[Any],
     found.storages = _storages(list(_tensors(state, kind)))
     found.freed += sum(storage.size() for storage, _ in found.storages)
     for store, shard in found.replaced:
-        store.param = DeviceShard(read(shard.values).to(store.spec.dtype))
+        store.param = DeviceShard(shard.buffer.fetch().to(store.spec.dtype))
         found.freed -= store.param.values.nbytes
     for index, (storage, _) in enumerate(found.storages):
         copy = page_aligned(storage.size(), pinned=pinned and storage.device.type == "cuda")
@@ -231,7 +231,7 @@ def _tensors(state: TrainState, kind: OffloadStateTypeEnum) -> Iterator[torch.Te
             held = store.own_master()
         elif kind is _STATES and steps:
             assert state.step is not None
-            held = [part for s in state.step.stepper.held_states(store) for part in tensors_of(s.memory)]
+            held = [part for s in state.step.stepper.held_states(store) for part in s.buffer.parts]
             held += [value for *_, values in state.step.loose_states(store) for value in values.values()]
         yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor) and tensor.device == state.device)
 

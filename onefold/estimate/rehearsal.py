@@ -20,7 +20,6 @@ from onefold.engine import Engine
 from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.on_cuda import as_on_cuda
 from onefold.estimate.trace import AllocationMode, MemoryAccount, PassTrace, Tape, record_allocation
-from onefold.offload.param_shard import tensors_of
 from onefold.optim.choose import choose
 from onefold.optim.steppers import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
@@ -126,7 +125,7 @@ def _at_rest(engine: Engine, *, with_states: bool) -> Iterator[torch.Tensor]:
         if param.stays_unsharded:
             yield param.full
         if with_states and param.trainable:
-            held = [*param.store.own_master(), *(p for flat in param.store.states.values() for p in tensors_of(flat))]
+            held = [*param.store.own_master(), *(p for state in param.store.states.values() for p in state.parts)]
             if param.store.spec.weight_is_master and param.store.param is not None:
                 held.append(param.store.param.values)
             yield from (part for part in held if isinstance(part, torch.Tensor))

@@ -16,15 +16,12 @@ from collections.abc import Sequence
 import torch
 
 from onefold.comm import Source
+from onefold.offload.buffer import Buffer
 from onefold.offload.bus import HERE, Arrival, Bus
-from onefold.offload.encoded import EncodedFlat
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.plan import Tier
 from onefold.plan.memory import master_dtype
-
-# A flat tensor in any tier and form.
-Flat = torch.Tensor | DiskTensor | EncodedFlat
 
 # Until then the caller's stream may read what is on the device.
 LastUse = torch.cuda.Event | None
@@ -33,33 +30,6 @@ Unstepped = Sequence[tuple[int, int]]
 
 # Elements of a master that are copied up and cast at once: a wide copy of them is on the device meanwhile.
 _CAST_SIZE = 1 << 23
-
-
-def read(flat: Flat) -> torch.Tensor:
-    """The values: the tensor itself, or what is on disk, or what a form holds."""
-    return flat if isinstance(flat, torch.Tensor) else flat.load()
-
-
-def write(flat: Flat, values: torch.Tensor) -> None:
-    if isinstance(flat, torch.Tensor):
-        flat.copy_(values)
-    elif isinstance(flat, EncodedFlat):
-        flat.store(values)
-    else:
-        flat.store(values.to("cpu", flat.dtype))
-
-
-def tensors_of(flat: Flat) -> list[torch.Tensor | DiskTensor]:
-    """What is held of it: itself, or the parts of its form."""
-    return list(flat.parts) if isinstance(flat, EncodedFlat) else [flat]
-
-
-def is_on_disk(flat: Flat) -> bool:
-    return flat.is_on_disk if isinstance(flat, EncodedFlat) else isinstance(flat, DiskTensor)
-
-
-def held_bytes(flat: Flat) -> int:
-    return sum(part.nbytes for part in tensors_of(flat))
 
 
 class StepOutput:
@@ -93,6 +63,11 @@ class ParamShard:
     tier: Tier
     values: torch.Tensor | DiskTensor
 
+    @property
+    def buffer(self) -> Buffer:
+        """The shard as a buffer. Call `refresh` first if its newest value is needed."""
+        return Buffer.of(self.values)
+
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
         """What fills this rank's slice of a gather. `is_overwritten`: the gather then decodes other values into it."""
         raise NotImplementedError
@@ -117,7 +92,7 @@ class ParamShard:
     def order(self) -> None:
         """What the caller's stream does next comes after copies into the shard that are under way."""
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
+    def output(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
         """Where the host's step leaves updated values. The gradient's memory may be used for them."""
         raise NotImplementedError
 
@@ -147,7 +122,7 @@ class DeviceShard(ParamShard):
     def write(self, values: torch.Tensor) -> None:
         self.values.copy_(values)
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
+    def output(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
         assert self._bus is not None
         return DeviceOutput(self.values, self._bus, last_use)
 
@@ -209,8 +184,8 @@ class HostShard(ParamShard):
     def order(self) -> None:
         self._copying.order()
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
-        cast_later = master if self._bus.crosses and isinstance(master, torch.Tensor) else None
+    def output(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
+        cast_later = master.tensor if self._bus.crosses and master.is_plain_tensor else None
         return _HostOutput(self, self._bus, cast_later)
 
     def in_own_memory(self) -> ParamShard:
@@ -288,7 +263,7 @@ class DiskShard(ParamShard):
         self.forget_prefetched()
         self.values.store(values.to("cpu", self.values.dtype))
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
+    def output(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
         return _ToDisk(self.values, gradient, unstepped)
 
     def in_own_memory(self) -> ParamShard:

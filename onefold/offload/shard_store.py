@@ -23,8 +23,8 @@ from dataclasses import replace
 import torch
 
 from onefold.allocator import zeros_apart
+from onefold.offload.buffer import Buffer
 from onefold.offload.bus import HERE, Arrival
-from onefold.offload.encoded import EncodedFlat
 from onefold.offload.fingerprint import fingerprint
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.nvme import DiskTensor
@@ -32,13 +32,8 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import (
     DeviceOutput,
     DeviceShard,
-    Flat,
     ParamShard,
     StepOutput,
-    held_bytes,
-    read,
-    tensors_of,
-    write,
 )
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck
@@ -67,7 +62,7 @@ class ShardStore:
         self.device = device
         self.param: ParamShard | None = None
         self.grad: GradShard | None = None
-        self.states: dict[str, Flat] = {}
+        self.states: dict[str, Buffer] = {}
         # Trained parameters that the user has frozen since, by their place: the step leaves them out,
         self.frozen: set[int] = set()
         # and so they were when it was asked for: the host may still be at it when they change.
@@ -77,7 +72,7 @@ class ShardStore:
         self._plan, self._memory, self._rank = plan, memory, rank
         # The last copy up that reads the master.
         self._sent: Arrival = HERE
-        self._master: Flat | None = None
+        self._master: Buffer | None = None
         # Of a flat parameter that stays unsharded: what computes, beside a master of its own.
         self.computes: torch.Tensor | None = None
         self._step: Future[Arrival] | None = None
@@ -117,16 +112,17 @@ class ShardStore:
     # -- the step -----------------------------------------------------------------------------------------------
 
     @property
-    def master(self) -> Flat:
+    def master(self) -> Buffer:
         assert self._master is not None, "only what an optimizer steps has a master"
         return self._master
 
     @property
-    def param_copy(self) -> Flat | None:
+    def param_copy(self) -> Buffer | None:
         """What computes, or is gathered, where that is another tensor than the master."""
         if self.param is None:
-            return self.computes
-        return None if self.spec.weight_is_master or self.param.values is self._master else self.param.values
+            return Buffer.of(self.computes) if self.computes is not None else None
+        is_master = self._master is not None and self.param.values is self._master.parts[0]
+        return None if self.spec.weight_is_master or is_master else self.param.buffer
 
     def make_master(self, unsharded: torch.Tensor) -> None:
         """An optimizer will step this shard. `unsharded`: the flat parameter, where it stays unsharded."""
@@ -134,15 +130,15 @@ class ShardStore:
         wide, form, size = master_dtype(self.spec.dtype), self.spec.kept.master, self.stop - self.start
         if form is not None:
             parts = [self._room(part) for part in self.spec.parts_of_master()]
-            self._master = EncodedFlat(form, [used, *parts] if self.spec.weight_is_master else parts, size)
+            self._master = Buffer([used, *parts] if self.spec.weight_is_master else parts, size, form)
             if not self.spec.weight_is_master:
-                write(self._master, read(used))
+                self._master.store(Buffer.of(used).fetch())
         elif self.steps_on_host and not self.spec.master_is_shard:
-            self._master = self._room(FormPart(wide))
-            write(self._master, read(used).to(wide))
+            self._master = Buffer.of(self._room(FormPart(wide)))
+            self._master.store(Buffer.of(used).fetch().to(wide))
         else:
-            self._master = used if used.dtype == wide else _widened(read(used), wide)
-        if self.param is None and self._master is not used and not self.spec.weight_is_master:
+            self._master = Buffer.of(used if used.dtype == wide else _widened(Buffer.of(used).fetch(), wide))
+        if self.param is None and self._master.parts[0] is not used:
             assert isinstance(used, torch.Tensor)
             self.computes = used
         self.take_fingerprint()
@@ -152,19 +148,20 @@ class ShardStore:
         kept = self.spec.kept
         self.states = {name: self._state(kept.form_of(name)) for name in kept.names}
 
-    def add_state(self, name: str, room: Flat | None) -> None:
+    def add_state(self, name: str, room: Buffer | None) -> None:
         """Take a state that the plan did not count, all zero, in the dtype of the master. `room` is where it rests,
         None where that is the device.
         """
         kept, numel = self.spec.kept, self.stop - self.start
         forms = (*kept.forms, None) if kept.forms else ()
         self.spec = replace(self.spec, kept=replace(kept, names=(*kept.names, name), forms=forms))
-        self.states[name] = zeros_apart(numel, master_dtype(self.spec.dtype), self.device) if room is None else room
+        if room is None:
+            room = Buffer.of(zeros_apart(numel, master_dtype(self.spec.dtype), self.device))
+        self.states[name] = room
 
-    def _state(self, form: Form | None) -> Flat:
-        if form is None:
-            return self._room(FormPart(master_dtype(self.spec.dtype)))
-        return EncodedFlat(form, [self._room(part) for part in form.parts], self.stop - self.start)
+    def _state(self, form: Form | None) -> Buffer:
+        parts = (FormPart(master_dtype(self.spec.dtype)),) if form is None else form.parts
+        return Buffer([self._room(part) for part in parts], self.stop - self.start, form)
 
     def _room(self, part: FormPart) -> torch.Tensor | DiskTensor:
         """Where masters and states rest, all zero."""
@@ -241,18 +238,17 @@ class ShardStore:
         copy = self.param_copy
         if copy is None:
             return HERE
-        weights = read(tensors_of(self.master)[0])  # all of it, or the first part of its form
+        weights = Buffer.of(self.master.parts[0]).fetch()
         if self.steps_on_host and (self.param is None or self.param.tier is Tier.DEVICE):
             assert self._memory is not None
-            assert isinstance(copy, torch.Tensor)
-            arrival = self._memory.bus.up(weights, copy)
+            arrival = self._memory.bus.up(weights, copy.tensor)
             arrival.order()
             self.take_fingerprint()
             return arrival
         if self.param is not None:
             self.param.write(weights)
         else:
-            write(copy, weights)
+            copy.store(weights)
         self.take_fingerprint()
         return HERE
 
@@ -260,12 +256,12 @@ class ShardStore:
         """What computes was written from outside: the master becomes it."""
         copy = self.param_copy
         if self.spec.weight_is_master:
-            for rest in tensors_of(self.master)[1:]:
-                write(rest, torch.zeros(rest.numel(), dtype=rest.dtype))
+            for rest in self.master.parts[1:]:
+                Buffer.of(rest).store(torch.zeros(rest.numel(), dtype=rest.dtype))
         elif copy is not None:
             if self.param is not None:
                 self.param.refresh()
-            write(self.master, read(copy).to(self.master.dtype))
+            self.master.store(copy.fetch().to(self.master.dtype))
             self.take_fingerprint()
 
     # -- writes to unsharded parameters from outside ------------------------------------------------------------
@@ -307,19 +303,19 @@ class ShardStore:
         weight = self._watched
         if weight is None or self._step is not None:
             return
-        held = [weight, *(part for part in tensors_of(self.master) if isinstance(part, torch.Tensor))]
+        held = [weight, *self.master.tensors]
         if not all(tensor.untyped_storage().size() for tensor in held if tensor.numel()):
             return
         if self.comparable is None and not self.written([self]):
             return
         if self.steps_on_host:
             self.wait_for_master()
-        master, check, is_changed = read(self.master), WriteCheck(), False
+        master, check, is_changed = self.master.fetch(), WriteCheck(), False
         for low in range(0, master.numel(), _COMPARED):
             inside = slice(low, low + _COMPARED)
             is_changed |= check.take_over(master[inside], weight[inside].to(master.device))
-        if is_changed and master is not self.master:
-            write(self.master, master)
+        if is_changed and not self.master.is_plain_tensor:
+            self.master.store(master)
         self.take_fingerprint()
 
     # -- ranges -------------------------------------------------------------------------------------------------
@@ -376,25 +372,25 @@ class ShardStore:
     def own_master(self) -> list[torch.Tensor | DiskTensor]:
         """What is held of the master and is neither a slice of the flat parameter nor its weights."""
         if self.spec.weight_is_master:
-            return tensors_of(self.master)[1:]
+            return list(self.master.parts[1:])
         is_slice = self.param is None and self.computes is None
-        return [] if is_slice else tensors_of(self.master)
+        return [] if is_slice else list(self.master.parts)
 
     def state_bytes(self) -> int:
-        return sum(held_bytes(state) for state in self.states.values())
+        return sum(state.nbytes for state in self.states.values())
 
     def device_params(self) -> list[torch.Tensor]:
         """Parameters on the device that are not the master."""
         copy, on_device = self.param_copy, self.param is None or self.param.tier is Tier.DEVICE
         if self.spec.weight_is_master and self.param is not None:
-            copy = self.param.values
-        return [copy] if isinstance(copy, torch.Tensor) and on_device else []
+            copy = self.param.buffer
+        return copy.tensors if copy is not None and on_device else []
 
     def cast(self, dtype: torch.dtype) -> None:
         """Another dtype, while nobody trains it. What is unsharded casts itself."""
         self.spec = replace(self.spec, dtype=dtype)
         if self.param is not None:
-            self.param = DeviceShard(read(self.param.values).to(dtype))
+            self.param = DeviceShard(self.param.buffer.fetch().to(dtype))
 
     def forget_training(self) -> None:
         """The engine goes: hold nothing but the parameter shard, in memory of its own."""

@@ -12,7 +12,7 @@ the device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +21,11 @@ from itertools import pairwise
 import torch
 
 from onefold.offload.bus import Arrival, Bus
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.param_shard import LastUse, StepOutput, tensors_of
+from onefold.offload.param_shard import LastUse, StepOutput
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
 from onefold.optim.matrix_rules import AnyRule
-from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, weights_of
+from onefold.optim.steppers import StateWindow, Step, Tiler
 from onefold.plan.forms import BLOCK
 from onefold.plan.layout import Segment, round_up
 
@@ -160,8 +159,8 @@ class DevicePass:
         nothing is under way: what the step's stream has freed may be in use there still, and copies up do not wait for
         that stream.
         """
-        flats = (gradient, window.master, *window.states.values())
-        per_block = [part.nbytes for flat in flats for part in tensors_of(flat[:BLOCK])]
+        buffers = (window.master, *window.states.values())
+        per_block = [gradient[:BLOCK].nbytes, *(part.nbytes for buffer in buffers for part in buffer[:BLOCK].parts)]
         size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
         num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
         if any(slot.num_bytes < num_bytes for slot in self._slots):
@@ -178,28 +177,21 @@ class DevicePass:
         """The last copy down, and whether what computes has the weights of the range already."""
         inside = slice(start - window.start, stop - window.start)
         held = [window.master[inside], *(state[inside] for state in window.states.values())]
-        on_host = [part for flat in held for part in tensors_of(flat) if isinstance(part, torch.Tensor)]
+        on_host = [part for buffer in held for part in buffer.tensors]
         sources = [shard.gradient[start:stop], *on_host]
         gradient, *on_device = slot.room(sources)
         self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).order()
         parts = iter(on_device)
-        master, *states = [_as(flat, parts) for flat in held]
+        master, *states = [buffer.like(parts) for buffer in held]
         through = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
         self._tiler.step(_FromStart(shard.store, start), through, 0, stop - start, gradient, None, shard.step)
-        is_sent = shard.output.send_from_device(weights_of(master), start, stop, spare=gradient)
+        is_sent = shard.output.send_from_device(master.weight, start, stop, spare=gradient)
         return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_sent
 
 
 def _take_weights(window: StateWindow, output: StepOutput, start: int, stop: int) -> None:
     """The range is in host memory again, and what rests below the device takes its weights from there."""
-    weights = weights_of(window.master[start - window.start : stop - window.start])
+    weights = window.master[start - window.start : stop - window.start].weight
     if (memory := output.memory(start, stop)) is not None:
         memory.copy_(weights)
     output.send(weights, start, stop)
-
-
-def _as(flat: InMemory, parts: Iterator[torch.Tensor]) -> InMemory:
-    """The same values in other memory, the next of these parts."""
-    if isinstance(flat, EncodedFlat):
-        return EncodedFlat(flat.form, [next(parts) for _ in flat.parts], flat.numel())
-    return next(parts)

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Arrival
-from onefold.offload.encoded import EncodedFlat
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import Flat, LastUse, StepOutput, held_bytes, tensors_of
+from onefold.offload.param_shard import LastUse, StepOutput
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.device_pass import DevicePass, PassingShard
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
 from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
 from onefold.optim.rules import MASTER
-from onefold.optim.steppers import InMemory, StateWindow, Step, Tiler, Windows, weights_of, whole_window
+from onefold.optim.steppers import StateWindow, Step, Tiler, Windows, whole_window
 from onefold.plan import Plan, Tier
 from onefold.plan.forms import BLOCK
 from onefold.plan.layout import SHARD_ALIGNMENT
@@ -186,7 +186,7 @@ class HostStep:
             else:
                 for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                     self._tiler.step(store, window, start, stop, gradient, output.memory(start, stop), step)
-                    output.send(weights_of(window.master[start - window.start : stop - window.start]), start, stop)
+                    output.send(window.master[start - window.start : stop - window.start].weight, start, stop)
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)
@@ -271,7 +271,7 @@ class HostStep:
         for window in self._windows(store):
             for start, stop in pairwise([*range(window.start, window.stop, CHUNK), window.stop]):
                 self._matrices.finish(below, window, start, stop, output.memory(start, stop), step)
-                output.send(weights_of(window.master[start - window.start : stop - window.start]), start, stop)
+                output.send(window.master[start - window.start : stop - window.start].weight, start, stop)
             if self._stream is not None:
                 output.leave()
         return store.finish_output(output)
@@ -333,7 +333,7 @@ class StateStream:
 
     def __init__(self, memory: OffloadMemory, stores: Sequence[ShardStore]) -> None:
         options = memory.options.optimizer
-        per_block = max(sum(held_bytes(flat[:BLOCK]) for flat in _held(store).values()) for store in stores)
+        per_block = max(sum(buffer[:BLOCK].nbytes for buffer in _held(store).values()) for store in stores)
         longest = max(store.stop - store.start for store in stores)
         self._size = min(longest, max(options.buffer_size // SHARD_ALIGNMENT, 1) * SHARD_ALIGNMENT)
         self._buffers = memory.buffers(options.buffer_count, self._size // BLOCK * per_block)
@@ -410,32 +410,32 @@ class StateStream:
         self._buffers.give_back(passing.buffer)
 
 
-def _held(store: ShardStore) -> dict[str, Flat]:
+def _held(store: ShardStore) -> dict[str, Buffer]:
     return {MASTER: store.master, **store.states}
 
 
 def _on_disk_and_here(store: ShardStore, window: StateWindow) -> list[tuple[DiskTensor, torch.Tensor]]:
     pairs: list[tuple[Any, Any]] = []
     here = {MASTER: window.master, **window.states}
-    for name, flat in _held(store).items():
+    for name, buffer in _held(store).items():
         if name in here and here[name].numel():
-            pairs += zip(tensors_of(flat[window.start : window.stop]), tensors_of(here[name]), strict=True)
+            pairs += zip(buffer[window.start : window.stop].parts, here[name].parts, strict=True)
     return pairs
 
 
 def _window(store: ShardStore, start: int, stop: int, buffer: torch.Tensor, which: _Which) -> StateWindow:
     """In the buffer, what is asked for; a master that is not is empty."""
-    found: dict[str, InMemory] = {}
+    found: dict[str, Buffer] = {}
     used = 0
-    for name, flat in _held(store).items():
+    for name, on_disk in _held(store).items():
         if not which[name == MASTER]:
             continue
         memory = []
-        for part in tensors_of(flat[start:stop]):
+        for part in on_disk[start:stop].parts:
             memory.append(buffer[used : used + part.nbytes].view(part.dtype))
             used += part.nbytes
-        found[name] = EncodedFlat(flat.form, memory, stop - start) if isinstance(flat, EncodedFlat) else memory[0]
-    return StateWindow(start, stop, found.pop(MASTER, buffer[:0]), found)
+        found[name] = Buffer(memory, stop - start, on_disk.format)
+    return StateWindow(start, stop, found.pop(MASTER, Buffer.of(buffer[:0])), found)
 
 
 def _wait(passing: _Passing) -> None:

@@ -26,7 +26,7 @@ from onefold.config.keys import shown
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_rules import WIRE, AnyRule, Kept, MatrixRule, MovedPiece, RawPiece, work_on
 from onefold.optim.rules import MASTER, Hyper
-from onefold.optim.steppers import StateWindow, Step, Tiler, weights_of, whole_window
+from onefold.optim.steppers import StateWindow, Step, Tiler, whole_window
 from onefold.plan.layout import Member
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
 from onefold.runtime import InFlightCollectives, Unit
@@ -269,7 +269,7 @@ class MatrixTiler:
                     with unless(step.skip, values.values()):
                         rule.finish(values[MASTER], moved.update, matrix.shape, hyper)
             if weights is not None:
-                weights.copy_(weights_of(master))
+                weights.copy_(master.weight)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from onefold.comm.agreement import as_float, as_integer
+from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import Flat, is_on_disk
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.group_values import WrittenValues
@@ -231,11 +231,12 @@ class ShardedStep:
         self.let_change()
         for tier in Tier:
             some = [(param, name) for param, name in added if param.store.state_tier is tier]
-            rooms: Iterator[Flat | None] = repeat(None)
+            rooms: Iterator[Buffer | None] = repeat(None)
             if tier is not Tier.DEVICE and some:
                 assert self._memory is not None
                 stores = [param.store for param, _ in some]
-                rooms = self._memory.more_states(tier, [(s.stop - s.start, master_dtype(s.spec.dtype)) for s in stores])
+                needs = [(s.stop - s.start, master_dtype(s.spec.dtype)) for s in stores]
+                rooms = map(Buffer.of, self._memory.more_states(tier, needs))
             for (param, name), room in zip(some, rooms, strict=False):
                 param.store.add_state(name, room)
                 param.spec = param.store.spec
@@ -322,10 +323,10 @@ class ShardedStep:
 
     # -- master weights outside a step --------------------------------------------------------------------------
 
-    def master_of(self, store: ShardStore) -> Flat:
+    def master_of(self, store: ShardStore) -> Buffer:
         """Return a master weight for reading between steps, with all in-place writes to the parameters in it."""
         # A background save may still read the file that a write would change.
-        if is_on_disk(store.master):
+        if store.master.is_on_disk:
             self.let_change()
         self.sync_masters([store])
         return store.master
@@ -382,7 +383,7 @@ class ShardedStep:
 
     # -- states -------------------------------------------------------------------------------------------------
 
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         """The tensors of one state, each with its place in the shard; none before the optimizer has made them."""
         self.let_change()
         self.wait_for_host()

@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.nvme import DiskTensor
-from onefold.offload.param_shard import Flat, tensors_of
+from onefold.offload.buffer import Buffer
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither, host_tile
 from onefold.offload.write_check import WriteCheck
@@ -28,9 +26,6 @@ from onefold.runtime import Unit
 # Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
-InMemory = torch.Tensor | EncodedFlat
-"""Values along a shard, not on a disk."""
-
 
 @dataclass(frozen=True)
 class StateWindow:
@@ -38,15 +33,8 @@ class StateWindow:
 
     start: int
     stop: int
-    master: InMemory
-    states: Mapping[str, InMemory]
-
-
-def weights_of(master: InMemory) -> torch.Tensor:
-    """What weights are copied from: the first part of a master that has a form, or the master itself."""
-    part = tensors_of(master)[0]
-    assert isinstance(part, torch.Tensor)
-    return part
+    master: Buffer
+    states: Mapping[str, Buffer]
 
 
 Windows = Callable[[ShardStore], Iterator[StateWindow]]
@@ -54,9 +42,7 @@ Windows = Callable[[ShardStore], Iterator[StateWindow]]
 
 def whole_window(store: ShardStore) -> Iterator[StateWindow]:
     """The only window of a shard that is in memory."""
-    assert not isinstance(store.master, DiskTensor)
-    states = {name: state for name, state in store.states.items() if not isinstance(state, DiskTensor)}
-    yield StateWindow(0, store.stop - store.start, store.master, states)
+    yield StateWindow(0, store.stop - store.start, store.master, store.states)
 
 
 @dataclass(frozen=True)
@@ -107,7 +93,7 @@ class Tiler:
     def size(self, window: StateWindow) -> int:
         """Elements of a tile."""
         device = window.master.device.type
-        encoded = any(isinstance(flat, EncodedFlat) for flat in (window.master, *window.states.values()))
+        encoded = any(buffer.is_encoded for buffer in (window.master, *window.states.values()))
         if device == "cpu" and encoded:
             return host_tile()
         return self._size or TILE[device]
@@ -148,21 +134,21 @@ class Tiler:
                         tile = Tile(master, scaled, states, segment.group, step.skip, segment.group in step.begins)
                         rule.apply(tile, hyper, step.number)
                     if weights is not None:
-                        weights.copy_(weights_of(held[MASTER]))
+                        weights.copy_(held[MASTER].weight)
 
     @contextmanager
-    def opened(self, held: Mapping[str, InMemory], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Values that may be changed: those that are held as they are, and others decoded, and encoded afterwards."""
-        values = {name: self._decoded(name, flat) for name, flat in held.items()}
+    def opened(self, held: Mapping[str, Buffer], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the values of buffers, to be changed in place. Encoded ones are decoded, and encoded afterwards."""
+        values = {name: self._values(name, buffer) for name, buffer in held.items()}
         yield dict(values)
-        for name, flat in held.items():
-            if isinstance(flat, EncodedFlat):
-                flat.store(values[name], replace(dither, state=name) if dither is not None else None)
+        for name, buffer in held.items():
+            if buffer.is_encoded:
+                buffer.store(values[name], replace(dither, state=name) if dither is not None else None)
 
-    def _decoded(self, name: str, flat: InMemory) -> torch.Tensor:
-        if isinstance(flat, torch.Tensor):
-            return flat
-        return flat.load(None if flat.is_cuda else self._memory(name, flat.numel(), flat.dtype))
+    def _values(self, name: str, buffer: Buffer) -> torch.Tensor:
+        if buffer.is_encoded and not buffer.is_cuda:
+            return buffer.fetch(self._memory(name, buffer.numel(), buffer.dtype))
+        return buffer.fetch()
 
     def _memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """On the host; the next tile has the same."""
@@ -193,7 +179,7 @@ class HeldState:
 
     name: str
     start: int
-    memory: Flat
+    buffer: Buffer
 
 
 class TiledStepper:
@@ -229,11 +215,11 @@ class TiledStepper:
                 for segment in store.segments(window.start, window.stop):
                     inside = slice(segment.start - window.start, segment.stop - window.start)
                     held = {**window.states, MASTER: window.master}
-                    with self._tiler.opened({name: flat[inside] for name, flat in held.items()}, None) as states:
+                    with self._tiler.opened({name: buffer[inside] for name, buffer in held.items()}, None) as states:
                         tile = Tile(states.pop(MASTER), torch.empty(0), states, segment.group)
                         self._rule.call(method, tile, has_states=has_states)
 
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         """The tensors of one state, each with its place in the shard."""
         return [(0, store.states[name])] if name in store.states else []
 
@@ -290,8 +276,7 @@ class WholeStepper:
         for store in stores:
             targets = []
             for group, start, stop, shape in _targets_of(store, shaped):
-                assert isinstance(store.master, torch.Tensor), "refused where states rest on a disk"
-                target = nn.Parameter(store.master[start:stop].view(shape))
+                target = nn.Parameter(store.master.tensor[start:stop].view(shape))
                 self._by_group[group].append(target)
                 targets.append((target, start, stop))
             self._targets[id(store)] = targets
@@ -364,13 +349,13 @@ class WholeStepper:
         with self._over_masters():
             getattr(type(self._instance), method)(self._instance)
 
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         found = [(start, self._state[target].get(name)) for target, start, _ in self._targets[id(store)]]
-        return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
+        return [(start, Buffer.of(state)) for start, state in found if isinstance(state, torch.Tensor)]
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
         return [
-            HeldState(name, start, value.view(-1))
+            HeldState(name, start, Buffer.of(value.view(-1)))
             for target, start, _ in self._targets[id(store)]
             for name, value in self._state[target].items()
             if _lies_along(value, target)

@@ -12,6 +12,7 @@ import torch
 from models import batches, config, net, precision, start, weights_of
 from test_offload_cases import VARIANTS, measure
 
+from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
 from onefold.offload.param_shard import HostShard, StepOutput
 from onefold.optim.device_pass import DevicePass, PassingShard
@@ -261,8 +262,8 @@ def longer_shard() -> bool:
     step, passing, windows, told = Step(1, 0.5, [hyper]), DevicePass([AdamRule()], bus), [], []
     for size in sizes:
         master, gradient = torch.randn(size).pin_memory(), torch.randn(size).pin_memory()
-        states = {name: torch.zeros(size).pin_memory() for name in ("exp_avg", "exp_avg_sq")}
-        windows.append((StateWindow(0, size, master, states), gradient, master.clone()))
+        states = {name: Buffer.of(torch.zeros(size).pin_memory()) for name in ("exp_avg", "exp_avg_sq")}
+        windows.append((StateWindow(0, size, Buffer.of(master), states), gradient, master.clone()))
     torch.cuda.synchronize()
     for window, gradient, _ in windows:
         with torch.cuda.stream(passing._stream):
@@ -271,11 +272,11 @@ def longer_shard() -> bool:
         passing.start(shard, window, lambda window=window: told.append(window))
     passing.finish()
     for window, gradient, before in windows:
-        states = {name: torch.zeros(window.stop, device="cuda") for name in window.states}
-        there = StateWindow(0, window.stop, before.cuda(), states)
+        states = {name: Buffer.of(torch.zeros(window.stop, device="cuda")) for name in window.states}
+        there = StateWindow(0, window.stop, Buffer.of(before.cuda()), states)
         Tiler([AdamRule()]).step(OneGroup(), there, 0, window.stop, gradient.cuda(), None, step)
-        assert torch.equal(window.master, there.master.cpu())
-        assert all(torch.equal(state, states[name].cpu()) for name, state in window.states.items())
+        assert torch.equal(window.master.tensor, there.master.tensor.cpu())
+        assert all(torch.equal(state.tensor, states[name].tensor.cpu()) for name, state in window.states.items())
     return told == [window for window, *_ in windows]
 
 

@@ -11,7 +11,7 @@ from test_offload_cases import holding_nothing, over_tiers
 from test_states import ADAMW, FORMATS, OTHERS, run_stages, run_tiers, spread
 
 from onefold.offload import state_codec
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
 from onefold.optim import device_pass, rules
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
@@ -76,20 +76,19 @@ HELD = {
 
 
 def tile_of(forms: tuple[Form | None, ...], numel: int, **more: Any) -> EncodedTile:
-    held: dict[str, torch.Tensor | EncodedFlat] = {}
+    held: dict[str, Buffer] = {}
     for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
         values = values_of(SQUARES if name == "exp_avg_sq" else form, numel, len(held))
         if form is not None:
-            flat = EncodedFlat(form, room(form, numel), numel)
-            flat.store(values)
-            held[name] = flat
+            held[name] = Buffer(room(form, numel), numel, form)
+            held[name].store(values)
         else:
-            held[name] = values
+            held[name] = Buffer.of(values)
     return EncodedTile(held, **more)
 
 
 def parts_of(tile: EncodedTile) -> dict[str, Any]:
-    return {name: list(flat.parts) if isinstance(flat, EncodedFlat) else [flat] for name, flat in tile.held.items()}
+    return {name: list(buffer.parts) for name, buffer in tile.held.items()}
 
 
 @pytest.mark.parametrize("forms", HELD)
@@ -126,12 +125,12 @@ def test_adam_takes_over_what_was_written_and_leaves_the_weights(takes_over: boo
         tile = tile_of(HELD["int8"], numel, gradient=gradient, coefficient=1.0)
         for name in ("exp_avg", "exp_avg_sq"):
             tile.held[name].store(torch.zeros(numel, device="cuda"))
-        weights = tile.held[MASTER].bfloat16()
+        weights = tile.held[MASTER].tensor.bfloat16()
         weights[::7] = 0.125
         tiles.append(EncodedTile(tile.held, gradient, 1.0, weights=weights, takes_over=takes_over))
         work(tiles[-1], numbers)
-        assert torch.equal(weights, tile.held[MASTER].bfloat16())
-        assert ((tile.held[MASTER][::7] - 0.125).abs() < 0.05).all() == takes_over
+        assert torch.equal(weights, tile.held[MASTER].tensor.bfloat16())
+        assert ((tile.held[MASTER].tensor[::7] - 0.125).abs() < 0.05).all() == takes_over
     assert first_difference(parts_of(tiles[0]), parts_of(tiles[1])) is None
 
 
@@ -232,7 +231,7 @@ def skip_steps() -> str | None:
     held = {"master": store.master, **store.states}
 
     def parts() -> dict[str, Any]:
-        return {n: [p.clone() for p in getattr(flat, "parts", [flat])] for n, flat in held.items()}
+        return {name: [part.clone() for part in buffer.tensors] for name, buffer in held.items()}
 
     before = parts()
     (x, y), *_ = batches(1)

@@ -21,7 +21,6 @@ from torch import nn
 
 import onefold
 from onefold.config import ConfigError
-from onefold.offload.param_shard import read
 from onefold.optim.host_step import HostStep
 from onefold.plan import Tier
 from onefold.utils import (
@@ -118,8 +117,8 @@ def below(engine: onefold.Engine) -> list[torch.Tensor]:
     assert optimizer is not None
     engine.state.step.wait_for_host()
     stores = engine.state.step.stores
-    kept = [flat for store in stores for flat in (store.master, *store.states.values())]
-    return [read(flat).clone() for flat in kept]
+    kept = [buffer for store in stores for buffer in (store.master, *store.states.values())]
+    return [buffer.fetch().clone() for buffer in kept]
 
 
 def one_step(engine: onefold.Engine, x: torch.Tensor, y: torch.Tensor) -> float:

@@ -29,8 +29,7 @@ from models import (
 import onefold
 from onefold.config import ConfigError, load_config
 from onefold.offload import state_codec
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.param_shard import held_bytes
+from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import TINY, Dither, decode, encode
 from onefold.optim import steppers
 from onefold.plan import make_plan
@@ -205,11 +204,11 @@ def test_whatever_torch_s_default_dtype_is() -> None:
 
 
 def test_a_range_of_encoded_values_may_end_within_a_block() -> None:
-    flat = EncodedFlat(SIGNED, room(SIGNED, 4 * BLOCK), 4 * BLOCK)
+    flat = Buffer(room(SIGNED, 4 * BLOCK), 4 * BLOCK, SIGNED)
     values = spread(BLOCK + 10)
     flat[BLOCK : 2 * BLOCK + 10].store(values)
-    assert (flat.load()[BLOCK : 2 * BLOCK + 10] - values).abs().max() < 0.02 * values.abs().max()
-    assert not flat.load()[2 * BLOCK + 10 :].any()
+    assert (flat.fetch()[BLOCK : 2 * BLOCK + 10] - values).abs().max() < 0.02 * values.abs().max()
+    assert not flat.fetch()[2 * BLOCK + 10 :].any()
     assert [part.numel() for part in flat.split(3 * BLOCK)] == [3 * BLOCK, BLOCK]
 
 
@@ -510,7 +509,7 @@ def save_beside_training(folder: str, formats: dict[str, Any]) -> tuple[int, int
     engine.save_checkpoint(f"{folder}/beside", background=True)
     staged = engine._saving.saver._staging._memory.numel()
     stores = engine.state.step.stores
-    held = sum(held_bytes(flat) for store in stores for flat in (store.master, *store.states.values()))
+    held = sum(buffer.nbytes for store in stores for buffer in (store.master, *store.states.values()))
     train(engine, 2, seed=4)
     engine.destroy()
     return staged, held
