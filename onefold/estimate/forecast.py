@@ -17,7 +17,7 @@ from onefold.estimate.op_times import OpTimer
 from onefold.estimate.rehearsal import Rehearsal, rehearse
 from onefold.estimate.trace import MemoryMoment, PassTrace
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
-from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
+from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import (
     Crossing,
     FlatParamSpec,
@@ -368,7 +368,7 @@ def _passing_through(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
             gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
             needed, tier = bytes_of_step(spec) + spec.layout.shard_size * gradient, spec.residency.states
             largest[tier] = max(largest[tier], needed)
-    return UNDER_WAY * sum(min(each, CHUNK_BYTES) for each in largest.values())
+    return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values())
 
 
 def _traffic(found: Rehearsal, machine: Machine) -> Traffic | None:

@@ -21,7 +21,7 @@ from onefold.estimate.caching_allocator import CachingAllocator
 from onefold.estimate.on_cuda import as_on_cuda
 from onefold.estimate.trace import AllocationMode, MemoryAccount, PassTrace, Tape, record_allocation
 from onefold.optim.choose import choose
-from onefold.optim.steppers import TILE, Step, num_tiles
+from onefold.optim.tiles import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 

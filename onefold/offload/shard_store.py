@@ -29,12 +29,8 @@ from onefold.offload.fingerprint import fingerprint
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import (
-    DeviceOutput,
-    DeviceShard,
-    ParamShard,
-    StepOutput,
-)
+from onefold.offload.param_shard import DeviceShard, ParamShard
+from onefold.offload.publish import LastUse, Publisher, ToDevice
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck
 from onefold.plan import FlatParamSpec, Plan, Tier
@@ -188,23 +184,23 @@ class ShardStore:
         if self.param is not None and not self._plan.delays_host:  # with a delay no gather starts from the master
             self.param.wait()
 
-    def finish_output(self, output: StepOutput) -> Arrival:
-        """The host has updated the master, which is read until the arrival."""
-        self._sent = output.finish()
-        return self._sent
+    def set_last_read(self, event: Arrival) -> Arrival:
+        """Store and return the event after which the master may be overwritten."""
+        self._sent = event
+        return event
 
-    def output(self, gradient: torch.Tensor, last_use: torch.cuda.Event | None) -> StepOutput:
-        """Where the step leaves the updated parameters."""
+    def publisher(self, gradient: torch.Tensor, last_use: LastUse) -> Publisher:
+        """Return what publishes an offloaded step to the model weight. It may overwrite the gradient."""
         size = self.stop - self.start
         if self.param_copy is None:
-            return StepOutput()
+            return Publisher()
         if self.param is not None:
             ends = [0, *(end for s in self.stepped_segments(0, size) for end in (s.start, s.stop)), size]
             unstepped = [(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True) if low < high]
-            return self.param.output(self.master, gradient, last_use, unstepped)
+            return self.param.publisher(self.master, gradient, last_use, unstepped)
         assert self.computes is not None
         assert self._memory is not None
-        return DeviceOutput(self.computes, self._memory.bus, last_use)
+        return ToDevice(self.computes, self._memory.bus, last_use)
 
     def start_step(self, step: Future[Arrival]) -> None:
         """The host steps this shard: whoever needs it waits for that."""

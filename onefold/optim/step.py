@@ -20,7 +20,6 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.group_values import WrittenValues
-from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.matrix_rules import MatrixRule, names_of_states
@@ -33,8 +32,11 @@ from onefold.optim.norm import (
     exchange_scalars,
     meet_for_call,
 )
+from onefold.optim.offloaded_step import OffloadedStep
+from onefold.optim.pipeline import whole_window
 from onefold.optim.rules import Hyper
-from onefold.optim.steppers import Step, TiledStepper, WholeStepper, whole_window
+from onefold.optim.steppers import TiledStepper, WholeStepper
+from onefold.optim.tiles import Step
 from onefold.plan import Plan, Tier
 from onefold.plan.memory import master_dtype
 from onefold.recorder import Track, recorded
@@ -95,10 +97,10 @@ class ShardedStep:
         self._begun: frozenset[int] = frozenset()
         self._begun_before: frozenset[int] = frozenset()
         on_host = [store for store in self.stores if store.steps_on_host]
-        self._host: HostStep | None = None
+        self._host: OffloadedStep | None = None
         if on_host and chosen.rules:
             assert memory is not None
-            self._host = HostStep(chosen.rules, memory, on_host, plan)
+            self._host = OffloadedStep(chosen.rules, memory, on_host, plan)
         self._set_begun(frozenset())
         self.matrices: MatrixSteps | None = None
         if chosen.has_matrices:
@@ -241,7 +243,7 @@ class ShardedStep:
                 param.store.add_state(name, room)
                 param.spec = param.store.spec
         if self._host is not None:
-            self._host.make_stream()
+            self._host.make_nvme_windows()
 
     def _have_late_states(self, names: Mapping[str, Collection[str]]) -> None:
         """Make room for the late states that a checkpoint has, by parameter. A group has begun where it has some."""

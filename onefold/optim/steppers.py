@@ -5,172 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.offload.buffer import Buffer
+from onefold.offload.publish import InPlace, Publisher
 from onefold.offload.shard_store import ShardStore
-from onefold.offload.state_codec import Dither, host_tile
-from onefold.offload.write_check import WriteCheck
 from onefold.optim.instance import InstanceRule, plain_step
-from onefold.optim.matrix_rules import AnyRule, MatrixRule
-from onefold.optim.rules import MASTER, EncodedTile, Hyper, Tile
-from onefold.plan import KeptStates, Tier
-from onefold.plan.layout import Segment
+from onefold.optim.matrix_rules import AnyRule
+from onefold.optim.pipeline import Windows, step_shard, whole_window
+from onefold.optim.rules import MASTER, Tile
+from onefold.optim.tiles import Step, Tiler
+from onefold.plan import Tier
 from onefold.recorder import Track, recorded
 from onefold.runtime import Unit
-
-# Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
-TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
-
-
-@dataclass(frozen=True)
-class StateWindow:
-    """A range of a shard with its master and states in memory."""
-
-    start: int
-    stop: int
-    master: Buffer
-    states: Mapping[str, Buffer]
-
-
-Windows = Callable[[ShardStore], Iterator[StateWindow]]
-
-
-def whole_window(store: ShardStore) -> Iterator[StateWindow]:
-    """The only window of a shard that is in memory."""
-    yield StateWindow(0, store.stop - store.start, store.master, store.states)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What every tile of a step shares. `groups` are the hyperparameters as they were when the step was called."""
-
-    number: int
-    coefficient: float | torch.Tensor
-    groups: Sequence[Hyper]
-    skip: torch.Tensor | None = None
-    """On the device: 1 where this is no step after all."""
-    begins: frozenset[int] = frozenset()
-    """Groups whose late states begin with this step."""
-
-
-def num_tiles(kept: KeptStates) -> int:
-    """fp32 tiles that a GPU has in memory while it steps: the scaled gradient and what is decoded. Adam's kernel for
-    values in other forms needs none.
-    """
-    if {"exp_avg", "exp_avg_sq"} == set(kept.names) and kept.forms and all(kept.forms):
-        return 0
-    return 1 + sum(form is not None for form in (kept.master, *kept.forms))
-
-
-class Steppable(Protocol):
-    """What a tiler asks of what it steps: as a `ShardStore` answers."""
-
-    @property
-    def comparable(self) -> torch.Tensor | None: ...
-
-    def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
-
-    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]: ...
-
-
-class Tiler:
-    """The rule of each group, tile by tile: cast and scale the gradient, update, cast out, all while in cache. What is
-    held in another form is decoded before and encoded after. One thread at a time.
-    """
-
-    def __init__(self, rules: Sequence[AnyRule], size: int | None = None) -> None:
-        self._rules = rules
-        self._size = size
-        # On a host: for the gradient, and for each of what is decoded.
-        self._scratch: dict[str, torch.Tensor] = {}
-        self.writes = WriteCheck()
-
-    def size(self, window: StateWindow) -> int:
-        """Elements of a tile."""
-        device = window.master.device.type
-        encoded = any(buffer.is_encoded for buffer in (window.master, *window.states.values()))
-        if device == "cpu" and encoded:
-            return host_tile()
-        return self._size or TILE[device]
-
-    def step(
-        self,
-        shard: Steppable,
-        window: StateWindow,
-        start: int,
-        stop: int,
-        gradient: torch.Tensor,
-        out: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
-        size, used = self.size(window), shard.comparable
-        for segment in shard.stepped_segments(start, stop):
-            rule, hyper = self._rules[segment.group], step.groups[segment.group]
-            assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
-            for first, last, dither in shard.rounded_ranges(segment.start, segment.stop, step.number):
-                for low in range(first, last, size):
-                    high = min(low + size, last)
-                    inside = slice(low - window.start, high - window.start)
-                    held = {name: state[inside] for name, state in window.states.items()}
-                    held[MASTER] = window.master[inside]
-                    at = dither.after(low - first) if dither is not None else None
-                    weights = out[low - start : high - start] if out is not None else None
-                    encoded = EncodedTile(
-                        held, gradient[low:high], step.coefficient, step.skip, at, weights, used is not None
-                    )
-                    if rule.apply_encoded(encoded, hyper, step.number):
-                        continue
-                    with self.opened(held, at) as states:
-                        master = states.pop(MASTER)
-                        if used is not None:
-                            self.writes.take_over(master, used[low:high])
-                        scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
-                        tile = Tile(master, scaled, states, segment.group, step.skip, segment.group in step.begins)
-                        rule.apply(tile, hyper, step.number)
-                    if weights is not None:
-                        weights.copy_(held[MASTER].weight)
-
-    @contextmanager
-    def opened(self, held: Mapping[str, Buffer], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the values of buffers, to be changed in place. Encoded ones are decoded, and encoded afterwards."""
-        values = {name: self._values(name, buffer) for name, buffer in held.items()}
-        yield dict(values)
-        for name, buffer in held.items():
-            if buffer.is_encoded:
-                buffer.store(values[name], replace(dither, state=name) if dither is not None else None)
-
-    def _values(self, name: str, buffer: Buffer) -> torch.Tensor:
-        if buffer.is_encoded and not buffer.is_cuda:
-            return buffer.fetch(self._memory(name, buffer.numel(), buffer.dtype))
-        return buffer.fetch()
-
-    def _memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """On the host; the next tile has the same."""
-        found = self._scratch.get(name)
-        if found is None or found.dtype != dtype or found.numel() < size:
-            found = self._scratch[name] = torch.empty(size, dtype=dtype)
-        return found
-
-    def scaled(
-        self, gradient: torch.Tensor, coefficient: float | torch.Tensor, dtype: torch.dtype, size: int
-    ) -> torch.Tensor:
-        """A tile of a gradient, as rules take it; the next one may have the same memory."""
-        if isinstance(coefficient, torch.Tensor):
-            return gradient.to(dtype, copy=True).mul_(coefficient)
-        if coefficient == 1.0 and gradient.dtype == dtype:
-            return gradient
-        if gradient.is_cuda:  # torch's allocator has it again at once, and activations between two steps
-            scaled = gradient.to(dtype, copy=True)
-            return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
-        # torch's product of two dtypes on a CPU makes a copy first, in fresh memory.
-        scaled = self._memory("gradient", size, dtype)[: gradient.numel()].copy_(gradient)
-        return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
 
 
 @dataclass(frozen=True)
@@ -196,8 +48,8 @@ class TiledStepper:
             store.make_states()
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        for window in whole_window(store):
-            self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
+        publisher = InPlace(store.computes) if store.computes is not None else Publisher()
+        step_shard(whole_window(store), partial(self._tiler.step, store, gradient, step), publisher)
 
     def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
         """All shards of a batch have been given to `step`: batches whose parameters are final."""

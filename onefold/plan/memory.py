@@ -323,7 +323,7 @@ class SharedStep:
 
 
 def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Whether a GPU steps what rests below it ([Note: states that pass through the device])."""
+    """Whether a GPU steps what rests below it ([Note: states streamed through the GPU])."""
     kept = spec.kept
     if plan.delays_host or kept.as_matrices or kept.by_own_class or plan.offloaded_step == "host":
         return False

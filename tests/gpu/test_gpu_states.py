@@ -13,7 +13,7 @@ from test_states import ADAMW, FORMATS, OTHERS, run_stages, run_tiers, spread
 from onefold.offload import state_codec
 from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
-from onefold.optim import device_pass, rules
+from onefold.optim import gpu_stream, rules
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
 from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
 
@@ -189,16 +189,16 @@ def test_parameters_without_elements_pass(on_nccl_ranks, tmp_path):
 
 def chunks() -> str | None:
     """Many chunks, more than are under way at a time, as one."""
-    traces, usual = [], device_pass.CHUNK_BYTES
+    traces, usual = [], gpu_stream.CHUNK_BYTES
     for size in (usual, 1 << 14):
-        device_pass.CHUNK_BYTES = size
+        gpu_stream.CHUNK_BYTES = size
         zero = {"offload_optimizer": {"device": "cpu"}}
         engine = start(
             net(width=64), config(2, onefold=FORMATS["int8, split"], zero_optimization=zero, **precision("bf16"))
         )
         traces.append(train(engine, 4))
         engine.destroy()
-    device_pass.CHUNK_BYTES = usual
+    gpu_stream.CHUNK_BYTES = usual
     return first_difference(*traces)
 
 

@@ -27,7 +27,7 @@ from onefold.engine.core import Engine
 from onefold.offload import host_memory, offload_memory, param_shard
 from onefold.offload.bus import Arrival, Bus, Pairs
 from onefold.offload.param_shard import HostShard
-from onefold.optim.device_pass import DevicePass
+from onefold.optim.gpu_stream import GpuStream
 from onefold.plan import Crossing, count_crossing
 
 LOCK = threading.RLock()
@@ -108,14 +108,14 @@ def planned_on_gpu(engine: Engine) -> Crossing:
 @contextmanager
 def below_a_gpu() -> Iterator[list[int]]:
     """Engines take the bus for one that crosses. Yields the elements of each chunk that passed through the device."""
-    make, start, unpinned = Bus.__init__, DevicePass._start, host_memory.page_aligned
+    make, start, unpinned = Bus.__init__, GpuStream._launch, host_memory.page_aligned
     passed: list[int] = []
 
     def crossing(self: Bus, device: torch.device, count: Callable[[str, int], None]) -> None:
         make(self, device, count)
         self.crosses, self._streams = True, {way: Stream(is_late=True) for way in ("down", "up")}
 
-    def counted(self: DevicePass, slot: Any, shard: Any, window: Any, start_: int, stop: int) -> Any:
+    def counted(self: GpuStream, slot: Any, shard: Any, window: Any, start_: int, stop: int) -> Any:
         passed.append(stop - start_)
         return start(self, slot, shard, window, start_, stop)
 
@@ -128,7 +128,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (torch.cuda, "set_device", lambda device: None),
             (Bus, "__init__", crossing),
             (Bus, "_copy", copy_late),
-            (DevicePass, "_start", counted),
+            (GpuStream, "_launch", counted),
             (Engine, "planned_crossing", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
               for module in (host_memory, offload_memory, param_shard)),

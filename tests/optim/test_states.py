@@ -31,7 +31,7 @@ from onefold.config import ConfigError, load_config
 from onefold.offload import state_codec
 from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import TINY, Dither, decode, encode
-from onefold.optim import steppers
+from onefold.optim import tiles
 from onefold.plan import make_plan
 from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
 from onefold.utils import (
@@ -323,12 +323,12 @@ def test_secondary_shards_and_replica_groups_go_with_them(on_ranks, zero):
 
 def tiles_of(size: int) -> dict[str, torch.Tensor]:
     """A run whose tiles have so many elements."""
-    steppers.host_tile, before = (lambda: size), steppers.host_tile
+    tiles.host_tile, before = (lambda: size), tiles.host_tile
     try:
         engine = start(net(width=64), config(2, onefold=FORMATS["bf16"], **precision("bf16")))
         return train(engine, 3).weights
     finally:
-        steppers.host_tile = before
+        tiles.host_tile = before
 
 
 def test_dithered_tiles_of_any_size_give_the_same_bits(on_ranks):
