@@ -168,12 +168,12 @@ def _step(engine: Engine, *, offloads: bool) -> None:
     for batch, gradients in schedule.gradients_to_step():
         for store, gradient in gradients.items():
             if matrices is not None and store in matrices.matrices:
-                matrices.start(store, gradient, _NO_STEP)
+                matrices.step(store, gradient, _NO_STEP)
             elif not offloads:
                 size = min(gradient.numel(), TILE["cuda"]) * num_tiles(store.spec.kept)
                 torch.empty(size, dtype=torch.float32, device=META)
         list(matrices.end_batch(batch, _NO_STEP) if matrices is not None else ())
-    list(matrices.end_step() if matrices is not None else ())
+    list(matrices.end_step([]) if matrices is not None else ())
     if engine.plan.shards_states:
         schedule.start_refreshes()
         schedule.wait_for_step()

@@ -352,8 +352,8 @@ class MatrixSteps:
         self._parts.clear()
         self._under_way.clear()
 
-    def start(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        """The elementwise part before; the rest comes with the batch."""
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+        """Run the first pass of a shard. The exchange and the second pass follow with its batch."""
         if store.steps_on_host:
             assert self._host is not None
             update = self._host.prepared(store)
@@ -366,7 +366,10 @@ class MatrixSteps:
         self._parts.append(TravellingMatrices(store, self._route(store), update, {}))
 
     def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
-        """Its pieces leave, the batch before is worked on, and the one before that is final."""
+        """Send the pieces of a batch, compute the matrices of the batch before, and finish the one before that.
+
+        Yield the batches whose parameters are final.
+        """
         trip = MatrixTrip(self._parts, self._first, self._exchange) if self._parts else None
         self._parts = []
         if trip is not None:
@@ -377,7 +380,8 @@ class MatrixSteps:
         if len(self._under_way) > 2:
             yield self._arrive()
 
-    def end_step(self) -> Iterator[list[Unit]]:
+    def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
+        """Finish all batches, and yield those that `end_batch` has not yielded."""
         if self._under_way:
             self._work(self._under_way[-1])
         while self._under_way:

@@ -174,20 +174,16 @@ class ShardedStep:
             self._host.start(schedule.stepped_on_host(), step)
         if self.matrices is not None:
             self.matrices.begin()
+        batches = self.matrices or self.stepper
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
-                as_matrices = self.matrices is not None and store in self.matrices.matrices
-                if store.steps_on_host and self._host is not None and not as_matrices:
-                    continue
-                with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
-                    if self.matrices is not None and as_matrices:
-                        self.matrices.start(store, gradient, step)
-                    else:
-                        self.stepper.step(store, gradient, step)
-            for done in self.matrices.end_batch(batch, step) if self.matrices else self.stepper.end_batch(batch):
+                stepper = self._stepper_of(store)
+                if stepper is not None:
+                    with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
+                        stepper.step(store, gradient, step)
+            for done in batches.end_batch(batch, step):
                 schedule.in_flight.start_refresh(done)
-        batches = schedule.order.refresh_batches
-        for done in self.matrices.end_step() if self.matrices else self.stepper.end_step(batches):
+        for done in batches.end_step(schedule.order.refresh_batches):
             schedule.in_flight.start_refresh(done)
         if self._rule is not None and self._rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
@@ -195,6 +191,12 @@ class ShardedStep:
         self.num_steps += 1
         if self._compares:
             compare_written_groups(schedule, self.name, self.groups)
+
+    def _stepper_of(self, store: ShardStore) -> MatrixSteps | TiledStepper | WholeStepper | None:
+        """Return what steps a shard on the main thread, or None if the offloaded step does."""
+        if self.matrices is not None and store in self.matrices.matrices:
+            return self.matrices
+        return None if store.steps_on_host and self._host is not None else self.stepper
 
     # -- states that begin during the run ------------------------------------------------------------------------------
 

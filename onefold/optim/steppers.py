@@ -48,15 +48,16 @@ class TiledStepper:
             store.make_states()
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+        """Step one shard."""
         publisher = InPlace(store.computes) if store.computes is not None else Publisher()
         step_shard(whole_window(store), partial(self._tiler.step, store, gradient, step), publisher)
 
-    def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
-        """All shards of a batch have been given to `step`: batches whose parameters are final."""
+    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+        """Yield the batches whose parameters are final, after all shards of a batch were passed to `step`."""
         yield batch
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
-        """The same after the last of all batches."""
+        """Yield the batches that `end_batch` has not yielded, after the last batch."""
         yield from ()
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
@@ -184,7 +185,7 @@ class WholeStepper:
                     if low < high:
                         yield target, slice(low - start, high - start)
 
-    def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
         yield from ()
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
