@@ -173,7 +173,7 @@ def onefold_(background: bool) -> Callable[[Workload], tuple[Callable[[Path], Ti
                 # What is left to copy is copied beside the next step, which waits for it before it changes anything.
                 engine.backward(engine(tokens, targets))
                 waiting = time.perf_counter()
-                engine._saving.saver.let_change()
+                engine._saving.saver.wait_until_states_copied()
                 stall += time.perf_counter() - waiting
                 engine.step()
             engine.wait_for_checkpoint()

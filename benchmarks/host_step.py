@@ -23,7 +23,7 @@ from onefold.optim import tiles
 from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import AdamRule
 from onefold.optim.tiles import Step, Tiler
-from onefold.plan.forms import SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.plan.state_formats import SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 from onefold.report.offload_bench import OneGroup
 
 Update = Callable[[slice], None]
@@ -121,7 +121,7 @@ def measure_forms(numel: int, rounds: int) -> str:
     return format_table(["G parameters/s", *per_core], rows)
 
 
-def _held(form: Form | None, numel: int) -> Buffer:
+def _held(form: StateFormat | None, numel: int) -> Buffer:
     if form is None:
         return Buffer.of(page_aligned(4 * numel).view(torch.float32))
     return Buffer([torch.zeros(part.numel(numel), dtype=part.dtype) for part in form.parts], numel, form)

@@ -636,7 +636,7 @@ MUTATIONS = [
     Mutation(
         "write-not-taken-over-by-any-optimizer",
         "onefold/optim/steppers.py",
-        "        store.sync_master_from_model_weight()",
+        "        store.take_over_writes()",
         "        pass",
         "test_held_parameters.py -k any_optimizer",
     ),
@@ -812,14 +812,14 @@ MUTATIONS = [
     Mutation(
         "below-gather-before-its-cast",
         "onefold/offload/param_shard.py",
-        "        self._copying.order()\n        if self._master is None:",
+        "        self._copying.wait_on_stream()\n        if self._master is None:",
         "        if self._master is None:",
         "test_device_pass.py -k second_gather",
     ),
     Mutation(
         "below-chunk-not-waited-for",
         "onefold/optim/gpu_stream.py",
-        "        chunk.arrival.wait()\n",
+        "        chunk.arrival.synchronize()\n",
         "",
         "test_device_pass.py -k same_bits",
     ),

@@ -87,7 +87,7 @@ ELSEWHERE = {
     "optim/steppers.py": "runtime/held_parameters offload/offload",
     "optim/tiles.py": "runtime/held_parameters offload/offload optim/states",
     "plan/cut.py": "runtime/stage3",
-    "plan/forms.py": "optim/states",
+    "plan/state_formats.py": "optim/states",
     "plan/layout.py": "runtime/exactness",
     "plan/matrices.py": "optim/muon",
     "plan/memory.py": "offload/offload_cases runtime/stage3",

@@ -53,7 +53,7 @@ def close_engine(
                 type(error).__name__,
                 error,
             )
-            schedule.give_up_step()
+            schedule.abandon_step()
             if memory is not None:
                 memory.drain()  # what did not fail may still be under way
         hooks.remove()

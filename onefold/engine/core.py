@@ -109,7 +109,7 @@ class Engine(nn.Module):
             self.optimizer.engine = weakref.ref(self)
         handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
-        arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
+        arrives = group.size > 1 or any(param.store.is_offloaded for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self._hooks = Hooks(model, schedule, self, watch=watch)
         self._shared.watch(model, group)
@@ -236,7 +236,7 @@ class Engine(nn.Module):
             schedule.begin_backward(boundary=True)
             schedule.end_backward()
         before = decision.loss_scale.value
-        self._saving.saver.let_change()
+        self._saving.saver.wait_until_states_copied()
         try:
             taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saving.saver.failed)
         except NonFiniteError:

@@ -301,7 +301,7 @@ class Loading:
             # Masters have their values: parameters take them over, and ranks send each other their slices.
             with torch.no_grad():
                 for store in step.stores if step is not None else ():
-                    store.push().wait()
+                    store.sync_model_weight_from_master().synchronize()
                 self._state.schedule.refresh_now()
         if asked.optimizer:
             assert step is not None

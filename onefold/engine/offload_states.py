@@ -160,7 +160,7 @@ def devices_of(state: TrainState, kind: OffloadStateTypeEnum) -> set[torch.devic
     moved = {storage._cdata for found in state.offloaded.values() for storage, _ in found.storages}
     params = [param for unit in state.schedule.units for param in unit.params]
     kinds_of_step = (_MASTERS, _STATES, _GRADIENTS)
-    found = {host for param in params if kind in kinds_of_step and param.trainable and param.store.steps_on_host}
+    found = {host for param in params if kind in kinds_of_step and param.trainable and param.store.is_offloaded}
     for storage in (tensor.untyped_storage() for tensor in _tensors(state, kind)):
         if storage._cdata in moved:
             found.add(host)
@@ -207,7 +207,7 @@ def host_copy(state: TrainState, tensor: torch.Tensor) -> torch.Tensor:
 
 def _gathers_from_master(param: FlatParam) -> bool:
     store = param.store
-    return store.param is not None and not store.steps_on_host and store.spec.master_is_shard
+    return store.param is not None and not store.is_offloaded and store.spec.master_is_shard
 
 
 def _computes(param: FlatParam) -> bool:
@@ -221,7 +221,7 @@ def _tensors(state: TrainState, kind: OffloadStateTypeEnum) -> Iterator[torch.Te
     for param in (param for unit in state.schedule.units for param in unit.params):
         store = param.store
         held: list[Any] = []
-        steps = state.step is not None and param.trainable and not store.steps_on_host
+        steps = state.step is not None and param.trainable and not store.is_offloaded
         if kind is _WEIGHTS:
             held = [param.full, *store.device_params(), param.secondary]
             held += store.own_master() if steps and _computes(param) else []

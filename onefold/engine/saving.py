@@ -51,7 +51,7 @@ class Saving:
             f"onefold {__version__}, torch {torch.__version__}",
         )
         if state.step is not None:
-            state.step.let_change = self.saver.let_change
+            state.step.wait_until_states_copied = self.saver.wait_until_states_copied
         self._leave: Callable[[], None] | None = partial(_leave, weakref.ref(self))
         atexit.register(self._leave)
 

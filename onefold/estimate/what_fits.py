@@ -17,7 +17,7 @@ from onefold.estimate.machines import GB, GPUS, find_machine
 from onefold.estimate.shapes import SHAPES
 from onefold.estimate.to_javascript import translate_module
 from onefold.plan import Placement
-from onefold.plan.forms import BLOCK, SIGNED, SPLIT_8, SPLIT_16
+from onefold.plan.state_formats import BLOCK, SIGNED, SPLIT_8, SPLIT_16
 from onefold.plan.table import TABLE
 
 DEFAULTS: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 [Note: buffers]
 A parameter shard, its master weight and each optimizer state are all buffers. A buffer without a format stores its
-values as they are, in one part. A format ([Note: forms of states]) stores fp32 values in one or more parts: int8 codes
+values as they are, in one part. A format ([Note: state formats]) stores fp32 values in one or more parts: int8 codes
 and their scales, or the bf16 and the remaining bits of a split master. Each part is a tensor in device or host memory,
 or a file on NVMe. Code that moves bytes (copies, transfers, checkpoints) works on `parts`; code that computes calls
 `fetch` and `store`, which decode and encode.
@@ -16,8 +16,8 @@ import torch
 
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.state_codec import Dither, decode, encode
-from onefold.plan.forms import Form
 from onefold.plan.layout import round_up
+from onefold.plan.state_formats import StateFormat
 
 Part = torch.Tensor | DiskTensor
 
@@ -30,7 +30,7 @@ class Buffer:
 
     __slots__ = ("__weakref__", "_numel", "format", "parts")
 
-    def __init__(self, parts: Sequence[Part], numel: int, format: Form | None = None) -> None:
+    def __init__(self, parts: Sequence[Part], numel: int, format: StateFormat | None = None) -> None:
         self.parts = tuple(parts)
         self._numel = numel
         self.format = format

@@ -17,7 +17,7 @@ import torch
 
 from onefold.comm import Source
 from onefold.offload.buffer import Buffer
-from onefold.offload.bus import HERE, Arrival, Bus
+from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.offload.publish import LastUse, Publisher, ToDevice, ToHostShard, ToNvme, Unstepped
@@ -111,8 +111,8 @@ class HostShard(ParamShard):
         self._bus = bus
         self._master: torch.Tensor | None = None
         # The last copies into the shard, and out of it.
-        self._copying: Arrival = HERE
-        self._reading: Arrival = HERE
+        self._copying: CopyEvent = COMPLETE
+        self._reading: CopyEvent = COMPLETE
 
     def stale_behind(self, master: torch.Tensor | None) -> None:
         """Set the master that the next all-gather casts into the shard. None means that the shard is up to date."""
@@ -123,21 +123,21 @@ class HostShard(ParamShard):
 
     def copy_to(self, target: torch.Tensor, *, is_overwritten: bool) -> None:
         """Copy the newest value to the device on the caller's stream, and a new cast of it back to the host."""
-        self._copying.order()
+        self._copying.wait_on_stream()
         if self._master is None:
             self._bus.up_at_once(self.values, target)
         else:
             for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
                 self._bus.up_at_once(source, part)
-        self._reading = Arrival(self._bus.now(blocking=True))
+        self._reading = CopyEvent(self._bus.now(blocking=True))
         if self._master is not None:
             self._copying, self._master = self._bus.down(target, self.values), None
             if is_overwritten:
-                self._copying.order()
+                self._copying.wait_on_stream()
 
     def wait(self) -> None:
-        self._copying.wait()
-        self._reading.wait()
+        self._copying.synchronize()
+        self._reading.synchronize()
 
     def forget_prefetched(self) -> None:
         self.wait()
@@ -154,7 +154,7 @@ class HostShard(ParamShard):
             self._master = None
 
     def order(self) -> None:
-        self._copying.order()
+        self._copying.wait_on_stream()
 
     def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
         cast_later = master.tensor if self._bus.crosses and master.is_plain_tensor else None

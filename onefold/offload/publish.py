@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from onefold.offload.bus import HERE, Arrival, Bus
+from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.plan.memory import master_dtype
 
@@ -43,9 +43,9 @@ class Publisher:
     def release(self) -> None:
         """Wait until the memory of the ranges sent so far may be overwritten."""
 
-    def finish(self) -> Arrival:
+    def finish(self) -> CopyEvent:
         """Return an event that completes when the master may be overwritten. Called after the last range."""
-        return HERE
+        return COMPLETE
 
 
 class InPlace(Publisher):
@@ -67,7 +67,7 @@ class ToDevice(Publisher):
 
     def __init__(self, target: torch.Tensor, bus: Bus, last_use: LastUse) -> None:
         self._target, self._bus, self._last_use = target, bus, last_use
-        self._arrival: Arrival = HERE
+        self._arrival: CopyEvent = COMPLETE
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the model weight's range if the device is the host."""
@@ -87,14 +87,14 @@ class ToDevice(Publisher):
         self._target[start:stop].copy_(weight)
         event = torch.cuda.Event(blocking=True)
         event.record()
-        self._arrival = Arrival(event)
+        self._arrival = CopyEvent(event)
         return True
 
     def release(self) -> None:
         """Wait for the last copy."""
-        self._arrival.wait()
+        self._arrival.synchronize()
 
-    def finish(self) -> Arrival:
+    def finish(self) -> CopyEvent:
         """Return the event of the last copy."""
         return self._arrival
 
@@ -129,10 +129,10 @@ class ToHostShard(Publisher):
         self._cast_later = None
         return True
 
-    def finish(self) -> Arrival:
+    def finish(self) -> CopyEvent:
         """Tell the shard whether its newest value is the master."""
         self._set_stale(self._cast_later)
-        return HERE
+        return COMPLETE
 
 
 class ToNvme(Publisher):
@@ -164,7 +164,7 @@ class ToNvme(Publisher):
         while self._stores:
             self._stores.pop(0).wait()
 
-    def finish(self) -> Arrival:
+    def finish(self) -> CopyEvent:
         """Wait for all writes."""
         self.release()
-        return HERE
+        return COMPLETE

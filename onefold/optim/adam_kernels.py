@@ -26,7 +26,7 @@ from onefold.offload.state_kernels import (
     two_parts,
 )
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile, Tile, adam_in_single_operations
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES
 
 
 @triton.jit

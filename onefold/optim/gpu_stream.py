@@ -19,15 +19,15 @@ from functools import partial
 
 import torch
 
-from onefold.offload.bus import Arrival, Bus
+from onefold.offload.bus import Bus, CopyEvent
 from onefold.offload.publish import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
 from onefold.optim.matrix_rules import AnyRule
 from onefold.optim.pipeline import StateWindow
 from onefold.optim.tiles import Step, Tiler
-from onefold.plan.forms import BLOCK
 from onefold.plan.layout import Segment, round_up
+from onefold.plan.state_formats import BLOCK
 
 # Bytes of a chunk. Smaller ones take longer to launch; larger ones overlap less.
 CHUNK_BYTES = 1 << 26
@@ -54,7 +54,7 @@ class _ShardRange:
 
     store: ShardStore
     start: int
-    comparable = None
+    compared_model_weight = None
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         found = self.store.stepped_segments(first + self.start, last + self.start)
@@ -90,7 +90,7 @@ class _ChunkMemory:
 class _Chunk:
     """A chunk in flight: the event of its last copy to the host, and what runs after it."""
 
-    arrival: Arrival
+    arrival: CopyEvent
     publish: Callable[[], None] | None
     then: Callable[[], None] | None
 
@@ -142,14 +142,14 @@ class GpuStream:
         """Wait for all copies after an error, without publishing anything."""
         while self._in_flight:
             with suppress(Exception):  # the first error is the one that is reported
-                self._in_flight.popleft().arrival.wait()
+                self._in_flight.popleft().arrival.synchronize()
         with suppress(Exception):  # of a chunk that failed between its copies
             self._stream.synchronize()
             self._bus.drain()
 
     def _finish_oldest(self) -> None:
         chunk = self._in_flight.popleft()
-        chunk.arrival.wait()
+        chunk.arrival.synchronize()
         for call in (chunk.publish, chunk.then):
             if call is not None:
                 call()
@@ -174,14 +174,14 @@ class GpuStream:
 
     def _launch(
         self, memory: _ChunkMemory, shard: StreamedShard, window: StateWindow, start: int, stop: int
-    ) -> tuple[Arrival, bool]:
+    ) -> tuple[CopyEvent, bool]:
         """Launch one chunk. Return the event of its copy to the host, and whether it is published."""
         inside = slice(start - window.start, stop - window.start)
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
         on_host = [part for buffer in buffers for part in buffer.tensors]
         sources = [shard.gradient[start:stop], *on_host]
         gradient, *on_device = memory.views_like(sources)
-        self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).order()
+        self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).wait_on_stream()
         parts = iter(on_device)
         master, *states = [buffer.like(parts) for buffer in buffers]
         chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))

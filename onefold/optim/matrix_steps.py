@@ -261,7 +261,7 @@ class MatrixTiler:
     ) -> None:
         """Run the second pass over [start, stop) of a window: update the master, and cast it into `out`."""
         store = part.store
-        used, members = store.comparable, store.spec.layout.members
+        used, members = store.compared_model_weight, store.spec.layout.members
         for piece in part.route.mine:
             low, high = max(piece.low - store.start, start), min(piece.high - store.start, stop)
             if low >= high:
@@ -354,7 +354,7 @@ class MatrixSteps:
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         """Run the first pass of a shard. The exchange and the second pass follow with its batch."""
-        if store.steps_on_host:
+        if store.is_offloaded:
             assert self._host is not None
             update = self._host.prepared(store)
         else:
@@ -409,12 +409,12 @@ class MatrixSteps:
         return batch
 
     def _finish(self, part: TravellingMatrices, step: Step) -> None:
-        if part.store.steps_on_host:
+        if part.store.is_offloaded:
             assert self._host is not None
             self._host.start_finish(part, step)
             return
         if self._computes:
-            weight = part.store.computes
+            weight = part.store.model_weight
             publisher = InPlace(weight) if weight is not None else Publisher()
             step_shard(whole_window(part.store), partial(self._tiler.finish, part, step), publisher)
 

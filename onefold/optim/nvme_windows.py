@@ -15,8 +15,8 @@ from onefold.offload.shard_store import ShardStore
 from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import MASTER
 from onefold.plan import Tier
-from onefold.plan.forms import BLOCK
 from onefold.plan.layout import SHARD_ALIGNMENT
+from onefold.plan.state_formats import BLOCK
 from onefold.recorder import within
 
 
@@ -89,7 +89,7 @@ class NvmeWindows:
         # An all-gather reads the master's file if the master is the parameter shard. After the last shard of a step no
         # write may be in flight.
         is_last = not self._planned and not self._reading
-        while self._writing and (store.param_copy is None or is_last):
+        while self._writing and (store.separate_model_weight is None or is_last):
             self._finish_write()
 
     def abandon(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from onefold.offload.bus import Arrival
+from onefold.offload.bus import CopyEvent
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.publish import LastUse, Publisher
@@ -71,9 +71,9 @@ class OffloadedStep:
         self.make_nvme_windows()
         self._failed: BaseException | None = None
         self._delays = plan.delays_host
-        self._late: list[tuple[ShardStore, Future[Arrival]]] = []
+        self._late: list[tuple[ShardStore, Future[CopyEvent]]] = []
         # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
-        self._tasks: list[Future[Arrival]] = []
+        self._tasks: list[Future[CopyEvent]] = []
 
     def make_nvme_windows(self) -> None:
         """Allocate the buffers for states on NVMe, large enough for the states that the shards have now."""
@@ -90,9 +90,9 @@ class OffloadedStep:
         arrivals = []
         for store, task in self._late:
             task.result()
-            arrivals.append(store.push())
+            arrivals.append(store.sync_model_weight_from_master())
         for arrival in arrivals:
-            arrival.wait()
+            arrival.synchronize()
         self._late.clear()
 
     def refuse_late_writes(self) -> None:
@@ -144,7 +144,7 @@ class OffloadedStep:
                 if store.spec.kept.as_matrices:
                     self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
                     continue
-                task: Future[Arrival]
+                task: Future[CopyEvent]
                 if self._is_streamed(store) and store.state_tier is not Tier.NVME:
                     streamed[store] = _StreamTask(gradient, task := Future())
                 else:
@@ -183,7 +183,7 @@ class OffloadedStep:
     # -- on the host thread -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> Arrival:
+    def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> CopyEvent:
         publisher = self._publisher(store, gradient, last_use)
         if self._is_streamed(store):
             assert self._stream_of_nvme is not None
@@ -260,7 +260,7 @@ class OffloadedStep:
         """Return the update of a shard's matrices on the device, on the caller's stream."""
         on_host = self._prepared[store].result()
         update = torch.empty(on_host.shape, dtype=on_host.dtype, device=store.device)
-        self._memory.bus.up(on_host, update).order()
+        self._memory.bus.up(on_host, update).wait_on_stream()
         return update
 
     def start_finish(self, part: TravellingMatrices, step: Step) -> None:
@@ -275,10 +275,10 @@ class OffloadedStep:
 
     @torch.no_grad()
     def _finish(
-        self, part: TravellingMatrices, on_host: torch.Tensor, arrival: Arrival, step: Step, last_use: LastUse
-    ) -> Arrival:
+        self, part: TravellingMatrices, on_host: torch.Tensor, arrival: CopyEvent, step: Step, last_use: LastUse
+    ) -> CopyEvent:
         assert self._matrices is not None
-        arrival.wait()
+        arrival.synchronize()
         store = part.store
         store.wait_for_master()
         # Weights on their way to NVMe overwrite the update that they were computed from, which has the same size.
@@ -293,14 +293,14 @@ class _StreamTask(NamedTuple):
     """A shard that the stream thread steps."""
 
     gradient: torch.Tensor
-    result: Future[Arrival]
+    result: Future[CopyEvent]
 
     def fail(self, error: BaseException) -> None:
         with suppress(InvalidStateError):  # it is complete
             self.result.set_exception(error)
 
 
-def _complete(store: ShardStore, publisher: Publisher, task: Future[Arrival]) -> None:
+def _complete(store: ShardStore, publisher: Publisher, task: Future[CopyEvent]) -> None:
     with suppress(InvalidStateError):  # an interrupt has failed it already
         task.set_result(store.set_last_read(publisher.finish()))
 

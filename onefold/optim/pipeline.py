@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 
 from onefold.offload.buffer import Buffer
-from onefold.offload.bus import Arrival
+from onefold.offload.bus import CopyEvent
 from onefold.offload.publish import Publisher
 from onefold.offload.shard_store import ShardStore
 
@@ -61,7 +61,7 @@ def whole_window(store: ShardStore) -> Iterator[StateWindow]:
 
 def step_shard(
     windows: Iterable[StateWindow], update: Update, publisher: Publisher, chunk_size: int | None = None
-) -> Arrival:
+) -> CopyEvent:
     """Update all windows of a shard and publish each chunk. See [Note: the step pipeline].
 
     The iterator over `windows` fetches each of them, and stores it when the next one is requested. The returned event

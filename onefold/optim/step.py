@@ -67,7 +67,7 @@ class ShardedStep:
         # Whether its steps may have added keys to its groups.
         self.keeps_other_keys = chosen.is_stepped
         # Called before states are handed out to be written.
-        self.let_change: Callable[[], None] = lambda: None
+        self.wait_until_states_copied: Callable[[], None] = lambda: None
         # The user's class runs, and its methods are its own.
         self.in_user_code = False
         self._schedule, self._memory = schedule, memory
@@ -96,7 +96,7 @@ class ShardedStep:
         # Groups whose states that may begin late (SGD's momentum) have begun, and as it was before the last step.
         self._begun: frozenset[int] = frozenset()
         self._begun_before: frozenset[int] = frozenset()
-        on_host = [store for store in self.stores if store.steps_on_host]
+        on_host = [store for store in self.stores if store.is_offloaded]
         self._host: OffloadedStep | None = None
         if on_host and chosen.rules:
             assert memory is not None
@@ -164,7 +164,7 @@ class ShardedStep:
         if self._host is not None:
             self._host.collect()
             for store in ShardStore.written(self.stores):
-                store.sync_master_from_model_weight()
+                store.take_over_writes()
         step = Step(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))
         for store in self.stores:
             store.begin_step()
@@ -196,7 +196,7 @@ class ShardedStep:
         """Return what steps a shard on the main thread, or None if the offloaded step does."""
         if self.matrices is not None and store in self.matrices.matrices:
             return self.matrices
-        return None if store.steps_on_host and self._host is not None else self.stepper
+        return None if store.is_offloaded and self._host is not None else self.stepper
 
     # -- states that begin during the run ------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class ShardedStep:
                 "format is decided at initialize. Have it from the start (SGD: a momentum above 0), or use fp32 states"
             )
         self.wait_for_host()
-        self.let_change()
+        self.wait_until_states_copied()
         for tier in Tier:
             some = [(param, name) for param, name in added if param.store.state_tier is tier]
             rooms: Iterator[Buffer | None] = repeat(None)
@@ -298,7 +298,7 @@ class ShardedStep:
         """A method of the user's class that changes parameters (`train`, `eval`), over masters. All ranks call it."""
         schedule = self._schedule
         schedule.check_awake()
-        self.let_change()
+        self.wait_until_states_copied()
         meet_for_call(schedule, method)
         self.flush()
         schedule.wait_for_step()
@@ -308,13 +308,13 @@ class ShardedStep:
                 self._rule.begin(self._groups_now(), method)
             self.changing = True
             self.sync_masters()
-            on_host = [store for store in self.stores if store.steps_on_host]
+            on_host = [store for store in self.stores if store.is_offloaded]
             with self._host.rewriting(on_host) if self._host is not None else nullcontext(whole_window) as windows:
                 self.stepper.call(method, windows, has_states=self.num_steps > 0)
             if self._rule is not None:
                 self._rule.finish(self.groups)
-            for arrival in [store.push() for store in self.stores]:
-                arrival.wait()
+            for arrival in [store.sync_model_weight_from_master() for store in self.stores]:
+                arrival.synchronize()
             self._refresh_all()
         self.changing = False
 
@@ -331,7 +331,7 @@ class ShardedStep:
         """Return a master weight for reading between steps, with all in-place writes to the parameters in it."""
         # A background save may still read the file that a write would change.
         if store.master.is_on_disk:
-            self.let_change()
+            self.wait_until_states_copied()
         self.sync_masters([store])
         return store.master
 
@@ -346,7 +346,7 @@ class ShardedStep:
             self._host.refuse_late_writes()
             return
         for store in self.stores if stores is None else stores:
-            store.sync_master_from_model_weight()
+            store.take_over_writes()
 
     # -- the host's step ----------------------------------------------------------------------------------------
 
@@ -364,10 +364,10 @@ class ShardedStep:
 
     def about_to_write(self) -> None:
         """Prepare for writes to master weights from outside a step: wait for all that reads them, and sync them."""
-        self.let_change()
+        self.wait_until_states_copied()
         self._schedule.forget_cached()
         self.sync_masters()
-        for store in (store for store in self.stores if store.steps_on_host):
+        for store in (store for store in self.stores if store.is_offloaded):
             store.wait_for_master()
 
     @torch.no_grad()
@@ -375,7 +375,7 @@ class ShardedStep:
         """Parameters of these units were written from outside: take them over."""
         self.wait_for_host()
         for param in (param for unit in units for param in unit.trained):
-            param.store.pull()
+            param.store.sync_master_from_model_weight()
 
     def resume(self, num_steps: int) -> None:
         """Go on as an optimizer that has taken so many steps."""
@@ -389,7 +389,7 @@ class ShardedStep:
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         """The tensors of one state, each with its place in the shard; none before the optimizer has made them."""
-        self.let_change()
+        self.wait_until_states_copied()
         self.wait_for_host()
         return self.stepper.states_of(store, name)
 

@@ -49,7 +49,7 @@ class TiledStepper:
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         """Step one shard."""
-        publisher = InPlace(store.computes) if store.computes is not None else Publisher()
+        publisher = InPlace(store.model_weight) if store.model_weight is not None else Publisher()
         step_shard(whole_window(store), partial(self._tiler.step, store, gradient, step), publisher)
 
     def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
@@ -158,7 +158,7 @@ class WholeStepper:
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         assert store.grad is not None
         store.grad.wait()
-        store.sync_master_from_model_weight()
+        store.take_over_writes()
         scaled = gradient.to(store.master.dtype).mul(step.coefficient)
         for target, start, stop in self._targets[id(store)]:
             target.grad = scaled[start:stop].view(target.shape)
@@ -195,7 +195,7 @@ class WholeStepper:
             for store in self._stores:
                 for target, _, _ in self._targets[id(store)]:
                     target.grad = None
-                store.push().wait()
+                store.sync_model_weight_from_master().synchronize()
         yield from batches
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:

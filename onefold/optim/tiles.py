@@ -52,7 +52,7 @@ class Steppable(Protocol):
     """The interface of a shard that a `Tiler` needs, as `ShardStore` implements it."""
 
     @property
-    def comparable(self) -> torch.Tensor | None: ...
+    def compared_model_weight(self) -> torch.Tensor | None: ...
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
 
@@ -91,7 +91,7 @@ class Tiler:
 
         `gradient` covers the whole shard, `out` the range. They may share memory.
         """
-        size, used = self.size(window), shard.comparable
+        size, used = self.size(window), shard.compared_model_weight
         for segment in shard.stepped_segments(start, stop):
             rule, hyper = self._rules[segment.group], step.groups[segment.group]
             assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"

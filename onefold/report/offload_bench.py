@@ -189,7 +189,7 @@ def measure_adam(num_bytes: int) -> float:
 class OneGroup:
     """Elements of one optimizer group, none of them frozen: what the tiler asks of an optimizer shard."""
 
-    comparable = None
+    compared_model_weight = None
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         return [Segment(0, first, last)]
@@ -245,11 +245,11 @@ def measure_bus(num_bytes: int, device: torch.device) -> BusRates:
     def both() -> None:
         arrivals = bus.down(high[0], low[0]), bus.up(low[1], high[1])
         for arrival in arrivals:
-            arrival.wait()
+            arrival.synchronize()
 
     return BusRates(
-        down=_best(lambda: bus.down(high[0], low[0]).wait(), half) / 1e9,
-        up=_best(lambda: bus.up(low[1], high[1]).wait(), half) / 1e9,
+        down=_best(lambda: bus.down(high[0], low[0]).synchronize(), half) / 1e9,
+        up=_best(lambda: bus.up(low[1], high[1]).synchronize(), half) / 1e9,
         both=_best(both, 2 * half) / 1e9,
     )
 

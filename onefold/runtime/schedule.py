@@ -242,7 +242,7 @@ class Schedule:
     def stepped_on_host(self) -> list[ShardStore]:
         """What the host steps, in the order of first use; what other ranks wait for comes before what is gathered."""
         params = [param for batch in self.order.refresh_batches for unit in batch for param in unit.trained]
-        on_host = [param for param in params if param.store.steps_on_host]
+        on_host = [param for param in params if param.store.is_offloaded]
         return [param.store for param in sorted(on_host, key=lambda param: not param.stays_unsharded)]
 
     def start_refreshes(self) -> None:
@@ -256,11 +256,11 @@ class Schedule:
             for param in unit.sharded:
                 param.store.finish_step()
 
-    def give_up_step(self) -> None:
+    def abandon_step(self) -> None:
         """Nothing that is still to come from a step is waited for any more."""
         self.in_flight.give_up_refreshes()
         for param in self.trained_params():
-            param.store.give_up_step()
+            param.store.abandon_step()
 
     def end_step(self) -> None:
         if not self._plan.overlap:

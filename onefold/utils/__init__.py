@@ -153,7 +153,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         flat.full[member.start : member.stop].copy_(value.detach().flatten())
     else:
         flat.invalidate_secondary()
-        flat.store.push().wait()
+        flat.store.sync_model_weight_from_master().synchronize()
 
 
 @torch.no_grad()
@@ -170,7 +170,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if not flat.stays_unsharded:
         place.step.about_to_write()
         place.master().write(value, local=True)
-        flat.store.push().wait()
+        flat.store.sync_model_weight_from_master().synchronize()
     else:
         place.engine.about_to_write()
         master = place.master()

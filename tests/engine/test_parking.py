@@ -31,7 +31,7 @@ def held(engine: onefold.Engine) -> int:
             tensors += [
                 *(value for *_, found in engine.state.step.loose_states(store) for value in found.values()),
                 *store.master.parts,
-                store.param_copy,
+                store.separate_model_weight,
                 *(part for state in engine.state.step.stepper.held_states(store) for part in state.buffer.parts),
             ]
         for tensor in tensors:

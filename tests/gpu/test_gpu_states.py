@@ -15,7 +15,7 @@ from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
 from onefold.optim import gpu_stream, rules
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,18 +25,18 @@ pytestmark = [
 FORMS = [SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8]
 
 
-def values_of(form: Form | None, numel: int, seed: int = 0) -> torch.Tensor:
+def values_of(form: StateFormat | None, numel: int, seed: int = 0) -> torch.Tensor:
     values = spread(numel, seed).cuda()
     return values.square() if form is SQUARES else values
 
 
-def room(form: Form, numel: int) -> list[torch.Tensor]:
+def room(form: StateFormat, numel: int) -> list[torch.Tensor]:
     return [torch.zeros(part.numel(numel), dtype=part.dtype, device="cuda") for part in form.parts]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("num_blocks", [1, 7, 8, 1001])
-def test_kernels_equal_the_specification(form: Form, num_blocks: int) -> None:
+def test_kernels_equal_the_specification(form: StateFormat, num_blocks: int) -> None:
     assert state_codec._kernels(torch.empty(1, device="cuda")) is not None
     values = values_of(form, num_blocks * BLOCK, num_blocks)
     values[:BLOCK] = 0 if num_blocks > 1 else values[:BLOCK]
@@ -55,7 +55,7 @@ def test_kernels_equal_the_specification(form: Form, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("form", [SIGNED, SQUARES], ids=lambda form: form.name)
-def test_a_block_with_what_is_not_finite_is_nan(form: Form) -> None:
+def test_a_block_with_what_is_not_finite_is_nan(form: StateFormat) -> None:
     for bad in (torch.inf, torch.nan):
         values = torch.ones(20 * BLOCK, device="cuda")
         values[BLOCK + 5] = bad
@@ -75,7 +75,7 @@ HELD = {
 }
 
 
-def tile_of(forms: tuple[Form | None, ...], numel: int, **more: Any) -> EncodedTile:
+def tile_of(forms: tuple[StateFormat | None, ...], numel: int, **more: Any) -> EncodedTile:
     held: dict[str, Buffer] = {}
     for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
         values = values_of(SQUARES if name == "exp_avg_sq" else form, numel, len(held))

@@ -25,7 +25,7 @@ from test_states import run_tiers as run_forms
 
 from onefold.engine.core import Engine
 from onefold.offload import host_memory, offload_memory, param_shard
-from onefold.offload.bus import Arrival, Bus, Pairs
+from onefold.offload.bus import Bus, CopyEvent, Pairs
 from onefold.offload.param_shard import HostShard
 from onefold.optim.gpu_stream import GpuStream
 from onefold.plan import Crossing, count_crossing
@@ -91,13 +91,13 @@ def on_stream(stream: Stream) -> Iterator[None]:
         CURRENT.stream = before
 
 
-def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> Arrival:
+def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> CopyEvent:
     stream, arrived = bus._streams[way], Event()
     bus.count(way, sum(source.nbytes for source, _ in pairs))
     stream.wait_event(after)
     stream.put(lambda: [target.copy_(source) for source, target in pairs])
     arrived.record(stream)
-    return Arrival(arrived)
+    return CopyEvent(arrived)
 
 
 def planned_on_gpu(engine: Engine) -> Crossing:
