@@ -17,12 +17,13 @@ from benchmarks.model import GPT, PRESETS, make_batch
 from benchmarks.systems import AUTO, CPU, Workload, zero_config
 from benchmarks.table import format_table
 from onefold.offload import state_codec
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.offload.host_memory import page_aligned
-from onefold.optim import steppers
+from onefold.optim import tiles
+from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import AdamRule
-from onefold.optim.steppers import StateWindow, Step, Tiler
-from onefold.plan.forms import SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.optim.tiles import Step, Tiler
+from onefold.plan.state_formats import SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 from onefold.tools.bench.offload_bench import OneGroup
 
 Update = Callable[[slice], None]
@@ -107,24 +108,23 @@ def measure_forms(numel: int, rounds: int) -> str:
         window = StateWindow(0, numel, held[0], {"exp_avg": held[1], "exp_avg_sq": held[2]})
         rates = []
         for size in sizes:
-            steppers.host_tile = state_codec.host_tile = lambda size=size: size
+            tiles.host_tile = state_codec.host_tile = lambda size=size: size
             tiler, found = Tiler([AdamRule()], 1 << 22), []
             for _ in range(rounds + 1):
                 start = time.perf_counter()
-                tiler.step(OneGroup(), window, 0, numel, gradient, None, Step(1, 0.5, [hyper]))
+                tiler.step(OneGroup(), gradient, Step(1, 0.5, [hyper]), window, 0, numel, None)
                 found.append(numel / (time.perf_counter() - start) / 1e9)
             rates.append(f"{statistics.median(found[1:]):.3f}")
         rows.append([name, *rates])
-    steppers.host_tile = state_codec.host_tile = of_tile
+    tiles.host_tile = state_codec.host_tile = of_tile
     per_core = [f"{size // torch.get_num_threads() >> 10}K values a core" for size in sizes]
     return format_table(["G parameters/s", *per_core], rows)
 
 
-def _held(form: Form | None, numel: int) -> torch.Tensor | EncodedFlat:
+def _held(form: StateFormat | None, numel: int) -> Buffer:
     if form is None:
-        return page_aligned(4 * numel).view(torch.float32)
-    parts = [torch.zeros(part.numel(numel), dtype=part.dtype) for part in form.parts]
-    return EncodedFlat(form, parts, numel)
+        return Buffer.of(page_aligned(4 * numel).view(torch.float32))
+    return Buffer([torch.zeros(part.numel(numel), dtype=part.dtype) for part in form.parts], numel, form)
 
 
 def measure_cores(preset: str, rounds: int) -> str:

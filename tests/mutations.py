@@ -118,8 +118,8 @@ MUTATIONS = [
     ),
     Mutation(
         "disk-window-before-its-read",
-        "onefold/optim/host_step.py",
-        "            _wait(passing)\n            try:",
+        "onefold/optim/nvme_windows.py",
+        "            current.wait()\n            try:",
         "            try:",
         "test_offload_waits.py -k window",
     ),
@@ -245,9 +245,9 @@ MUTATIONS = [
     ),
     Mutation(
         "no-wait-for-the-descending-gradient",
-        "onefold/optim/host_step.py",
-        "by now\n            _gradient_of(store).wait()",
-        "by now\n            pass",
+        "onefold/optim/offloaded_step.py",
+        "arriving now\n            _gradient_of(store).wait()",
+        "arriving now\n            pass",
         "test_offload_waits.py -k gradient",
     ),
     # -- the network --------------------------------------------------------------------------------------------
@@ -642,7 +642,7 @@ MUTATIONS = [
     ),
     Mutation(
         "write-not-taken-over",
-        "onefold/optim/steppers.py",
+        "onefold/optim/tiles.py",
         "                    self.writes.take_over(master, used[low:high])",
         "                    pass",
         "test_held_parameters.py -k writes",
@@ -650,7 +650,7 @@ MUTATIONS = [
     Mutation(
         "write-not-taken-over-by-any-optimizer",
         "onefold/optim/steppers.py",
-        "        store.sync_master_from_model_weight()",
+        "        store.take_over_writes()",
         "        pass",
         "test_held_parameters.py -k any_optimizer",
     ),
@@ -670,7 +670,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frozen-moves",
-        "onefold/optim/steppers.py",
+        "onefold/optim/tiles.py",
         "        for segment in shard.stepped_segments(start, stop):",
         "        for segment in shard.segments(start, stop):",
         "test_held_parameters.py -k stops_moving",
@@ -826,21 +826,21 @@ MUTATIONS = [
     Mutation(
         "below-gather-before-its-cast",
         "onefold/offload/param_shard.py",
-        "        self._copying.order()\n        if self._master is None:",
+        "        self._copying.wait_on_stream()\n        if self._master is None:",
         "        if self._master is None:",
         "test_device_pass.py -k second_gather",
     ),
     Mutation(
         "below-chunk-not-waited-for",
-        "onefold/optim/device_pass.py",
-        "        chunk.arrival.wait()\n",
+        "onefold/optim/gpu_stream.py",
+        "        chunk.arrival.synchronize()\n",
         "",
         "test_device_pass.py -k same_bits",
     ),
     Mutation(
         "below-cast-stays-on-device",
-        "onefold/offload/param_shard.py",
-        "        self._bus.down(weights, target)\n        self._cast_later = None",
+        "onefold/offload/publish.py",
+        "        self._bus.down(weight, target)\n        self._cast_later = None",
         "        self._cast_later = None",
         "test_device_pass.py -k same_bits",
     ),
@@ -860,16 +860,16 @@ MUTATIONS = [
     ),
     Mutation(
         "below-frozen-on-a-disk",
-        "onefold/offload/param_shard.py",
+        "onefold/offload/publish.py",
         "                memory[inside].copy_(master[inside])",
         "                pass",
         "test_offload_cases.py -k frozen_for_a_while",
     ),
     Mutation(
         "below-updates-written-over",
-        "onefold/optim/host_step.py",
-        "        output = store.output(here, last_use)",
-        "        output = store.output(_gradient_of(store)._own, last_use)",
+        "onefold/optim/offloaded_step.py",
+        "        publisher = store.publisher(on_host, last_use)",
+        "        publisher = store.publisher(_gradient_of(store)._own, last_use)",
         "test_muon.py -k still_to_be_read",
     ),
     Mutation(
@@ -892,8 +892,8 @@ MUTATIONS = [
     ),
     Mutation(
         "below-interrupts-kept",
-        "onefold/optim/host_step.py",
-        """            self._failed = RuntimeError("the step was interrupted before all of it was asked for")
+        "onefold/optim/offloaded_step.py",
+        """            self._failed = RuntimeError("the step was interrupted before all of it was started")
             self._failed.__cause__ = error
 """,
         """            self._failed = error
@@ -974,7 +974,7 @@ MUTATIONS = [
     ),
     Mutation(
         "states-dither-of-a-range",
-        "onefold/optim/steppers.py",
+        "onefold/optim/tiles.py",
         "at = dither.after(low - first) if dither is not None else None",
         "at = dither",
         "test_states.py -k dithered_tiles",

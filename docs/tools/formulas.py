@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from onefold.config import Config
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
-from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
-from onefold.optim.steppers import TILE
+from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
+from onefold.optim.tiles import TILE
 from onefold.tools.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, MARGIN, NCCL, PROCESS, WORKSPACE
 
 _DEFAULTS = Config().zero_optimization
@@ -490,7 +490,7 @@ def passing(case: Case) -> float:
     elements = max(table_weights(case), block_weights(case)) / world(case)
     weight = 2 + case.master_rest if splits_masters(case) else 4
     largest = elements * (weight + 2 * case.state_itemsize + reduced_itemsize(case))
-    return UNDER_WAY * min(CHUNK_BYTES, largest) if offloads(case) else 0
+    return IN_FLIGHT * min(CHUNK_BYTES, largest) if offloads(case) else 0
 
 
 def beside(case: Case) -> float:

@@ -323,7 +323,7 @@ class CheckpointLoader:
             # The masters are loaded. Copy them to the model weights, and all-gather these.
             with torch.no_grad():
                 for store in step.stores if step is not None else ():
-                    store.push().wait()
+                    store.sync_model_weight_from_master().synchronize()
                 self._state.schedule.gather_loaded()
         if options.optimizer:
             assert step is not None

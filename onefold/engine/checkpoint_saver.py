@@ -50,7 +50,7 @@ class CheckpointSaver:
             f"onefold {__version__}, torch {torch.__version__}",
         )
         if state.step is not None:
-            state.step.let_change = self.coordinator.let_change
+            state.step.wait_until_states_copied = self.coordinator.wait_until_states_copied
         self._at_exit: Callable[[], None] | None = partial(_stop_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -126,7 +126,7 @@ class CheckpointSaver:
 
     def wait_until_copied(self) -> None:
         """Wait until a save in the background has copied the states that the next step changes."""
-        self.coordinator.let_change()
+        self.coordinator.wait_until_states_copied()
 
     def raise_failed(self) -> None:
         """Raise the error of a background save that failed on any rank. All ranks call this before they step."""

@@ -76,7 +76,7 @@ class EngineParts:
                 type(error).__name__,
                 error,
             )
-            schedule.give_up_step()
+            schedule.abandon_step()
             if schedule.memory is not None:
                 schedule.memory.drain()  # parts of the step that did not fail may still run
 

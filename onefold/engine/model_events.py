@@ -31,7 +31,7 @@ class ModelEvents:
         self.handles = [ParamHandle.of_unit(unit, state.schedule, ledger, self) for unit in state.schedule.units]
         # After a step that overlaps with the next forward, parameters may be in flight from other ranks or the host.
         plan, schedule = state.plan, state.schedule
-        arrives = state.group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
+        arrives = state.group.size > 1 or any(param.store.is_offloaded for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
         self.hooks = Hooks(state.model, schedule, self, watch=watch)
 

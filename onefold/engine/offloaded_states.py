@@ -20,7 +20,7 @@ import torch
 from onefold.engine.train_state import TrainState
 from onefold.log import format_bytes, logger
 from onefold.offload.host_memory import page_aligned
-from onefold.offload.param_shard import DeviceShard, ParamShard, read, tensors_of
+from onefold.offload.param_shard import DeviceShard, ParamShard
 from onefold.offload.shard_store import ShardStore
 from onefold.runtime import FlatParam
 
@@ -108,7 +108,7 @@ class OffloadedStates:
         found.storages = _storages(list(self._tensors(kind)))
         found.freed += sum(storage.size() for storage, _ in found.storages)
         for store, shard in found.replaced:
-            store.param = DeviceShard(read(shard.values).to(store.spec.dtype))
+            store.param = DeviceShard(shard.buffer.fetch().to(store.spec.dtype))
             found.freed -= store.param.values.nbytes
         for index, (storage, _) in enumerate(found.storages):
             copy = page_aligned(storage.size(), pinned=pinned and storage.device.type == "cuda")
@@ -153,7 +153,7 @@ class OffloadedStates:
         moved = {storage._cdata for found in self._kinds.values() for storage, _ in found.storages}
         params = [param for unit in self._state.schedule.units for param in unit.params]
         kinds_of_step = (_MASTERS, _STATES, _GRADIENTS)
-        found = {host for param in params if kind in kinds_of_step and param.trainable and param.store.steps_on_host}
+        found = {host for param in params if kind in kinds_of_step and param.trainable and param.store.is_offloaded}
         for storage in (tensor.untyped_storage() for tensor in self._tensors(kind)):
             if storage._cdata in moved:
                 found.add(host)
@@ -206,7 +206,7 @@ class OffloadedStates:
         for param in (param for unit in self._state.schedule.units for param in unit.params):
             store = param.store
             held: list[Any] = []
-            steps = step is not None and param.trainable and not store.steps_on_host
+            steps = step is not None and param.trainable and not store.is_offloaded
             if kind is _WEIGHTS:
                 held = [param.full, *store.device_params(), param.secondary]
                 held += store.own_master() if steps and _is_model_weight(param) else []
@@ -216,7 +216,7 @@ class OffloadedStates:
                 held = store.own_master()
             elif kind is _STATES and steps:
                 assert step is not None
-                held = [part for s in step.stepper.held_states(store) for part in tensors_of(s.memory)]
+                held = [part for s in step.stepper.held_states(store) for part in s.buffer.parts]
                 held += [value for *_, values in step.loose_states(store) for value in values.values()]
             yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor) and tensor.device == self.device)
 
@@ -231,7 +231,7 @@ class OffloadedStates:
 def _gathers_from_master(param: FlatParam) -> bool:
     """Return whether the shard that a flat parameter is gathered from is its master on the device."""
     store = param.store
-    return store.param is not None and not store.steps_on_host and store.spec.master_is_shard
+    return store.param is not None and not store.is_offloaded and store.spec.master_is_shard
 
 
 def _is_model_weight(param: FlatParam) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.config import ConfigError
-from onefold.offload.bus import HERE, Arrival, Bus
+from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.host_memory import page_aligned
 
 _ALIGNMENT = 512  # Bytes: kernels may choose by it, and torch's own CUDA allocations have it.
@@ -40,12 +40,12 @@ class OffloadedInput:
     device: torch.device
     version: int | None = None
     """Of an input that rests as itself: with a hook in between, torch no longer looks for changes in place."""
-    arrived: Arrival = HERE
+    arrived: CopyEvent = COMPLETE
 
     def back(self) -> Tensor:
         if self.version is not None:
             _check_unchanged(self.tensor, self.version)
-        self.arrived.order()
+        self.arrived.wait_on_stream()
         return self.tensor.to(self.device, non_blocking=True)
 
 
@@ -88,7 +88,7 @@ class Inputs:
         stream; `record_stream` would hold it for as long as the host is ahead of the device.
         """
         for offloaded, tensor, version in self._copying:
-            offloaded.arrived.order()
+            offloaded.arrived.wait_on_stream()
             _check_unchanged(tensor, version)  # A change in place would have raced with the copy.
         self._copying.clear()
 

@@ -1,10 +1,10 @@
-"""The bus between device and host: copies down and up beside the compute, each way on a stream of its own.
+"""Copies between device and host on two streams, one for each direction, in parallel to the compute stream.
 
 [Note: the bus]
-A copy enters its stream behind what the caller's stream has queued, and is told by an event. The host waits for it
-asleep (`wait`): a thread that spins takes a core from the host's own step, which then waits for its slowest thread.
-Device memory is held by its owner until the caller's stream is ordered behind the event (`order`); nothing needs
-`record_stream`. Where the device is the host itself a copy is done when the call returns.
+A copy waits for the work that the caller's stream has queued, and ends with an event. `CopyEvent.synchronize` puts the
+host thread to sleep: a thread that spins would take a core from the host's own step, which then waits for its slowest
+thread. The owner of device memory keeps it until its stream waits for the event (`wait_on_stream`), so that nothing
+needs `record_stream`. If the device is the host itself, a copy is complete when the call returns.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from onefold.recorder import Track, recorded
 
 
-class Arrival:
-    """A copy on its way."""
+class CopyEvent:
+    """The end of an asynchronous copy."""
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
         self._event = event
 
-    def wait(self) -> None:
-        """Until it is there, as the host sees it."""
+    def synchronize(self) -> None:
+        """Block the host thread until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
 
-    def order(self) -> None:
-        """Whatever the caller's stream does next comes after it."""
+    def wait_on_stream(self) -> None:
+        """Make the caller's stream wait for the copy."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-HERE = Arrival()
+COMPLETE = CopyEvent()
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Sources and targets of copies."""
@@ -42,7 +42,7 @@ _TRACKS = {"down": Track.DOWN, "up": Track.UP}
 
 
 class Bus:
-    """Copies between the device and the host, counted: `count` is told "down" or "up" and bytes."""
+    """Copies between the device and the host. `count` receives "down" or "up" and the bytes of each copy."""
 
     def __init__(self, device: torch.device, count: Callable[[str, int], None]) -> None:
         self.device = device
@@ -50,30 +50,33 @@ class Bus:
         self.crosses = device.type == "cuda"
         self._streams = {way: torch.cuda.Stream(device) for way in ("down", "up")} if self.crosses else {}
 
-    def down(self, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> Arrival:
-        """`add` only where nothing crosses: a bus cannot add."""
+    def down(self, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> CopyEvent:
+        """Copy to the host, or add to `target` if the device is the host."""
         if add:
             assert not self.crosses
             with recorded(Track.DOWN, "down", numel=source.numel()):
                 self.count("down", source.nbytes)
                 target.add_(source)
-            return HERE
+            return COMPLETE
         return self.down_together([(source, target)])
 
-    def down_together(self, pairs: Pairs) -> Arrival:
-        """All these copies as one."""
+    def down_together(self, pairs: Pairs) -> CopyEvent:
+        """Copy several tensors to the host, with one event."""
         return self._copy("down", pairs, self.now())
 
-    def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
-        """The device casts. `after`: the last use of the target, where the caller's own stream does not know it."""
+    def up(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> CopyEvent:
+        """Copy to the device, which casts to the target's dtype.
+
+        `after` is the last use of the target, for a caller whose own stream is not ordered behind that.
+        """
         return self.up_together([(source, target)], after)
 
-    def up_together(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> Arrival:
-        """All these copies as one."""
+    def up_together(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> CopyEvent:
+        """Copy several tensors to the device, with one event."""
         return self._copy("up", pairs, after or self.now())
 
     def up_at_once(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """In the order of the caller's own stream."""
+        """Copy to the device on the caller's own stream."""
         with recorded(Track.UP, "up", numel=source.numel()):
             self.count("up", source.nbytes)
             if source.dtype == target.dtype:
@@ -82,7 +85,7 @@ class Bus:
                 target.copy_(torch.empty_like(source, device=target.device).copy_(source, non_blocking=True))
 
     def now(self, *, blocking: bool = False) -> torch.cuda.Event | None:
-        """Where the caller's stream stands. `blocking`: a host that waits for it sleeps."""
+        """Record an event on the caller's stream. With `blocking`, a host thread that waits for it sleeps."""
         if not self.crosses:
             return None
         event = torch.cuda.Event(blocking=blocking)
@@ -90,18 +93,18 @@ class Bus:
         return event
 
     def drain(self) -> None:
-        """Until all copies beside the compute are made."""
+        """Block until both streams are idle."""
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _copy(self, way: str, pairs: Pairs, after: torch.cuda.Event | None) -> Arrival:
+    def _copy(self, way: str, pairs: Pairs, after: torch.cuda.Event | None) -> CopyEvent:
         num_bytes, numel = sum(source.nbytes for source, _ in pairs), sum(source.numel() for source, _ in pairs)
         if not self.crosses:
             with recorded(_TRACKS[way], way, numel=numel):
                 self.count(way, num_bytes)
                 for source, target in pairs:
                     target.copy_(source)
-            return HERE
+            return COMPLETE
         assert after is not None
         stream, arrived = self._streams[way], torch.cuda.Event(blocking=True)
         stream.wait_event(after)
@@ -114,4 +117,4 @@ class Bus:
                     # torch would cast on the host. The copy is made and freed on this stream.
                     target.copy_(torch.empty_like(source, device=self.device).copy_(source, non_blocking=True))
             arrived.record(stream)
-        return Arrival(arrived)
+        return CopyEvent(arrived)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import torch
 
-from onefold.offload.bus import HERE, Arrival
+from onefold.offload.bus import COMPLETE, CopyEvent
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.plan import Tier
 from onefold.plan.layout import SHARD_ALIGNMENT
@@ -127,12 +127,12 @@ class HostGrad(GradShard):
         self._size, self._memory, self._alone = size, memory, alone
         self._own = memory.host(size, dtype)
         self._other = memory.host(size, dtype) if delays else None
-        self._arriving: Arrival | Future[None] = HERE
+        self._arriving: CopyEvent | Future[None] = COMPLETE
         # Of a gradient that came down whole it was taken on the device.
         self._square: torch.Tensor | None = None
         # One micro-step's sum, on the device until it is on the host.
         self._passing: torch.Tensor | None = None
-        self._reader: Future[Arrival] | None = None
+        self._reader: Future[CopyEvent] | None = None
         memory.gradients.expect(size * (compute if alone else dtype).itemsize)
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
@@ -152,7 +152,7 @@ class HostGrad(GradShard):
         self._square = None if add else square_sum(total)
         self._arriving = self._memory.gradients.start(total, self._own, slot, pool, key, add=add)
 
-    def read_by(self, step: Future[Arrival] | None) -> None:
+    def read_by(self, step: Future[CopyEvent] | None) -> None:
         """The host's step reads the gradient until it is done."""
         self._reader = step
 
@@ -160,7 +160,7 @@ class HostGrad(GradShard):
         if isinstance(self._arriving, Future):
             self._arriving.result()
         else:
-            self._arriving.wait()
+            self._arriving.synchronize()
 
     def square_sum(self) -> torch.Tensor:
         return self._square if self._square is not None else super().square_sum()

@@ -13,7 +13,7 @@ import torch
 
 from onefold.comm import Agreement, Ledger, num_ranks_on_node
 from onefold.log import logger
-from onefold.offload.bus import Arrival, Bus
+from onefold.offload.bus import Bus, CopyEvent
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
@@ -217,7 +217,7 @@ class GradOffload:
         self._bus, self._worker, self._pinned = bus, worker, pinned
         self._largest = 0
         self._landings: Buffers | None = None
-        self._under_way: deque[tuple[Arrival, torch.Tensor, torch.Tensor, Pool, Hashable]] = deque()
+        self._under_way: deque[tuple[CopyEvent, torch.Tensor, torch.Tensor, Pool, Hashable]] = deque()
 
     def expect(self, num_bytes: int) -> None:
         """A gradient of this size will come."""
@@ -226,10 +226,10 @@ class GradOffload:
     @torch.no_grad()
     def start(
         self, total: torch.Tensor, target: torch.Tensor, slot: torch.Tensor, pool: Pool, key: Hashable, *, add: bool
-    ) -> Arrival | Future[None]:
+    ) -> CopyEvent | Future[None]:
         """What to wait for until `target` has it."""
         bus = self._bus
-        arriving: Arrival | Future[None]
+        arriving: CopyEvent | Future[None]
         if not add and total.dtype == target.dtype:
             arriving = arrival = bus.down(total, target)
         elif bus.crosses:
@@ -249,18 +249,18 @@ class GradOffload:
         """The device's buffers are free again, as the compute stream sees it, but for the newest `num_left`."""
         while len(self._under_way) > num_left:
             arrival, total, slot, pool, key = self._under_way.popleft()
-            arrival.order()
+            arrival.wait_on_stream()
             pool.give_back(slot, key)
             if total is not slot:
                 pool.give_back(total)
 
 
 def _take_over(
-    arrival: Arrival, landings: Buffers, buffer: torch.Tensor, landed: torch.Tensor, target: torch.Tensor, add: bool
+    arrival: CopyEvent, landings: Buffers, buffer: torch.Tensor, landed: torch.Tensor, target: torch.Tensor, add: bool
 ) -> None:
     """On the host's thread: what has come down joins what waits there."""
     try:
-        arrival.wait()
+        arrival.synchronize()
         if add:
             target.add_(landed)
         else:

@@ -1,133 +1,81 @@
-"""A parameter shard between uses: what a gather starts from, on the device, in host memory or on disk.
+"""A parameter shard while it is sharded: the source of the all-gather, on the device, in host memory or on NVMe.
 
 [Note: the newest value of a shard]
-A gather asks the shard for its source and never where that is. Only a shard in host memory may be older than its fp32
-master: beside a GPU the host steps the master and leaves the cast to the device, which makes it at the next gather and
-copies it back down. Until then the shard knows the master as its newest value (`stale_behind`), and whoever reads the
-shard in any other way casts it first (`refresh`). Where the device steps, it casts at once and the shard is new.
+An all-gather takes the shard's `gather_source` and does not depend on its tier. Only a shard in host memory may be
+older than its fp32 master: next to a GPU the host updates the master and leaves the cast to the GPU, which makes it
+during the next all-gather and copies it back to the host. Until then the master is the shard's newest value
+(`stale_behind`), and every other reader of the shard calls `refresh` first, which casts it on the host. If the GPU
+takes the step, it casts at once.
 """
 
 from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
 from onefold.comm import Source
-from onefold.offload.bus import HERE, Arrival, Bus
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
+from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import DiskTensor, Transfer
+from onefold.offload.publish import LastUse, Publisher, ToDevice, ToHostShard, ToNvme, Unstepped
 from onefold.plan import Tier
-from onefold.plan.memory import master_dtype
 
-# A flat tensor in any tier and form.
-Flat = torch.Tensor | DiskTensor | EncodedFlat
-
-# Until then the caller's stream may read what is on the device.
-LastUse = torch.cuda.Event | None
-# Ranges that the step leaves as they are, counted from the start of what is stepped.
-Unstepped = Sequence[tuple[int, int]]
-
-# Elements of a master that are copied up and cast at once: a wide copy of them is on the device meanwhile.
+# Elements of a master that are copied to the device and cast at once. The device holds an fp32 copy of them meanwhile.
 _CAST_SIZE = 1 << 23
 
 
-def read(flat: Flat) -> torch.Tensor:
-    """The values: the tensor itself, or what is on disk, or what a form holds."""
-    return flat if isinstance(flat, torch.Tensor) else flat.load()
-
-
-def write(flat: Flat, values: torch.Tensor) -> None:
-    if isinstance(flat, torch.Tensor):
-        flat.copy_(values)
-    elif isinstance(flat, EncodedFlat):
-        flat.store(values)
-    else:
-        flat.store(values.to("cpu", flat.dtype))
-
-
-def tensors_of(flat: Flat) -> list[torch.Tensor | DiskTensor]:
-    """What is held of it: itself, or the parts of its form."""
-    return list(flat.parts) if isinstance(flat, EncodedFlat) else [flat]
-
-
-def is_on_disk(flat: Flat) -> bool:
-    return flat.is_on_disk if isinstance(flat, EncodedFlat) else isinstance(flat, DiskTensor)
-
-
-def held_bytes(flat: Flat) -> int:
-    return sum(part.nbytes for part in tensors_of(flat))
-
-
-class StepOutput:
-    """Where the host's step leaves what it updates, some elements at a time. This one leaves all in the master."""
-
-    def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """What these elements are cast into; None: nothing, the master is sent as it is."""
-        return None
-
-    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
-        """These elements of the master are updated, and cast."""
-
-    def send_from_device(self, weights: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
-        """These elements were updated on the device, in the order of the caller's stream, and rest there until the
-        bus's next copy down has arrived, as does `spare`, memory for a cast of them. False where the device cannot send
-        them to where they rest: they are sent when the master is below again.
-        """
-        return False
-
-    def leave(self) -> None:
-        """The master's memory may be used for other elements next."""
-
-    def finish(self) -> Arrival:
-        """All are updated. The master is read until the arrival."""
-        return HERE
-
-
 class ParamShard:
-    """This rank's shard of a flat parameter, in the dtype and tier in which it rests."""
+    """This rank's shard of a flat parameter, in the dtype and tier in which it is stored."""
 
     tier: Tier
     values: torch.Tensor | DiskTensor
 
+    @property
+    def buffer(self) -> Buffer:
+        """The shard as a buffer. Call `refresh` first if its newest value is needed."""
+        return Buffer.of(self.values)
+
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
-        """What fills this rank's slice of a gather. `is_overwritten`: the gather then decodes other values into it."""
+        """Return the source of this rank's slice of an all-gather.
+
+        `is_overwritten` says that the all-gather then decodes other values into that slice.
+        """
         raise NotImplementedError
 
     def prefetch(self) -> bool:
-        """A gather comes soon: read ahead what is on disk. False where there is no buffer for all of it."""
+        """Read a shard on NVMe ahead of its all-gather. Return False if there are not enough free buffers yet."""
         return True
 
     def forget_prefetched(self) -> None:
-        """The shard is about to be written: nobody reads it any more, and what was read ahead is old."""
+        """Discard what was read ahead, and wait for all reads, because the shard is about to be written."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Write back: the shard takes these values."""
+        """Overwrite the shard."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """The shard itself has its newest value, whether or not anybody has gathered it."""
+        """Cast the master into the shard if the master is newer."""
 
     def wait(self) -> None:
-        """Until no copy reads or writes the shard, or the master it is behind, as the host sees it."""
+        """Block the host until no copy reads or writes the shard, or the master that it is cast from."""
 
     def order(self) -> None:
-        """What the caller's stream does next comes after copies into the shard that are under way."""
+        """Make the caller's stream wait for copies into the shard."""
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
-        """Where the host's step leaves updated values. The gradient's memory may be used for them."""
+    def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
+        """Return what publishes an offloaded step to this shard. It may overwrite the gradient."""
         raise NotImplementedError
 
     def in_own_memory(self) -> ParamShard:
-        """The same values, when the engine and its offload memory go."""
+        """Return the shard in memory that outlives the engine."""
         return self
 
 
 class DeviceShard(ParamShard):
-    """On the device that computes."""
+    """A shard on the device that computes."""
 
     tier = Tier.DEVICE
     values: torch.Tensor
@@ -147,13 +95,13 @@ class DeviceShard(ParamShard):
     def write(self, values: torch.Tensor) -> None:
         self.values.copy_(values)
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
+    def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
         assert self._bus is not None
-        return DeviceOutput(self.values, self._bus, last_use)
+        return ToDevice(self.values, self._bus, last_use)
 
 
 class HostShard(ParamShard):
-    """In host memory: copied up by every gather."""
+    """A shard in host memory, copied to the device by every all-gather."""
 
     tier = Tier.HOST
     values: torch.Tensor
@@ -163,34 +111,33 @@ class HostShard(ParamShard):
         self._bus = bus
         self._master: torch.Tensor | None = None
         # The last copies into the shard, and out of it.
-        self._copying: Arrival = HERE
-        self._reading: Arrival = HERE
+        self._copying: CopyEvent = COMPLETE
+        self._reading: CopyEvent = COMPLETE
 
     def stale_behind(self, master: torch.Tensor | None) -> None:
-        """The host has stepped the master: the next gather casts it on the device, and the shard takes the cast. None:
-        the shard was cast with the step.
-        """
+        """Set the master that the next all-gather casts into the shard. None means that the shard is up to date."""
         self._master = master
 
     def gather_source(self, *, is_overwritten: bool) -> Source:
         return _HostSource(self, is_overwritten=is_overwritten)
 
     def copy_to(self, target: torch.Tensor, *, is_overwritten: bool) -> None:
-        self._copying.order()
+        """Copy the newest value to the device on the caller's stream, and a new cast of it back to the host."""
+        self._copying.wait_on_stream()
         if self._master is None:
             self._bus.up_at_once(self.values, target)
         else:
             for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
                 self._bus.up_at_once(source, part)
-        self._reading = Arrival(self._bus.now(blocking=True))
+        self._reading = CopyEvent(self._bus.now(blocking=True))
         if self._master is not None:
             self._copying, self._master = self._bus.down(target, self.values), None
             if is_overwritten:
-                self._copying.order()
+                self._copying.wait_on_stream()
 
     def wait(self) -> None:
-        self._copying.wait()
-        self._reading.wait()
+        self._copying.synchronize()
+        self._reading.synchronize()
 
     def forget_prefetched(self) -> None:
         self.wait()
@@ -207,11 +154,11 @@ class HostShard(ParamShard):
             self._master = None
 
     def order(self) -> None:
-        self._copying.order()
+        self._copying.wait_on_stream()
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
-        cast_later = master if self._bus.crosses and isinstance(master, torch.Tensor) else None
-        return _HostOutput(self, self._bus, cast_later)
+    def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
+        cast_later = master.tensor if self._bus.crosses and master.is_plain_tensor else None
+        return ToHostShard(self.values, self._bus, cast_later, self.stale_behind)
 
     def in_own_memory(self) -> ParamShard:
         self.refresh()
@@ -227,7 +174,7 @@ class _HostSource:
 
 
 class DiskShard(ParamShard):
-    """In a file: read ahead into the page-locked buffers that are free, the rest as they come free again."""
+    """A shard in a file on NVMe. It is read ahead into free page-locked buffers, the rest as buffers become free."""
 
     tier = Tier.NVME
     values: DiskTensor
@@ -258,6 +205,7 @@ class DiskShard(ParamShard):
         self._reading.append((buffer, part.start_load(buffer[: part.nbytes].view(part.dtype))))
 
     def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the shard to the device on the caller's stream, buffer by buffer."""
         start = 0
         for part in self._parts:
             self.prefetch()
@@ -288,31 +236,33 @@ class DiskShard(ParamShard):
         self.forget_prefetched()
         self.values.store(values.to("cpu", self.values.dtype))
 
-    def output(self, master: Flat, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> StepOutput:
-        return _ToDisk(self.values, gradient, unstepped)
+    def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
+        return ToNvme(self.values, gradient, unstepped)
 
     def in_own_memory(self) -> ParamShard:
         return HostShard(self.values.load(), self._bus)
 
 
 class Buffers:
-    """Some page-locked host buffers of one size. One given back is free once the device has read it."""
+    """Page-locked host buffers of one size. A buffer that is given back is free once the device has read it."""
 
     def __init__(self, num: int, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = num_bytes
         self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
-        # Who has read ahead, the oldest first: whoever is used now may take a buffer from one who is not.
+        # Shards that have read ahead, oldest first. A shard that is gathered now may take the buffers of the others.
         self.holders: list[DiskShard] = []
         for buffer in page_aligned(num * num_bytes, pinned=pinned).split(num_bytes):
             self._free.put((buffer, None))
 
     def take(self, user: DiskShard | None = None) -> torch.Tensor:
+        """Return a free buffer. If there is none, shards other than `user` discard what they have read ahead."""
         for holder in reversed(self.holders):
             if self._free.empty() and holder is not user:
                 holder.forget_prefetched()
         return self._take(block=True)
 
     def try_take(self) -> torch.Tensor | None:
+        """Return a free buffer, or None."""
         try:
             return self._take(block=False)
         except queue.Empty:
@@ -325,93 +275,5 @@ class Buffers:
         return buffer
 
     def give_back(self, buffer: torch.Tensor, read: torch.cuda.Event | None = None) -> None:
+        """Free a buffer once the device has passed the event `read`."""
         self._free.put((buffer, read))
-
-
-# -- what the host's step does with updated parameters ----------------------------------------------------------
-
-
-class DeviceOutput(StepOutput):
-    """Sent up to the device as the fp32 master, which the device casts. Where the device is the host, cast in place."""
-
-    def __init__(self, target: torch.Tensor, bus: Bus, last_use: LastUse) -> None:
-        self._target, self._bus, self._last_use = target, bus, last_use
-        self._arrival: Arrival = HERE
-
-    def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        return None if self._bus.crosses else self._target[start:stop]
-
-    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
-        if self._bus.crosses:
-            self._arrival = self._bus.up(master, self._target[start:stop], self._last_use)
-        else:
-            self._bus.count("up", master.nbytes)
-
-    def send_from_device(self, weights: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
-        if self._last_use is not None:
-            torch.cuda.current_stream().wait_event(self._last_use)
-        self._target[start:stop].copy_(weights)
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        self._arrival = Arrival(event)
-        return True
-
-    def leave(self) -> None:
-        self._arrival.wait()
-
-    def finish(self) -> Arrival:
-        return self._arrival
-
-
-class _HostOutput(StepOutput):
-    """Into a shard in host memory: cast by whoever steps. Beside a GPU the host leaves the cast of its own steps to the
-    next gather (`cast_later`: the master), since the GPU is idle then and the host is not.
-    """
-
-    def __init__(self, shard: HostShard, bus: Bus, cast_later: torch.Tensor | None) -> None:
-        self._shard, self._bus, self._cast_later = shard, bus, cast_later
-
-    def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        return self._shard.values[start:stop] if self._cast_later is None else None
-
-    def send_from_device(self, weights: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
-        target = self._shard.values[start:stop]
-        if weights.dtype != target.dtype:
-            weights = spare.view(target.dtype)[: stop - start].copy_(weights)
-        self._bus.down(weights, target)
-        self._cast_later = None
-        return True
-
-    def finish(self) -> Arrival:
-        self._shard.stale_behind(self._cast_later)
-        return HERE
-
-
-class _ToDisk(StepOutput):
-    """Cast over the gradient it was made of, which is read by then, and stored from there."""
-
-    def __init__(self, target: DiskTensor, gradient: torch.Tensor, unstepped: Unstepped) -> None:
-        self._target, self._gradient, self._unstepped = target, gradient, unstepped
-        self._stores: list[Transfer] = []
-
-    def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        dtype = self._target.dtype
-        if dtype == master_dtype(dtype):
-            return None  # the master goes to the disk as it is
-        return self._gradient[start:stop].view(dtype)[: stop - start]
-
-    def send(self, master: torch.Tensor, start: int, stop: int) -> None:
-        memory = self.memory(start, stop)
-        if memory is not None:
-            for low, high in self._unstepped:  # a gradient is left there
-                inside = slice(max(low - start, 0), max(min(high, stop) - start, 0))
-                memory[inside].copy_(master[inside])
-        self._stores.append(self._target[start:stop].start_store(master if memory is None else memory))
-
-    def leave(self) -> None:
-        while self._stores:
-            self._stores.pop(0).wait()
-
-    def finish(self) -> Arrival:
-        self.leave()
-        return HERE

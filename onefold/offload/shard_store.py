@@ -1,17 +1,18 @@
-"""This rank's shard of a flat parameter between uses, in all its forms. The runtime and the optimizer ask it, and
-nobody else tests in which tier something rests.
+"""The state of this rank's shard of one flat parameter: parameter shard, master weight, optimizer states, gradient.
 
 [Note: what a store holds]
-* `param`: the parameter shard that a gather starts from; None for a flat parameter that stays unsharded.
-* `master`: the fp32 values that the optimizer updates, and `states` beside it. The master is the parameter shard itself
-  where that can be (`FlatParamSpec.master_is_shard`), and this rank's slice of the flat parameter where that stays
-  unsharded and computes in fp32: nothing is held twice. Otherwise it is a tensor of its own, and a step tells what
-  computes of the new values (`push`); what was written from outside is taken over the other way (`pull`). A master in
-  another form ([Note: forms of states]) has the weight as its first part: in the same tier it is what computes itself.
+* `param`: the parameter shard, which is the source of the all-gather. None for a flat parameter that stays unsharded.
+* `model_weight`: of a flat parameter that stays unsharded, this rank's range of it, if the master is another tensor.
+* `master`: the fp32 weight that the optimizer updates, and its `states`.
 * `grad`: the reduced gradient.
 
-Each rests in the tier that the plan's `Residency` says. What rests below the device is stepped on threads of their own,
-by the host or by the device: `finish_step` waits for it.
+Nothing is stored twice. The master is the parameter shard itself where that is possible
+(`FlatParamSpec.master_is_shard`), or this rank's range of an unsharded fp32 flat parameter. The bf16 part of a split
+master in the same tier is the model weight (`FlatParamSpec.weight_is_master`). Otherwise the master is a separate
+tensor, and a step copies it into the model weight (`sync_model_weight_from_master`).
+
+Each buffer is stored in the tier that the plan's `Residency` names. Offloaded shards are stepped by other threads;
+`finish_step` waits for them.
 """
 
 from __future__ import annotations
@@ -23,29 +24,20 @@ from dataclasses import replace
 import torch
 
 from onefold.allocator import zeros_apart
-from onefold.offload.bus import HERE, Arrival
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
+from onefold.offload.bus import COMPLETE, CopyEvent
 from onefold.offload.fingerprint import fingerprint
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import (
-    DeviceOutput,
-    DeviceShard,
-    Flat,
-    ParamShard,
-    StepOutput,
-    held_bytes,
-    read,
-    tensors_of,
-    write,
-)
+from onefold.offload.param_shard import DeviceShard, ParamShard
+from onefold.offload.publish import LastUse, Publisher, ToDevice
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck
 from onefold.plan import FlatParamSpec, Plan, Tier
-from onefold.plan.forms import Form, FormPart
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype
+from onefold.plan.state_formats import FormatPart, StateFormat
 
 # Elements of a master that are compared with the model weight at once.
 _COMPARED = 1 << 22
@@ -56,47 +48,48 @@ def _widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ShardStore:
-    """Where this rank's shard of one flat parameter lives."""
+    """The buffers of this rank's shard of one flat parameter. See [Note: what a store holds]."""
 
     def __init__(
         self, spec: FlatParamSpec, plan: Plan, rank: int, device: torch.device, memory: OffloadMemory | None
     ) -> None:
         self.spec = spec
-        # The unit's name.
+        # The name of the unit.
         self.unit = ""
         self.device = device
         self.param: ParamShard | None = None
         self.grad: GradShard | None = None
-        self.states: dict[str, Flat] = {}
-        # Trained parameters that the user has frozen since, by their place: the step leaves them out,
+        self.states: dict[str, Buffer] = {}
+        # Indices of parameters that the user has frozen since initialize. A step does not change them.
         self.frozen: set[int] = set()
-        # and so they were when it was asked for: the host may still be at it when they change.
+        # The same when the last step was started: an offloaded step may still run when `frozen` changes.
         self._frozen_in_step: frozenset[int] = frozenset()
-        # What this rank steps.
+        # The range of the flat parameter that this rank steps.
         self.start, self.stop = spec.layout.shard_range(rank) if plan.shards_states else (0, spec.layout.total)
         self._plan, self._memory, self._rank = plan, memory, rank
-        # The last copy up that reads the master.
-        self._sent: Arrival = HERE
-        self._master: Flat | None = None
-        # Of a flat parameter that stays unsharded: what computes, beside a master of its own.
-        self.computes: torch.Tensor | None = None
-        self._step: Future[Arrival] | None = None
-        # Of what computes, as the last step left it, where that cannot be compared with the master.
+        # The last host-to-device copy that reads the master.
+        self._sent: CopyEvent = COMPLETE
+        self._master: Buffer | None = None
+        # The model weight of an unsharded flat parameter, if it is a separate tensor.
+        self.model_weight: torch.Tensor | None = None
+        self._step: Future[CopyEvent] | None = None
+        # Of the model weight after the last step, if it cannot be compared with the master.
         self._fingerprint: torch.Tensor | None = None
 
     @property
-    def steps_on_host(self) -> bool:
-        """Whether master, states and gradient rest below the device, so that the host steps them."""
+    def is_offloaded(self) -> bool:
+        """Whether master, states and gradient are in host memory or on NVMe."""
         return self.spec.residency.offloads_states
 
     @property
     def state_tier(self) -> Tier:
+        """The tier of the master and the states."""
         return self.spec.residency.states
 
     # -- the parameter shard ------------------------------------------------------------------------------------
 
     def write_back(self, values: torch.Tensor) -> None:
-        """This rank's slice of the unsharded parameters becomes the shard."""
+        """Store this rank's range of the unsharded parameters as the parameter shard."""
         if self.param is None:
             spec = self.spec
             tier, size = spec.residency.parameters, spec.layout.shard_size
@@ -108,7 +101,7 @@ class ShardStore:
         self.param.write(values)
 
     def prefetch(self) -> bool:
-        """A gather comes soon. False where its shard cannot be read ahead yet."""
+        """Read the parameter shard ahead of its all-gather. Return False if it must be tried again later."""
         assert self.param is not None
         if self.param.tier is not Tier.NVME:
             return True
@@ -117,67 +110,71 @@ class ShardStore:
     # -- the step -----------------------------------------------------------------------------------------------
 
     @property
-    def master(self) -> Flat:
-        assert self._master is not None, "only what an optimizer steps has a master"
+    def master(self) -> Buffer:
+        """The weight that the optimizer updates."""
+        assert self._master is not None, "only trained shards have a master"
         return self._master
 
     @property
-    def param_copy(self) -> Flat | None:
-        """What computes, or is gathered, where that is another tensor than the master."""
+    def separate_model_weight(self) -> Buffer | None:
+        """The model weight, or the parameter shard it is gathered from, if the master is a different tensor."""
         if self.param is None:
-            return self.computes
-        return None if self.spec.weight_is_master or self.param.values is self._master else self.param.values
+            return Buffer.of(self.model_weight) if self.model_weight is not None else None
+        is_master = self._master is not None and self.param.values is self._master.parts[0]
+        return None if self.spec.weight_is_master or is_master else self.param.buffer
 
     def make_master(self, unsharded: torch.Tensor) -> None:
-        """An optimizer will step this shard. `unsharded`: the flat parameter, where it stays unsharded."""
+        """Create the master weight. `unsharded` is the flat parameter, for one that stays unsharded."""
         used = self.param.values if self.param is not None else unsharded[self.start : self.stop]
         wide, form, size = master_dtype(self.spec.dtype), self.spec.kept.master, self.stop - self.start
         if form is not None:
             parts = [self._room(part) for part in self.spec.parts_of_master()]
-            self._master = EncodedFlat(form, [used, *parts] if self.spec.weight_is_master else parts, size)
+            self._master = Buffer([used, *parts] if self.spec.weight_is_master else parts, size, form)
             if not self.spec.weight_is_master:
-                write(self._master, read(used))
-        elif self.steps_on_host and not self.spec.master_is_shard:
-            self._master = self._room(FormPart(wide))
-            write(self._master, read(used).to(wide))
+                self._master.store(Buffer.of(used).fetch())
+        elif self.is_offloaded and not self.spec.master_is_shard:
+            self._master = Buffer.of(self._room(FormatPart(wide)))
+            self._master.store(Buffer.of(used).fetch().to(wide))
         else:
-            self._master = used if used.dtype == wide else _widened(read(used), wide)
-        if self.param is None and self._master is not used and not self.spec.weight_is_master:
+            self._master = Buffer.of(used if used.dtype == wide else _widened(Buffer.of(used).fetch(), wide))
+        if self.param is None and self._master.parts[0] is not used:
             assert isinstance(used, torch.Tensor)
-            self.computes = used
+            self.model_weight = used
         self.take_fingerprint()
 
     def make_states(self) -> None:
-        """Room for the states that a rule keeps beside the master, all zero."""
+        """Allocate the optimizer states, all zero."""
         kept = self.spec.kept
         self.states = {name: self._state(kept.form_of(name)) for name in kept.names}
 
-    def add_state(self, name: str, room: Flat | None) -> None:
-        """Take a state that the plan did not count, all zero, in the dtype of the master. `room` is where it rests,
-        None where that is the device.
+    def add_state(self, name: str, room: Buffer | None) -> None:
+        """Add a state that the plan did not count, all zero, in the dtype of the master.
+
+        `room` is its offloaded buffer, or None to allocate it on the device.
         """
         kept, numel = self.spec.kept, self.stop - self.start
         forms = (*kept.forms, None) if kept.forms else ()
         self.spec = replace(self.spec, kept=replace(kept, names=(*kept.names, name), forms=forms))
-        self.states[name] = zeros_apart(numel, master_dtype(self.spec.dtype), self.device) if room is None else room
+        if room is None:
+            room = Buffer.of(zeros_apart(numel, master_dtype(self.spec.dtype), self.device))
+        self.states[name] = room
 
-    def _state(self, form: Form | None) -> Flat:
-        if form is None:
-            return self._room(FormPart(master_dtype(self.spec.dtype)))
-        return EncodedFlat(form, [self._room(part) for part in form.parts], self.stop - self.start)
+    def _state(self, form: StateFormat | None) -> Buffer:
+        parts = (FormatPart(master_dtype(self.spec.dtype)),) if form is None else form.parts
+        return Buffer([self._room(part) for part in parts], self.stop - self.start, form)
 
-    def _room(self, part: FormPart) -> torch.Tensor | DiskTensor:
-        """Where masters and states rest, all zero."""
+    def _room(self, part: FormatPart) -> torch.Tensor | DiskTensor:
+        """Allocate a part of a master or state in the tier of the states, all zero."""
         numel = part.numel(self.stop - self.start)
-        if not self.steps_on_host:
+        if not self.is_offloaded:
             return zeros_apart(numel, part.dtype, self.device)
         assert self._memory is not None
         return self._memory.state(self.state_tier, numel, part.dtype)
 
     def make_grad(self, dtype: torch.dtype, *, in_place: bool) -> GradShard:
-        """Where reduced gradients go, in the tier where they are stepped with."""
+        """Allocate the reduced gradient in the tier in which the step reads it."""
         size, delays = self.spec.layout.shard_size, self._plan.delays_host
-        if not self.steps_on_host:
+        if not self.is_offloaded:
             self.grad = DeviceGrad(size, dtype, self._rank, in_place=in_place)
         else:
             assert self._memory is not None
@@ -186,31 +183,31 @@ class ShardStore:
         return self.grad
 
     def wait_for_master(self) -> None:
-        """Until no copy up reads the master any more: a unit that nothing has used since may still be on its way."""
-        self._sent.wait()
+        """Block until no host-to-device copy reads the master. Nothing may have waited for the last one yet."""
+        self._sent.synchronize()
         if self.param is not None and not self._plan.delays_host:  # with a delay no gather starts from the master
             self.param.wait()
 
-    def finish_output(self, output: StepOutput) -> Arrival:
-        """The host has updated the master, which is read until the arrival."""
-        self._sent = output.finish()
-        return self._sent
+    def set_last_read(self, event: CopyEvent) -> CopyEvent:
+        """Store and return the event after which the master may be overwritten."""
+        self._sent = event
+        return event
 
-    def output(self, gradient: torch.Tensor, last_use: torch.cuda.Event | None) -> StepOutput:
-        """Where the step leaves the updated parameters."""
+    def publisher(self, gradient: torch.Tensor, last_use: LastUse) -> Publisher:
+        """Return what publishes an offloaded step to the model weight. It may overwrite the gradient."""
         size = self.stop - self.start
-        if self.param_copy is None:
-            return StepOutput()
+        if self.separate_model_weight is None:
+            return Publisher()
         if self.param is not None:
             ends = [0, *(end for s in self.stepped_segments(0, size) for end in (s.start, s.stop)), size]
             unstepped = [(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True) if low < high]
-            return self.param.output(self.master, gradient, last_use, unstepped)
-        assert self.computes is not None
+            return self.param.publisher(self.master, gradient, last_use, unstepped)
+        assert self.model_weight is not None
         assert self._memory is not None
-        return DeviceOutput(self.computes, self._memory.bus, last_use)
+        return ToDevice(self.model_weight, self._memory.bus, last_use)
 
-    def start_step(self, step: Future[Arrival]) -> None:
-        """The host steps this shard: whoever needs it waits for that."""
+    def start_step(self, step: Future[CopyEvent]) -> None:
+        """Set the task that steps this shard. `finish_step` waits for it."""
         assert self._step is None
         assert isinstance(self.grad, HostGrad)
         self._step = step
@@ -218,124 +215,129 @@ class ShardStore:
 
     @property
     def is_stepping(self) -> bool:
+        """Whether an offloaded step has been started and not finished."""
         return self._step is not None
 
     def finish_step(self) -> None:
-        """The host has stepped this shard, and what it sends up has arrived, as the caller's stream sees it."""
+        """Wait for the offloaded step, and make the caller's stream wait for the new model weight."""
         if self._step is not None:
             arrival = self._step.result()
-            self.give_up_step()
-            arrival.order()
+            self.abandon_step()
+            arrival.wait_on_stream()
             self.take_fingerprint()
 
-    def give_up_step(self) -> None:
-        """Nothing that is still to come from a step is waited for any more."""
+    def abandon_step(self) -> None:
+        """Stop waiting for the offloaded step."""
         self._step = None
         if isinstance(self.grad, HostGrad):
             self.grad.read_by(None)
 
-    def push(self) -> Arrival:
-        """What computes becomes what the master is, for the caller's stream; the master is read until the arrival."""
+    def sync_model_weight_from_master(self) -> CopyEvent:
+        """Copy the master weight into the model weight on the caller's stream.
+
+        The returned event completes when the master may be overwritten.
+        """
         if self.param is not None:
-            self.param.forget_prefetched()  # also where the master itself is what was read ahead
-        copy = self.param_copy
+            self.param.forget_prefetched()  # the master itself may be what was read ahead
+        copy = self.separate_model_weight
         if copy is None:
-            return HERE
-        weights = read(tensors_of(self.master)[0])  # all of it, or the first part of its form
-        if self.steps_on_host and (self.param is None or self.param.tier is Tier.DEVICE):
+            return COMPLETE
+        weights = Buffer.of(self.master.parts[0]).fetch()
+        if self.is_offloaded and (self.param is None or self.param.tier is Tier.DEVICE):
             assert self._memory is not None
-            assert isinstance(copy, torch.Tensor)
-            arrival = self._memory.bus.up(weights, copy)
-            arrival.order()
+            arrival = self._memory.bus.up(weights, copy.tensor)
+            arrival.wait_on_stream()
             self.take_fingerprint()
             return arrival
         if self.param is not None:
             self.param.write(weights)
         else:
-            write(copy, weights)
+            copy.store(weights)
         self.take_fingerprint()
-        return HERE
+        return COMPLETE
 
-    def pull(self) -> None:
-        """What computes was written from outside: the master becomes it."""
-        copy = self.param_copy
+    def sync_master_from_model_weight(self) -> None:
+        """Copy the model weight, which the program has written, into the master weight."""
+        copy = self.separate_model_weight
         if self.spec.weight_is_master:
-            for rest in tensors_of(self.master)[1:]:
-                write(rest, torch.zeros(rest.numel(), dtype=rest.dtype))
+            for rest in self.master.parts[1:]:
+                Buffer.of(rest).store(torch.zeros(rest.numel(), dtype=rest.dtype))
         elif copy is not None:
             if self.param is not None:
                 self.param.refresh()
-            write(self.master, read(copy).to(self.master.dtype))
+            self.master.store(copy.fetch().to(self.master.dtype))
             self.take_fingerprint()
 
     # -- writes to unsharded parameters from outside ------------------------------------------------------------
 
     @property
-    def comparable(self) -> torch.Tensor | None:
+    def compared_model_weight(self) -> torch.Tensor | None:
         """The model weight, if a step finds in-place writes to it by comparing it with the master tile by tile.
 
         None where master and model weight are on different devices, and with a delayed step, during which the model
         weight is older than its master: a fingerprint shows writes there.
         """
-        apart = self.steps_on_host and (self.device.type != "cpu" or self._plan.delays_host)
-        return None if apart else self._watched
+        apart = self.is_offloaded and (self.device.type != "cpu" or self._plan.delays_host)
+        return None if apart else self._watched_weight
 
     @property
-    def _watched(self) -> torch.Tensor | None:
-        return self.computes if self._plan.honours_writes else None
+    def _watched_weight(self) -> torch.Tensor | None:
+        return self.model_weight if self._plan.honours_writes else None
 
     def take_fingerprint(self) -> None:
-        """What computes has just become what the master says; they cannot be compared later."""
-        if self._watched is not None and self.comparable is None:
-            self._fingerprint = fingerprint(self._watched)
+        """Record the model weight right after a sync, if it cannot be compared with the master later."""
+        if self._watched_weight is not None and self.compared_model_weight is None:
+            self._fingerprint = fingerprint(self._watched_weight)
 
     @staticmethod
     def written(stores: Sequence[ShardStore]) -> list[ShardStore]:
-        """Those whose parameters were written since the last step, as fingerprints show."""
+        """Return the stores whose model weight was written in place since the last step, by its fingerprint."""
         watched = [store for store in stores if store._fingerprint is not None]
         if not watched:
             return []
         before = torch.stack([store._fingerprint for store in watched if store._fingerprint is not None])
-        now = torch.stack([fingerprint(store._watched) for store in watched if store._watched is not None])
+        now = torch.stack(
+            [fingerprint(store._watched_weight) for store in watched if store._watched_weight is not None]
+        )
         return [store for store, is_changed in zip(watched, now.ne(before).tolist(), strict=True) if is_changed]
 
-    def sync_master_from_model_weight(self) -> None:
+    def take_over_writes(self) -> None:
         """Copy in-place writes to the model weight into the master weight ([Note: a write that no counter shows]).
 
         Nothing is compared while a host step or `offload_states` keeps either of them elsewhere.
         """
-        weight = self._watched
+        weight = self._watched_weight
         if weight is None or self._step is not None:
             return
-        held = [weight, *(part for part in tensors_of(self.master) if isinstance(part, torch.Tensor))]
+        held = [weight, *self.master.tensors]
         if not all(tensor.untyped_storage().size() for tensor in held if tensor.numel()):
             return
-        if self.comparable is None and not self.written([self]):
+        if self.compared_model_weight is None and not self.written([self]):
             return
-        if self.steps_on_host:
+        if self.is_offloaded:
             self.wait_for_master()
-        master, check, is_changed = read(self.master), WriteCheck(), False
+        master, check, is_changed = self.master.fetch(), WriteCheck(), False
         for low in range(0, master.numel(), _COMPARED):
             inside = slice(low, low + _COMPARED)
             is_changed |= check.take_over(master[inside], weight[inside].to(master.device))
-        if is_changed and master is not self.master:
-            write(self.master, master)
+        if is_changed and not self.master.is_plain_tensor:
+            self.master.store(master)
         self.take_fingerprint()
 
     # -- ranges -------------------------------------------------------------------------------------------------
 
     def segments(self, first: int = 0, last: int | None = None) -> list[Segment]:
-        """Ranges of one optimizer group each, in [first, last), counted from the start of what is stepped."""
+        """Split [first, last) by optimizer group. Positions are relative to the range that this rank steps."""
         stop = self.stop if last is None else self.start + last
         found = self.spec.layout.segments(self.start + first, stop)
         return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
 
     def begin_step(self) -> None:
-        """A step is asked for, of what is not frozen now."""
+        """Record which parameters are frozen when the step starts."""
         self._frozen_in_step = frozenset(self.frozen)
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
-        """The same without what the user had frozen when the step began."""
+        """Like `segments`, without the parameters that were frozen when the step started."""
         segments = self.segments(first, last)
         for index in sorted(self._frozen_in_step):
             member = self.spec.layout.members[index]
@@ -349,7 +351,7 @@ class ShardStore:
         return segments
 
     def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]:
-        """A range as it is rounded: parameter by parameter where that is done at random, else in one piece."""
+        """Split a range as it is rounded: by parameter for stochastic rounding, else in one piece."""
         kept = self.spec.kept
         if not any(form is not None and form.is_dithered for form in (kept.master, *kept.forms)):
             return [(first, last, None)]
@@ -364,41 +366,42 @@ class ShardStore:
     # -- bytes, and the end -------------------------------------------------------------------------------------
 
     def param_bytes(self, tier: Tier) -> int:
-        """Of a parameter shard that is not the master."""
+        """Return the bytes of the parameter shard in a tier, unless it is the master."""
         if self.param is None or self.param.tier is not tier or self.spec.master_is_shard:
             return 0
         return self.param.values.nbytes
 
     def master_bytes(self, tier: Tier) -> int:
-        """Of a master that is not a slice of the flat parameter itself, or its weights."""
+        """Return the bytes of the master in a tier, without what the flat parameter or the shard stores."""
         return sum(part.nbytes for part in self.own_master()) if self.state_tier is tier else 0
 
     def own_master(self) -> list[torch.Tensor | DiskTensor]:
-        """What is held of the master and is neither a slice of the flat parameter nor its weights."""
+        """Return the parts of the master that neither the flat parameter nor the parameter shard stores."""
         if self.spec.weight_is_master:
-            return tensors_of(self.master)[1:]
-        is_slice = self.param is None and self.computes is None
-        return [] if is_slice else tensors_of(self.master)
+            return list(self.master.parts[1:])
+        is_slice = self.param is None and self.model_weight is None
+        return [] if is_slice else list(self.master.parts)
 
     def state_bytes(self) -> int:
-        return sum(held_bytes(state) for state in self.states.values())
+        """Return the bytes of all optimizer states."""
+        return sum(state.nbytes for state in self.states.values())
 
     def device_params(self) -> list[torch.Tensor]:
-        """Parameters on the device that are not the master."""
-        copy, on_device = self.param_copy, self.param is None or self.param.tier is Tier.DEVICE
+        """Return the model weight or parameter shard on the device, unless it is the master."""
+        copy, on_device = self.separate_model_weight, self.param is None or self.param.tier is Tier.DEVICE
         if self.spec.weight_is_master and self.param is not None:
-            copy = self.param.values
-        return [copy] if isinstance(copy, torch.Tensor) and on_device else []
+            copy = self.param.buffer
+        return copy.tensors if copy is not None and on_device else []
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Another dtype, while nobody trains it. What is unsharded casts itself."""
+        """Change the dtype of a frozen shard. An unsharded flat parameter casts itself."""
         self.spec = replace(self.spec, dtype=dtype)
         if self.param is not None:
-            self.param = DeviceShard(read(self.param.values).to(dtype))
+            self.param = DeviceShard(self.param.buffer.fetch().to(dtype))
 
     def forget_training(self) -> None:
-        """The engine goes: hold nothing but the parameter shard, in memory of its own."""
-        self.grad = self._master = self.computes = self._fingerprint = None
+        """Free everything but the parameter shard, because the engine is destroyed."""
+        self.grad = self._master = self.model_weight = self._fingerprint = None
         self.states = {}
         if self.param is not None:
             self.param = self.param.in_own_memory()

@@ -1,5 +1,5 @@
-"""fp32 values in fewer bytes, and back: what each form of `plan/forms.py` means, in torch. `state_kernels.py` does the
-same in Triton, to the bit: every operation here rounds by itself, and none is a fused one.
+"""fp32 values in fewer bytes, and back: what each format of `plan/state_formats.py` means, in torch.
+`state_kernels.py` does the same in Triton, to the bit: every operation here rounds by itself, and none is a fused one.
 
 [Note: companded bytes]
 A block of 256 values is divided by its largest magnitude, its scale. Linear bytes would have no room for small values,
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from onefold.gpu_kernels import kernels_of
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 
 # A block below this is zero: its smallest codes would not be normal numbers.
 TINY = 2.0**-90
@@ -63,34 +63,36 @@ class Dither:
         return number - (1 << 32) if number >= 1 << 31 else number
 
 
-def decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """The values into `out`, fp32. All lie along whole blocks."""
     if kernels := _kernels(out):
-        kernels.decode(form, parts, out)
+        kernels.decode(format, parts, out)
     else:
-        decode_in_torch(form, parts, out)
+        decode_in_torch(format, parts, out)
 
 
-def encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None) -> None:
+def encode(
+    format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None
+) -> None:
     """fp32 values into the parts. Without a dither what has to be rounded is rounded to the nearest."""
     if kernels := _kernels(values):
-        kernels.encode(form, values, parts, dither)
+        kernels.encode(format, values, parts, dither)
     else:
-        encode_in_torch(form, values, parts, dither)
+        encode_in_torch(format, values, parts, dither)
 
 
-def decode_in_torch(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def decode_in_torch(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     for low, high in _tiles(out):
-        of_range = [_along(part, made.values, low, high) for part, made in zip(parts, form.parts, strict=True)]
-        _decode(form, of_range, out[low:high])
+        of_range = [_along(part, made.values, low, high) for part, made in zip(parts, format.parts, strict=True)]
+        _decode(format, of_range, out[low:high])
 
 
 def encode_in_torch(
-    form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None
+    format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None
 ) -> None:
     for low, high in _tiles(values):
-        of_range = [_along(part, made.values, low, high) for part, made in zip(parts, form.parts, strict=True)]
-        _encode(form, values[low:high], of_range, dither.after(low) if dither is not None else None)
+        of_range = [_along(part, made.values, low, high) for part, made in zip(parts, format.parts, strict=True)]
+        _encode(format, values[low:high], of_range, dither.after(low) if dither is not None else None)
 
 
 def _tiles(values: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -116,56 +118,56 @@ def _along(part: torch.Tensor, per_element: int, low: int, high: int) -> torch.T
     return part[low // per_element : -(-high // per_element)]
 
 
-def _decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    if form is SIGNED:
+def _decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if format is SIGNED:
         out.copy_(parts[0]).div_(out.new_full((), 127.0))  # a GPU would multiply by the reciprocal of a number
         out.mul_(torch.abs(out, out=_scratch(out)))
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
-    elif form is SQUARES:
+    elif format is SQUARES:
         out.copy_(parts[0]).div_(out.new_full((), 255.0))
         out.mul_(out).mul_(out)
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
-    elif form is DITHERED:
+    elif format is DITHERED:
         out.copy_(parts[0])
     else:
         weight, rest = parts
         bits = out.copy_(weight).view(torch.int32)
         below = _scratch(out).view(torch.int32).copy_(rest)
-        if form is SPLIT_8:
+        if format is SPLIT_8:
             below.mul_(256)
         # Where somebody has written zero over a weight, a rest below it would make a NaN.
         least = torch.bitwise_and(bits, 0x7FFFFFFF, out=_scratch(out, 1).view(torch.int32)).neg_()
         bits.add_(torch.maximum(below, least, out=below))
 
 
-def _encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None) -> None:
-    if form is SIGNED or form is SQUARES:
-        _companded(form, values, *parts)
-    elif form is DITHERED:
+def _encode(format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None) -> None:
+    if format is SIGNED or format is SQUARES:
+        _companded(format, values, *parts)
+    elif format is DITHERED:
         _dithered(values, parts[0], dither)
     else:
-        _split(form, values, *parts)
+        _split(format, values, *parts)
 
 
-def _companded(form: Form, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _companded(format: StateFormat, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     # On a host fresh memory, comparisons and choices are slow: only scales are compared.
     blocks, roots = values.view(-1, BLOCK), _scratch(values).view(-1, BLOCK)
-    magnitudes = torch.abs(blocks, out=roots) if form is SIGNED else blocks
+    magnitudes = torch.abs(blocks, out=roots) if format is SIGNED else blocks
     largest = magnitudes.amax(1, keepdim=True)
     usable = (largest >= TINY) & largest.isfinite()
     scales.view(-1, 1).copy_(torch.where(usable, largest, torch.where(largest < TINY, 0.0, torch.nan)))
     torch.div(magnitudes, torch.where(usable, largest, torch.inf), out=roots).sqrt_()
-    if form is SIGNED:
+    if format is SIGNED:
         codes.view(-1, BLOCK).copy_(roots.mul_(127.0).add_(0.5).copysign_(blocks))
     else:
         whole = _scratch(values, 1).view(torch.int16)[: values.numel()].view(-1, BLOCK)  # torch is slow at bytes alone
         codes.view(-1, BLOCK).copy_(whole.copy_(roots.sqrt_().mul_(255.0).add_(0.5).clamp_(min=1.0)))
 
 
-def _split(form: Form, values: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
+def _split(format: StateFormat, values: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
     below = _scratch(values).copy_(weight.copy_(values)).view(torch.int32)
     torch.sub(values.view(torch.int32), below, out=below)
-    if form is SPLIT_16:
+    if format is SPLIT_16:
         rest.copy_(below.clamp_(-32767, 32767))
     else:
         rest.copy_(below.add_(128).bitwise_right_shift_(8).clamp_(-127, 127))

@@ -1,4 +1,4 @@
-"""The forms of masters and states in Triton: what `state_codec.py` specifies, to the bit, each value read and written
+"""The formats of masters and states in Triton: what `state_codec.py` specifies, to the bit, each value read and written
 once. Products and sums are kept apart (`enable_fp_fusion` is off), quotients and roots are rounded as IEEE says.
 """
 
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from onefold.offload import state_codec
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 
-# How a kernel is told of a form; PLAIN is fp32.
+# How a kernel is told of a format; PLAIN is fp32.
 BYTES, BYTES_OF_SQUARES, PLAIN, ROUNDED, SPLIT_TO_16, SPLIT_TO_8 = (tl.constexpr(number) for number in range(6))
 KINDS = {SIGNED: 0, SQUARES: 1, None: 2, DITHERED: 3, SPLIT_16: 4, SPLIT_8: 5}
 
@@ -29,7 +29,7 @@ _SIZE = tl.constexpr(BLOCK)
 
 @triton.jit
 def load_values(first, second, block, place, inside, KIND: tl.constexpr):
-    """Blocks of values as fp32. `first` and `second` are the parts of a form."""
+    """Blocks of values as fp32. `first` and `second` are the parts of a format."""
     if KIND <= BYTES_OF_SQUARES:
         scale = tl.load(second + block, mask=block * _SIZE < inside, other=0.0)[:, None]
         code = tl.load(first + place, mask=place < inside, other=0).to(tl.float32)
@@ -122,24 +122,26 @@ def grid_of(size: int) -> tuple[int]:
 
 
 def two_parts(parts: Sequence[Any]) -> tuple[Any, Any]:
-    """A form of one part has no second one, and no kernel touches it."""
+    """A format of one part has no second one, and no kernel touches it."""
     return parts[0], parts[-1]
 
 
-def decode(form: Form, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """The values into `out`."""
     if out.numel():
         with torch.cuda.device(out.device):
-            _decode[grid_of(out.numel())](*two_parts(parts), out, out.numel(), KINDS[form], PER_PROGRAM, **OPTIONS)
+            _decode[grid_of(out.numel())](*two_parts(parts), out, out.numel(), KINDS[format], PER_PROGRAM, **OPTIONS)
 
 
-def encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: state_codec.Dither | None) -> None:
+def encode(
+    format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: state_codec.Dither | None
+) -> None:
     """The values into the parts."""
     if values.numel():
         seed, start = (dither.seed, dither.start) if dither is not None else (0, 0)
         with torch.cuda.device(values.device):
             _encode[grid_of(values.numel())](
-                values, *two_parts(parts), values.numel(), seed, start, KINDS[form], dither is not None, PER_PROGRAM,
+                values, *two_parts(parts), values.numel(), seed, start, KINDS[format], dither is not None, PER_PROGRAM,
                 **OPTIONS,
             )  # fmt: skip
 
@@ -147,14 +149,14 @@ def encode(form: Form, values: torch.Tensor, parts: Sequence[torch.Tensor], dith
 def try_out() -> None:
     """Raise where the kernels do not build, run or agree."""
     values = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
-    for form in (SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8):
-        of_form = values.abs() if form is SQUARES else values
-        found = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in form.parts]
+    for format in (SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8):
+        of_form = values.abs() if format is SQUARES else values
+        found = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in format.parts]
         wanted = [torch.zeros_like(part) for part in found]
         dither = state_codec.Dither(1, "weight", 7)
-        encode(form, of_form, found, dither)
-        state_codec.encode_in_torch(form, of_form, wanted, dither)
-        decode(form, found, back := torch.empty_like(values))
-        state_codec.decode_in_torch(form, wanted, plain := torch.empty_like(values))
+        encode(format, of_form, found, dither)
+        state_codec.encode_in_torch(format, of_form, wanted, dither)
+        decode(format, found, back := torch.empty_like(values))
+        state_codec.decode_in_torch(format, wanted, plain := torch.empty_like(values))
         if not (all(map(torch.equal, found, wanted)) and torch.equal(back, plain)):
-            raise RuntimeError(f"the kernels for {form.name} gave other values than torch")
+            raise RuntimeError(f"the kernels for {format.name} gave other values than torch")

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import decode_in_torch, encode_in_torch
 from onefold.offload.state_kernels import (
     KINDS,
@@ -26,7 +26,7 @@ from onefold.offload.state_kernels import (
     two_parts,
 )
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile, Tile, adam_in_single_operations
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES
 
 
 @triton.jit
@@ -74,10 +74,9 @@ def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
     seeds: list[int] = []
     held: list[Any] = []
     for name in (MASTER, "exp_avg", "exp_avg_sq"):
-        flat = tile.held[name]
-        held += two_parts(flat.parts if isinstance(flat, EncodedFlat) else [flat])
+        held += two_parts(tile.held[name].tensors)
         seeds.append(replace(tile.dither, state=name).seed if tile.dither is not None else 0)
-    kinds = [KINDS[flat.form if isinstance(flat, EncodedFlat) else None] for flat in _in_order(tile)]
+    kinds = [KINDS[buffer.format] for buffer in _in_order(tile)]
     with torch.cuda.device(device):
         _step[grid_of(size)](
             tile.gradient, factor.to(torch.float32), tile.skip if tile.skip is not None else factor,
@@ -90,28 +89,28 @@ def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
         )  # fmt: skip
 
 
-def _in_order(tile: EncodedTile) -> list[torch.Tensor | EncodedFlat]:
+def _in_order(tile: EncodedTile) -> list[Buffer]:
     return [tile.held[name] for name in (MASTER, "exp_avg", "exp_avg_sq")]
 
 
 def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
     """The same by single operations of torch: what `step` has to be equal to."""
     values = {}
-    for name, flat in tile.held.items():
-        if isinstance(flat, EncodedFlat):
-            values[name] = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
-            decode_in_torch(flat.form, flat.parts, values[name])  # type: ignore[arg-type]
+    for name, buffer in tile.held.items():
+        if buffer.format is not None:
+            values[name] = torch.empty(buffer.numel(), dtype=torch.float32, device=buffer.device)
+            decode_in_torch(buffer.format, buffer.tensors, values[name])
         else:
-            values[name] = flat
+            values[name] = buffer.tensor
     gradient = tile.gradient.to(torch.float32, copy=True).mul_(tile.coefficient)
     if tile.takes_over and tile.weights is not None:
         written = values[MASTER].to(tile.weights.dtype) != tile.weights
         values[MASTER].copy_(torch.where(written, tile.weights.to(torch.float32), values[MASTER]))
     adam_in_single_operations(Tile(values[MASTER], gradient, values), numbers)
-    for name, flat in tile.held.items():
-        if isinstance(flat, EncodedFlat):
+    for name, buffer in tile.held.items():
+        if buffer.format is not None:
             dither = replace(tile.dither, state=name) if tile.dither is not None else None
-            encode_in_torch(flat.form, values[name], flat.parts, dither)  # type: ignore[arg-type]
+            encode_in_torch(buffer.format, values[name], buffer.tensors, dither)
     if tile.weights is not None:
         tile.weights.copy_(values[MASTER])
 
@@ -124,19 +123,16 @@ def try_out() -> None:
     for forms in ((None, SIGNED, SQUARES), (SPLIT_16, SIGNED, SQUARES), (SPLIT_8, SIGNED, SQUARES), (DITHERED,) * 3):
         tiles = []
         for _ in range(2):
-            held: dict[str, torch.Tensor | EncodedFlat] = {}
+            held: dict[str, Buffer] = {}
             for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
                 if form is None:
-                    held[name] = gradient.clone()
+                    held[name] = Buffer.of(gradient.clone())
                     continue
                 parts = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in form.parts]
-                held[name] = EncodedFlat(form, parts, 2 * BLOCK)
+                held[name] = Buffer(parts, 2 * BLOCK, form)
             tiles.append(EncodedTile(held, gradient, 0.7, None, None))
         step(tiles[0], numbers)
         step_in_torch(tiles[1], numbers)
         for one, other in zip(_in_order(tiles[0]), _in_order(tiles[1]), strict=True):
-            pairs = zip(
-                *(flat.parts if isinstance(flat, EncodedFlat) else [flat] for flat in (one, other)), strict=True
-            )
-            if not all(torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
+            if not all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True)):
                 raise RuntimeError("the kernel of Adam gave other values than torch")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onefold.config import ConfigError
-from onefold.plan.forms import BLOCK
+from onefold.plan.state_formats import BLOCK
 
 _HOMES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
 _INSTEAD = "Leave the optimizer to the config (AdamW with onefold.state_dtype int8), or hand in AdamW8bit"

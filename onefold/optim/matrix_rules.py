@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from onefold.gpu_kernels import kernels_of
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.optim.rules import Hyper, Rule
 
 # The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one that has other coefficients in
@@ -57,7 +57,7 @@ class RawPiece:
     coefficient: float | torch.Tensor
     skip: torch.Tensor | None
     """On the device: 1 where this is no step after all."""
-    states: Mapping[str, torch.Tensor | EncodedFlat]
+    states: Mapping[str, Buffer]
     update: torch.Tensor
 
 
@@ -65,7 +65,7 @@ class RawPiece:
 class MovedPiece:
     """What a rule finishes: a piece of a master, and its rounding where that computes."""
 
-    master: torch.Tensor | EncodedFlat
+    master: Buffer
     update: torch.Tensor
     weights: torch.Tensor | None
     skip: torch.Tensor | None
@@ -207,21 +207,22 @@ class MomentumRule(MatrixRule):
 
     def prepare_at_once(self, piece: RawPiece, hyper: Hyper) -> bool:
         average, kernels = piece.states["momentum_buffer"], _kernels(piece.gradient)
-        if kernels is None or not isinstance(average, torch.Tensor) or average.dtype != torch.float32:
+        if kernels is None or average.is_encoded or average.dtype != torch.float32:
             return False
         momentum, nesterov = float(hyper["momentum"]), bool(hyper.get("nesterov"))
         kernels.average(
-            piece.gradient, piece.coefficient, piece.skip, average, piece.update, momentum, nesterov=nesterov
+            piece.gradient, piece.coefficient, piece.skip, average.tensor, piece.update, momentum, nesterov=nesterov
         )
         return True
 
     def finish_at_once(self, piece: MovedPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
         kernels = _kernels(piece.update)
-        if kernels is None or not isinstance(piece.master, torch.Tensor) or piece.master.dtype != torch.float32:
+        if kernels is None or piece.master.is_encoded or piece.master.dtype != torch.float32:
             return False
         rate = float(hyper["lr"])
         decay, along = 1 - rate * float(hyper["weight_decay"]), -rate * self.ratio(shape, hyper)
-        kernels.move(piece.master, piece.update, piece.weights, piece.skip, decay, along, takes_over=piece.takes_over)
+        master = piece.master.tensor
+        kernels.move(master, piece.update, piece.weights, piece.skip, decay, along, takes_over=piece.takes_over)
         return True
 
 

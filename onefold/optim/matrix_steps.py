@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -23,10 +23,12 @@ import torch
 
 from onefold.comm import PeerExchange
 from onefold.config.keys import shown
+from onefold.offload.publish import InPlace, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_rules import WIRE, AnyRule, Kept, MatrixRule, MovedPiece, RawPiece, work_on
+from onefold.optim.pipeline import StateWindow, step_shard, whole_window
 from onefold.optim.rules import MASTER, Hyper
-from onefold.optim.steppers import StateWindow, Step, Tiler, weights_of, whole_window
+from onefold.optim.tiles import Step, Tiler
 from onefold.plan.layout import Member
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
 from onefold.runtime import InFlightCollectives, Unit
@@ -223,13 +225,23 @@ class MatrixTiler:
         return rule
 
     def prepare(
-        self, store: ShardStore, window: StateWindow, gradient: torch.Tensor, update: torch.Tensor, step: Step
+        self,
+        store: ShardStore,
+        gradient: torch.Tensor,
+        update: torch.Tensor,
+        step: Step,
+        window: StateWindow,
+        start: int,
+        stop: int,
+        out: torch.Tensor | None,
     ) -> None:
-        """The part before, of what a window has the states of. `gradient` and `update` lie along the shard; the second
-        may lie in the memory of the first, as many bytes from its start.
+        """Run the first pass over [start, stop) of a window: update the states, and write `update`.
+
+        `gradient` and `update` cover the whole shard. `update` may be the first bytes of the gradient's memory. This
+        pass has no new weights to cast into `out`.
         """
         size = self._tiler.size(window)
-        for segment in store.stepped_segments(window.start, window.stop):
+        for segment in store.stepped_segments(start, stop):
             rule, hyper = self._rule(segment.group), step.groups[segment.group]
             for first, last, dither in store.rounded_ranges(segment.start, segment.stop, step.number):
                 for low in range(first, last, size):
@@ -245,11 +257,11 @@ class MatrixTiler:
                         rule.prepare(scaled, states, raw.update, hyper, step.number)
 
     def finish(
-        self, part: TravellingMatrices, window: StateWindow, start: int, stop: int, out: torch.Tensor | None, step: Step
+        self, part: TravellingMatrices, step: Step, window: StateWindow, start: int, stop: int, out: torch.Tensor | None
     ) -> None:
-        """The part after, of [start, stop) of a window that has the master. `out` lies along the range."""
+        """Run the second pass over [start, stop) of a window: update the master, and cast it into `out`."""
         store = part.store
-        used, members = store.comparable, store.spec.layout.members
+        used, members = store.compared_model_weight, store.spec.layout.members
         for piece in part.route.mine:
             low, high = max(piece.low - store.start, start), min(piece.high - store.start, stop)
             if low >= high:
@@ -269,7 +281,7 @@ class MatrixTiler:
                     with unless(step.skip, values.values()):
                         rule.finish(values[MASTER], moved.update, matrix.shape, hyper)
             if weights is not None:
-                weights.copy_(weights_of(master))
+                weights.copy_(master.weight)
 
 
 @contextmanager
@@ -340,19 +352,24 @@ class MatrixSteps:
         self._parts.clear()
         self._under_way.clear()
 
-    def start(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        """The elementwise part before; the rest comes with the batch."""
-        if store.steps_on_host:
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+        """Run the first pass of a shard. The exchange and the second pass follow with its batch."""
+        if store.is_offloaded:
             assert self._host is not None
             update = self._host.prepared(store)
         else:
             update = torch.empty(store.stop - store.start, dtype=WIRE, device=gradient.device)
-            for window in whole_window(store) if self._computes else ():
-                self._tiler.prepare(store, window, gradient, update, step)
+            if self._computes:
+                step_shard(
+                    whole_window(store), partial(self._tiler.prepare, store, gradient, update, step), Publisher()
+                )
         self._parts.append(TravellingMatrices(store, self._route(store), update, {}))
 
     def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
-        """Its pieces leave, the batch before is worked on, and the one before that is final."""
+        """Send the pieces of a batch, compute the matrices of the batch before, and finish the one before that.
+
+        Yield the batches whose parameters are final.
+        """
         trip = MatrixTrip(self._parts, self._first, self._exchange) if self._parts else None
         self._parts = []
         if trip is not None:
@@ -363,7 +380,8 @@ class MatrixSteps:
         if len(self._under_way) > 2:
             yield self._arrive()
 
-    def end_step(self) -> Iterator[list[Unit]]:
+    def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
+        """Finish all batches, and yield those that `end_batch` has not yielded."""
         if self._under_way:
             self._work(self._under_way[-1])
         while self._under_way:
@@ -391,12 +409,14 @@ class MatrixSteps:
         return batch
 
     def _finish(self, part: TravellingMatrices, step: Step) -> None:
-        if part.store.steps_on_host:
+        if part.store.is_offloaded:
             assert self._host is not None
             self._host.start_finish(part, step)
             return
-        for window in whole_window(part.store) if self._computes else ():
-            self._tiler.finish(part, window, window.start, window.stop, part.store.computes, step)
+        if self._computes:
+            weight = part.store.model_weight
+            publisher = InPlace(weight) if weight is not None else Publisher()
+            step_shard(whole_window(part.store), partial(self._tiler.finish, part, step), publisher)
 
     # -- what is kept of whole matrices ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from onefold.gpu_kernels import kernels_of
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
 
 Hyper = Mapping[str, Any]
@@ -42,7 +42,7 @@ MASTER = "master"
 class EncodedTile:
     """A range of one optimizer group as it is held: states and master in their forms, the gradient unscaled."""
 
-    held: Mapping[str, torch.Tensor | EncodedFlat]
+    held: Mapping[str, Buffer]
     gradient: torch.Tensor
     coefficient: float | torch.Tensor
     skip: torch.Tensor | None = None
@@ -175,8 +175,8 @@ class AdamRule:
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         moments = tile.held["exp_avg"], tile.held["exp_avg_sq"]
-        encoded_twice = tile.weights is not None and isinstance(tile.held[MASTER], EncodedFlat)
-        if hyper.get("amsgrad") or encoded_twice or not all(isinstance(moment, EncodedFlat) for moment in moments):
+        encoded_twice = tile.weights is not None and tile.held[MASTER].is_encoded
+        if hyper.get("amsgrad") or encoded_twice or not all(moment.is_encoded for moment in moments):
             return False
         kernels = _kernels(tile.gradient)
         if kernels is not None:

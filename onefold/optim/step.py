@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from onefold.comm.agreement import as_float, as_integer
+from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import Flat, is_on_disk
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.group_values import WrittenValues
-from onefold.optim.host_step import HostStep
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.loss_scale import build_loss_scale
 from onefold.optim.matrix_rules import MatrixRule, names_of_states
@@ -33,8 +32,11 @@ from onefold.optim.norm import (
     exchange_scalars,
     meet_for_call,
 )
+from onefold.optim.offloaded_step import OffloadedStep
+from onefold.optim.pipeline import whole_window
 from onefold.optim.rules import Hyper
-from onefold.optim.steppers import Step, TiledStepper, WholeStepper, whole_window
+from onefold.optim.steppers import TiledStepper, WholeStepper
+from onefold.optim.tiles import Step
 from onefold.plan import Plan, Tier
 from onefold.plan.memory import master_dtype
 from onefold.recorder import Track, recorded
@@ -65,7 +67,7 @@ class ShardedStep:
         # Whether its steps may have added keys to its groups.
         self.keeps_other_keys = chosen.is_stepped
         # Called before states are handed out to be written.
-        self.let_change: Callable[[], None] = lambda: None
+        self.wait_until_states_copied: Callable[[], None] = lambda: None
         # The user's class runs, and its methods are its own.
         self.in_user_code = False
         self._schedule, self._memory = schedule, memory
@@ -94,11 +96,11 @@ class ShardedStep:
         # Groups whose states that may begin late (SGD's momentum) have begun, and as it was before the last step.
         self._begun: frozenset[int] = frozenset()
         self._begun_before: frozenset[int] = frozenset()
-        on_host = [store for store in self.stores if store.steps_on_host]
-        self._host: HostStep | None = None
+        on_host = [store for store in self.stores if store.is_offloaded]
+        self._host: OffloadedStep | None = None
         if on_host and chosen.rules:
             assert memory is not None
-            self._host = HostStep(chosen.rules, memory, on_host, plan)
+            self._host = OffloadedStep(chosen.rules, memory, on_host, plan)
         self._set_begun(frozenset())
         self.matrices: MatrixSteps | None = None
         if chosen.has_matrices:
@@ -162,7 +164,7 @@ class ShardedStep:
         if self._host is not None:
             self._host.collect()
             for store in ShardStore.written(self.stores):
-                store.sync_master_from_model_weight()
+                store.take_over_writes()
         step = Step(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))
         for store in self.stores:
             store.begin_step()
@@ -172,20 +174,16 @@ class ShardedStep:
             self._host.start(schedule.stepped_on_host(), step)
         if self.matrices is not None:
             self.matrices.begin()
+        batches = self.matrices or self.stepper
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
-                as_matrices = self.matrices is not None and store in self.matrices.matrices
-                if store.steps_on_host and self._host is not None and not as_matrices:
-                    continue
-                with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
-                    if self.matrices is not None and as_matrices:
-                        self.matrices.start(store, gradient, step)
-                    else:
-                        self.stepper.step(store, gradient, step)
-            for done in self.matrices.end_batch(batch, step) if self.matrices else self.stepper.end_batch(batch):
+                stepper = self._stepper_of(store)
+                if stepper is not None:
+                    with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
+                        stepper.step(store, gradient, step)
+            for done in batches.end_batch(batch, step):
                 schedule.gather_updated(done)
-        batches = schedule.order.step_batches
-        for done in self.matrices.end_step() if self.matrices else self.stepper.end_step(batches):
+        for done in batches.end_step(schedule.order.step_batches):
             schedule.gather_updated(done)
         if self._rule is not None and self._rule.writes:
             self.wait_for_host()  # what it writes to its groups is what a scheduler reads next
@@ -193,6 +191,12 @@ class ShardedStep:
         self.num_steps += 1
         if self._compares:
             compare_written_groups(schedule, self.name, self.groups)
+
+    def _stepper_of(self, store: ShardStore) -> MatrixSteps | TiledStepper | WholeStepper | None:
+        """Return what steps a shard on the main thread, or None if the offloaded step does."""
+        if self.matrices is not None and store in self.matrices.matrices:
+            return self.matrices
+        return None if store.is_offloaded and self._host is not None else self.stepper
 
     # -- states that begin during the run ------------------------------------------------------------------------------
 
@@ -228,19 +232,20 @@ class ShardedStep:
                 "format is decided at initialize. Have it from the start (SGD: a momentum above 0), or use fp32 states"
             )
         self.wait_for_host()
-        self.let_change()
+        self.wait_until_states_copied()
         for tier in Tier:
             some = [(param, name) for param, name in added if param.store.state_tier is tier]
-            rooms: Iterator[Flat | None] = repeat(None)
+            rooms: Iterator[Buffer | None] = repeat(None)
             if tier is not Tier.DEVICE and some:
                 assert self._memory is not None
                 stores = [param.store for param, _ in some]
-                rooms = self._memory.more_states(tier, [(s.stop - s.start, master_dtype(s.spec.dtype)) for s in stores])
+                needs = [(s.stop - s.start, master_dtype(s.spec.dtype)) for s in stores]
+                rooms = map(Buffer.of, self._memory.more_states(tier, needs))
             for (param, name), room in zip(some, rooms, strict=False):
                 param.store.add_state(name, room)
                 param.spec = param.store.spec
         if self._host is not None:
-            self._host.make_stream()
+            self._host.make_nvme_windows()
 
     def _have_late_states(self, names: Mapping[str, Collection[str]]) -> None:
         """Make room for the late states that a checkpoint has, by parameter. A group has begun where it has some."""
@@ -293,7 +298,7 @@ class ShardedStep:
         """A method of the user's class that changes parameters (`train`, `eval`), over masters. All ranks call it."""
         schedule = self._schedule
         schedule.check_awake()
-        self.let_change()
+        self.wait_until_states_copied()
         meet_for_call(schedule, method)
         self.flush()
         schedule.wait_for_step()
@@ -303,13 +308,13 @@ class ShardedStep:
                 self._rule.begin(self._groups_now(), method)
             self.changing = True
             self.sync_masters()
-            on_host = [store for store in self.stores if store.steps_on_host]
+            on_host = [store for store in self.stores if store.is_offloaded]
             with self._host.rewriting(on_host) if self._host is not None else nullcontext(whole_window) as windows:
                 self.stepper.call(method, windows, has_states=self.num_steps > 0)
             if self._rule is not None:
                 self._rule.finish(self.groups)
-            for arrival in [store.push() for store in self.stores]:
-                arrival.wait()
+            for arrival in [store.sync_model_weight_from_master() for store in self.stores]:
+                arrival.synchronize()
             self._refresh_all()
         self.changing = False
 
@@ -322,11 +327,11 @@ class ShardedStep:
 
     # -- master weights outside a step --------------------------------------------------------------------------
 
-    def master_of(self, store: ShardStore) -> Flat:
+    def master_of(self, store: ShardStore) -> Buffer:
         """Return a master weight for reading between steps, with all in-place writes to the parameters in it."""
         # A background save may still read the file that a write would change.
-        if is_on_disk(store.master):
-            self.let_change()
+        if store.master.is_on_disk:
+            self.wait_until_states_copied()
         self.sync_masters([store])
         return store.master
 
@@ -341,7 +346,7 @@ class ShardedStep:
             self._host.refuse_late_writes()
             return
         for store in self.stores if stores is None else stores:
-            store.sync_master_from_model_weight()
+            store.take_over_writes()
 
     # -- the host's step ----------------------------------------------------------------------------------------
 
@@ -359,10 +364,10 @@ class ShardedStep:
 
     def about_to_write(self) -> None:
         """Prepare for writes to master weights from outside a step: wait for all that reads them, and sync them."""
-        self.let_change()
+        self.wait_until_states_copied()
         self._schedule.forget_cached()
         self.sync_masters()
-        for store in (store for store in self.stores if store.steps_on_host):
+        for store in (store for store in self.stores if store.is_offloaded):
             store.wait_for_master()
 
     @torch.no_grad()
@@ -370,7 +375,7 @@ class ShardedStep:
         """Parameters of these units were written from outside: take them over."""
         self.wait_for_host()
         for param in (param for unit in units for param in unit.trained):
-            param.store.pull()
+            param.store.sync_master_from_model_weight()
 
     def resume(self, num_steps: int) -> None:
         """Go on as an optimizer that has taken so many steps."""
@@ -382,9 +387,9 @@ class ShardedStep:
 
     # -- states -------------------------------------------------------------------------------------------------
 
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         """The tensors of one state, each with its place in the shard; none before the optimizer has made them."""
-        self.let_change()
+        self.wait_until_states_copied()
         self.wait_for_host()
         return self.stepper.states_of(store, name)
 

@@ -5,186 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.nvme import DiskTensor
-from onefold.offload.param_shard import Flat, tensors_of
+from onefold.offload.buffer import Buffer
+from onefold.offload.publish import InPlace, Publisher
 from onefold.offload.shard_store import ShardStore
-from onefold.offload.state_codec import Dither, host_tile
-from onefold.offload.write_check import WriteCheck
 from onefold.optim.instance import InstanceRule, plain_step
-from onefold.optim.matrix_rules import AnyRule, MatrixRule
-from onefold.optim.rules import MASTER, EncodedTile, Hyper, Tile
-from onefold.plan import KeptStates, Tier
-from onefold.plan.layout import Segment
+from onefold.optim.matrix_rules import AnyRule
+from onefold.optim.pipeline import Windows, step_shard, whole_window
+from onefold.optim.rules import MASTER, Tile
+from onefold.optim.tiles import Step, Tiler
+from onefold.plan import Tier
 from onefold.recorder import Track, recorded
 from onefold.runtime import Unit
-
-# Elements stepped at once. On a CPU a tile and its casts stay in cache; on a GPU a tile fills the machine.
-TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
-
-InMemory = torch.Tensor | EncodedFlat
-"""Values along a shard, not on a disk."""
-
-
-@dataclass(frozen=True)
-class StateWindow:
-    """A range of a shard with its master and states in memory."""
-
-    start: int
-    stop: int
-    master: InMemory
-    states: Mapping[str, InMemory]
-
-
-def weights_of(master: InMemory) -> torch.Tensor:
-    """What weights are copied from: the first part of a master that has a form, or the master itself."""
-    part = tensors_of(master)[0]
-    assert isinstance(part, torch.Tensor)
-    return part
-
-
-Windows = Callable[[ShardStore], Iterator[StateWindow]]
-
-
-def whole_window(store: ShardStore) -> Iterator[StateWindow]:
-    """The only window of a shard that is in memory."""
-    assert not isinstance(store.master, DiskTensor)
-    states = {name: state for name, state in store.states.items() if not isinstance(state, DiskTensor)}
-    yield StateWindow(0, store.stop - store.start, store.master, states)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What every tile of a step shares. `groups` are the hyperparameters as they were when the step was called."""
-
-    number: int
-    coefficient: float | torch.Tensor
-    groups: Sequence[Hyper]
-    skip: torch.Tensor | None = None
-    """On the device: 1 where this is no step after all."""
-    begins: frozenset[int] = frozenset()
-    """Groups whose late states begin with this step."""
-
-
-def num_tiles(kept: KeptStates) -> int:
-    """fp32 tiles that a GPU has in memory while it steps: the scaled gradient and what is decoded. Adam's kernel for
-    values in other forms needs none.
-    """
-    if {"exp_avg", "exp_avg_sq"} == set(kept.names) and kept.forms and all(kept.forms):
-        return 0
-    return 1 + sum(form is not None for form in (kept.master, *kept.forms))
-
-
-class Steppable(Protocol):
-    """What a tiler asks of what it steps: as a `ShardStore` answers."""
-
-    @property
-    def comparable(self) -> torch.Tensor | None: ...
-
-    def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
-
-    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]: ...
-
-
-class Tiler:
-    """The rule of each group, tile by tile: cast and scale the gradient, update, cast out, all while in cache. What is
-    held in another form is decoded before and encoded after. One thread at a time.
-    """
-
-    def __init__(self, rules: Sequence[AnyRule], size: int | None = None) -> None:
-        self._rules = rules
-        self._size = size
-        # On a host: for the gradient, and for each of what is decoded.
-        self._scratch: dict[str, torch.Tensor] = {}
-        self.writes = WriteCheck()
-
-    def size(self, window: StateWindow) -> int:
-        """Elements of a tile."""
-        device = window.master.device.type
-        encoded = any(isinstance(flat, EncodedFlat) for flat in (window.master, *window.states.values()))
-        if device == "cpu" and encoded:
-            return host_tile()
-        return self._size or TILE[device]
-
-    def step(
-        self,
-        shard: Steppable,
-        window: StateWindow,
-        start: int,
-        stop: int,
-        gradient: torch.Tensor,
-        out: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """[start, stop) of a window. `gradient` lies along the shard, `out` along the range; they may share memory."""
-        size, used = self.size(window), shard.comparable
-        for segment in shard.stepped_segments(start, stop):
-            rule, hyper = self._rules[segment.group], step.groups[segment.group]
-            assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
-            for first, last, dither in shard.rounded_ranges(segment.start, segment.stop, step.number):
-                for low in range(first, last, size):
-                    high = min(low + size, last)
-                    inside = slice(low - window.start, high - window.start)
-                    held = {name: state[inside] for name, state in window.states.items()}
-                    held[MASTER] = window.master[inside]
-                    at = dither.after(low - first) if dither is not None else None
-                    weights = out[low - start : high - start] if out is not None else None
-                    encoded = EncodedTile(
-                        held, gradient[low:high], step.coefficient, step.skip, at, weights, used is not None
-                    )
-                    if rule.apply_encoded(encoded, hyper, step.number):
-                        continue
-                    with self.opened(held, at) as states:
-                        master = states.pop(MASTER)
-                        if used is not None:
-                            self.writes.take_over(master, used[low:high])
-                        scaled = self.scaled(gradient[low:high], step.coefficient, master.dtype, size)
-                        tile = Tile(master, scaled, states, segment.group, step.skip, segment.group in step.begins)
-                        rule.apply(tile, hyper, step.number)
-                    if weights is not None:
-                        weights.copy_(weights_of(held[MASTER]))
-
-    @contextmanager
-    def opened(self, held: Mapping[str, InMemory], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Values that may be changed: those that are held as they are, and others decoded, and encoded afterwards."""
-        values = {name: self._decoded(name, flat) for name, flat in held.items()}
-        yield dict(values)
-        for name, flat in held.items():
-            if isinstance(flat, EncodedFlat):
-                flat.store(values[name], replace(dither, state=name) if dither is not None else None)
-
-    def _decoded(self, name: str, flat: InMemory) -> torch.Tensor:
-        if isinstance(flat, torch.Tensor):
-            return flat
-        return flat.load(None if flat.is_cuda else self._memory(name, flat.numel(), flat.dtype))
-
-    def _memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """On the host; the next tile has the same."""
-        found = self._scratch.get(name)
-        if found is None or found.dtype != dtype or found.numel() < size:
-            found = self._scratch[name] = torch.empty(size, dtype=dtype)
-        return found
-
-    def scaled(
-        self, gradient: torch.Tensor, coefficient: float | torch.Tensor, dtype: torch.dtype, size: int
-    ) -> torch.Tensor:
-        """A tile of a gradient, as rules take it; the next one may have the same memory."""
-        if isinstance(coefficient, torch.Tensor):
-            return gradient.to(dtype, copy=True).mul_(coefficient)
-        if coefficient == 1.0 and gradient.dtype == dtype:
-            return gradient
-        if gradient.is_cuda:  # torch's allocator has it again at once, and activations between two steps
-            scaled = gradient.to(dtype, copy=True)
-            return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
-        # torch's product of two dtypes on a CPU makes a copy first, in fresh memory.
-        scaled = self._memory("gradient", size, dtype)[: gradient.numel()].copy_(gradient)
-        return scaled if coefficient == 1.0 else scaled.mul_(coefficient)
 
 
 @dataclass(frozen=True)
@@ -193,7 +31,7 @@ class HeldState:
 
     name: str
     start: int
-    memory: Flat
+    buffer: Buffer
 
 
 class TiledStepper:
@@ -210,15 +48,16 @@ class TiledStepper:
             store.make_states()
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
-        for window in whole_window(store):
-            self._tiler.step(store, window, window.start, window.stop, gradient, store.computes, step)
+        """Step one shard."""
+        publisher = InPlace(store.model_weight) if store.model_weight is not None else Publisher()
+        step_shard(whole_window(store), partial(self._tiler.step, store, gradient, step), publisher)
 
-    def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
-        """All shards of a batch have been given to `step`: batches whose parameters are final."""
+    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+        """Yield the batches whose parameters are final, after all shards of a batch were passed to `step`."""
         yield batch
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
-        """The same after the last of all batches."""
+        """Yield the batches that `end_batch` has not yielded, after the last batch."""
         yield from ()
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
@@ -229,11 +68,11 @@ class TiledStepper:
                 for segment in store.segments(window.start, window.stop):
                     inside = slice(segment.start - window.start, segment.stop - window.start)
                     held = {**window.states, MASTER: window.master}
-                    with self._tiler.opened({name: flat[inside] for name, flat in held.items()}, None) as states:
+                    with self._tiler.opened({name: buffer[inside] for name, buffer in held.items()}, None) as states:
                         tile = Tile(states.pop(MASTER), torch.empty(0), states, segment.group)
                         self._rule.call(method, tile, has_states=has_states)
 
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         """The tensors of one state, each with its place in the shard."""
         return [(0, store.states[name])] if name in store.states else []
 
@@ -290,8 +129,7 @@ class WholeStepper:
         for store in stores:
             targets = []
             for group, start, stop, shape in _targets_of(store, shaped):
-                assert isinstance(store.master, torch.Tensor), "refused where states rest on a disk"
-                target = nn.Parameter(store.master[start:stop].view(shape))
+                target = nn.Parameter(store.master.tensor[start:stop].view(shape))
                 self._by_group[group].append(target)
                 targets.append((target, start, stop))
             self._targets[id(store)] = targets
@@ -320,7 +158,7 @@ class WholeStepper:
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         assert store.grad is not None
         store.grad.wait()
-        store.sync_master_from_model_weight()
+        store.take_over_writes()
         scaled = gradient.to(store.master.dtype).mul(step.coefficient)
         for target, start, stop in self._targets[id(store)]:
             target.grad = scaled[start:stop].view(target.shape)
@@ -347,7 +185,7 @@ class WholeStepper:
                     if low < high:
                         yield target, slice(low - start, high - start)
 
-    def end_batch(self, batch: list[Unit]) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
         yield from ()
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
@@ -357,20 +195,20 @@ class WholeStepper:
             for store in self._stores:
                 for target, _, _ in self._targets[id(store)]:
                     target.grad = None
-                store.push().wait()
+                store.sync_model_weight_from_master().synchronize()
         yield from batches
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
         with self._over_masters():
             getattr(type(self._instance), method)(self._instance)
 
-    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Flat]]:
+    def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
         found = [(start, self._state[target].get(name)) for target, start, _ in self._targets[id(store)]]
-        return [(start, state) for start, state in found if isinstance(state, torch.Tensor)]
+        return [(start, Buffer.of(state)) for start, state in found if isinstance(state, torch.Tensor)]
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
         return [
-            HeldState(name, start, value.view(-1))
+            HeldState(name, start, Buffer.of(value.view(-1)))
             for target, start, _ in self._targets[id(store)]
             for name, value in self._state[target].items()
             if _lies_along(value, target)

@@ -5,7 +5,6 @@ what is launched when (program), what rests in which tier and how many bytes tha
 # ruff: noqa: F401
 
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
-from onefold.plan.forms import StateFormats
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
     BufferBytes,
@@ -21,6 +20,7 @@ from onefold.plan.memory import (
     count_unit_in_use,
 )
 from onefold.plan.program import Moment, Program, coalesce, compile_program
+from onefold.plan.state_formats import StateFormats
 from onefold.plan.table import (
     Feedback,
     Loop,

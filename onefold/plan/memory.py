@@ -13,9 +13,9 @@ from itertools import zip_longest
 
 import torch
 
-from onefold.plan.forms import SIGNED, SQUARES, Form, FormPart, StateFormats
 from onefold.plan.layout import Layout
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
+from onefold.plan.state_formats import SIGNED, SQUARES, FormatPart, StateFormat, StateFormats
 from onefold.plan.table import Plan, Tier
 
 
@@ -47,9 +47,9 @@ class KeptStates:
     names: tuple[str, ...] = ()
     as_matrices: bool = False
     by_own_class: bool = False
-    forms: tuple[Form | None, ...] = ()
-    """Of each name ([Note: forms of states]), None for those in the dtype of the master; empty: none has one."""
-    master: Form | None = None
+    forms: tuple[StateFormat | None, ...] = ()
+    """Of each name ([Note: state formats]), None for those in the dtype of the master; empty: none has one."""
+    master: StateFormat | None = None
 
     def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> KeptStates:
         """The same for a parameter of this name, dtype and size, in the forms that the config asks for."""
@@ -58,7 +58,7 @@ class KeptStates:
             forms = tuple(SIGNED if form is SQUARES else form for form in forms)
         return replace(self, forms=forms if any(forms) else (), master=formats.of_master(dtype))
 
-    def form_of(self, name: str) -> Form | None:
+    def form_of(self, name: str) -> StateFormat | None:
         return self.forms[self.names.index(name)] if self.forms else None
 
 
@@ -105,14 +105,14 @@ class FlatParamSpec:
         apart = self.residency.apart and self.residency.offloads_states
         return self.residency.states is self.residency.parameters and not apart
 
-    def parts_of_master(self) -> tuple[FormPart, ...]:
+    def parts_of_master(self) -> tuple[FormatPart, ...]:
         """What is held of a master beside the weights, where these are a part of it."""
         if self.kept.master is None:
-            return (FormPart(master_dtype(self.dtype)),)
+            return (FormatPart(master_dtype(self.dtype)),)
         return self.kept.master.parts[1 if self.weight_is_master else 0 :]
 
-    def parts_of_states(self) -> tuple[FormPart, ...]:
-        plain = FormPart(master_dtype(self.dtype))
+    def parts_of_states(self) -> tuple[FormatPart, ...]:
+        plain = FormatPart(master_dtype(self.dtype))
         forms = self.kept.forms or (None,) * len(self.kept.names)
         return tuple(part for form in forms for part in (form.parts if form is not None else (plain,)))
 
@@ -170,7 +170,7 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
     return ModelBytes(parameters, gradients, masters, states, largest_slot)
 
 
-def _bytes_of(parts: Iterable[FormPart], num_values: int) -> int:
+def _bytes_of(parts: Iterable[FormatPart], num_values: int) -> int:
     return sum(part.numel(num_values) * part.dtype.itemsize for part in parts)
 
 
@@ -323,7 +323,7 @@ class SharedStep:
 
 
 def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Whether a GPU steps what rests below it ([Note: states that pass through the device])."""
+    """Whether a GPU steps what rests below it ([Note: states streamed through the GPU])."""
     kept = spec.kept
     if plan.delays_host or kept.as_matrices or kept.by_own_class or plan.offloaded_step == "host":
         return False

@@ -13,8 +13,8 @@ import torch
 from onefold.config import Config, ConfigError, num_replicas
 from onefold.config.schema import Aio, CheckpointSection, Comet, FileMonitor, Fp16, TraceSection, Wandb
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
-from onefold.plan.forms import StateFormats
 from onefold.plan.program import Limits
+from onefold.plan.state_formats import StateFormats
 
 
 class Placement(Enum):

@@ -97,7 +97,7 @@ def describe(
     pools = f"pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
     matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
     lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
-    if offloaded := [param for unit in units for param in unit.trained if param.store.steps_on_host]:
+    if offloaded := [param for unit in units for param in unit.trained if param.store.is_offloaded]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if passes_device(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu

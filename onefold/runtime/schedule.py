@@ -280,7 +280,7 @@ class Schedule:
         Parameters that stay unsharded come first, because the other ranks wait for them.
         """
         params = [param for batch in self.order.step_batches for unit in batch for param in unit.trained]
-        on_host = [param for param in params if param.store.steps_on_host]
+        on_host = [param for param in params if param.store.is_offloaded]
         return [param.store for param in sorted(on_host, key=lambda param: not param.stays_unsharded)]
 
     def gather_updated(self, batch: list[Unit] | None = None) -> None:
@@ -295,11 +295,11 @@ class Schedule:
             for param in unit.sharded:
                 param.store.finish_step()
 
-    def give_up_step(self) -> None:
+    def abandon_step(self) -> None:
         """Abandon a step that failed, without waiting for the rest of it."""
         self.in_flight.abandon_updates()
         for param in self.trained_params():
-            param.store.give_up_step()
+            param.store.abandon_step()
 
     def end_step(self) -> None:
         """End a step. Without overlap, wait for everything it has left in flight."""

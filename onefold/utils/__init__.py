@@ -16,7 +16,7 @@ from torch import nn
 from onefold.comm import AllGatherOp
 from onefold.engine.model_events import ModelEvents
 from onefold.log import logger as logger
-from onefold.offload.param_shard import Flat, read, write
+from onefold.offload.buffer import Buffer
 from onefold.optim.step import ShardedStep
 from onefold.plan import Member
 from onefold.plan.cut import LEAF_MARK
@@ -47,7 +47,7 @@ class _Place:
         if shard.value is None:
             return None
         shard.wait()
-        return _Range(self, shard.value, self.param.own_range[0])
+        return _Range(self, Buffer.of(shard.value), self.param.own_range[0])
 
     def state(self, name: str, *, local: bool) -> _Range | None:
         """Return this rank's part of a state, or None if the optimizer has not made it.
@@ -63,22 +63,21 @@ class _Place:
         if not kind:
             return None
         flat = torch.zeros(store.stop - store.start, dtype=_DTYPES[kind - 1], device=self.param.device)
-        for start, tensor in found:
-            flat[start : start + tensor.numel()].copy_(read(tensor).flatten())
-        return _Range(self, flat, store.start)
+        for start, buffer in found:
+            flat[start : start + buffer.numel()].copy_(buffer.fetch().flatten())
+        return _Range(self, Buffer.of(flat), store.start)
 
     def set_state(self, name: str, flat: torch.Tensor) -> None:
-        for start, tensor in self.step.states_of(self.param.store, name):
-            values = flat[start : start + tensor.numel()]
-            write(tensor, values.view(tensor.shape) if isinstance(tensor, torch.Tensor) else values)
+        for start, buffer in self.step.states_of(self.param.store, name):
+            buffer.store(flat[start : start + buffer.numel()])
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Part of a flat parameter, gradient or state: `tensor` lies at `start` of it."""
+    """Part of a flat parameter, gradient or state: `buffer` begins at element `start` of it."""
 
     place: _Place
-    tensor: Flat
+    buffer: Buffer
     start: int
 
     @property
@@ -86,13 +85,13 @@ class _Range:
         """The parameter's elements in here: their place in the tensor, and in the flattened parameter."""
         member = self.place.member
         low = max(member.start, self.start)
-        high = max(low, min(member.stop, self.start + self.tensor.numel()))
+        high = max(low, min(member.stop, self.start + self.buffer.numel()))
         return slice(low - self.start, high - self.start), slice(low - member.start, high - member.start)
 
     def unsharded(self) -> torch.Tensor:
         """Return the parameter's values, gathered from all ranks."""
         member, param = self.place.member, self.place.param
-        own = full = read(self.tensor).to(param.device)
+        own = full = self.buffer.fetch().to(param.device)
         if full.numel() < param.layout.total:
             handle = self.place.handle
             handle.synchronize(Request.READ, [])
@@ -101,7 +100,7 @@ class _Range:
         return full[member.start : member.stop].view(member.shape).clone()
 
     def local(self) -> torch.Tensor:
-        return read(self.tensor[self._own[0]]).to(self.place.param.device, copy=True)
+        return self.buffer[self._own[0]].fetch().to(self.place.param.device, copy=True)
 
     def write(self, value: torch.Tensor, *, local: bool) -> None:
         inside, outside = self._own
@@ -111,7 +110,7 @@ class _Range:
         held = inside.stop - inside.start
         if local and flat.numel() != held:
             raise ValueError(f"{member.name}: this rank holds {held} elements, not {flat.numel()}")
-        write(self.tensor[inside], flat if local else flat[outside])
+        self.buffer[inside].store(flat if local else flat[outside])
 
 
 def _place(parameter: nn.Parameter) -> _Place | None:
@@ -154,7 +153,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         flat.full[member.start : member.stop].copy_(value.detach().flatten())
     else:
         flat.invalidate_secondary()
-        flat.store.push().wait()
+        flat.store.sync_model_weight_from_master().synchronize()
 
 
 @torch.no_grad()
@@ -172,13 +171,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if not flat.stays_unsharded:
         place.step.about_to_write()
         place.master().write(value, local=True)
-        flat.store.push().wait()
+        flat.store.sync_model_weight_from_master().synchronize()
     else:
         place.owner.about_to_write()
         master = place.master()
         master.write(value, local=True)
         start, stop = flat.own_range
-        flat.full[start:stop].copy_(read(master.tensor))
+        flat.full[start:stop].copy_(master.buffer.fetch())
         place.handle.synchronize(Request.READ, [])
         place.handle.gather("gather of weights of", [AllGatherOp(flat.full)])
         flat.note_values()
@@ -257,7 +256,7 @@ def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bo
     if range_ is None:
         raise ValueError(f"{place.member.name} has no optimizer state {name!r}")
     range_.write(value, local=local)
-    place.set_state(name, read(range_.tensor))
+    place.set_state(name, range_.buffer.fetch())
 
 
 # -- modules that are never cut into smaller units. Set them before initialize -----------------------------------

@@ -86,7 +86,7 @@ def snapshot(engine: onefold.Engine) -> dict[str, Any]:
     request = type("Request", (), {"exclude_frozen": False, "buffers": {}})()
     slots, _ = engine._saver.part_of(request, joined=False)
     found: dict[str, Any] = {
-        f"{slot.name}[{slot.start}:{slot.stop}]": slot.memory.clone().numpy().tobytes() for slot in slots
+        f"{slot.name}[{slot.start}:{slot.stop}]": slot.buffer.fetch().clone().numpy().tobytes() for slot in slots
     }
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     found["job"] = copy.deepcopy({**engine._saver._job_state(), "groups": groups})

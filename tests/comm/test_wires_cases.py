@@ -93,7 +93,7 @@ def masters_of(engine: Any) -> Weights:
 def own_masters(engine: Any) -> list[torch.Tensor]:
     """This rank's part of what is trained."""
     runs = [run for unit in engine.state.schedule.units for run in unit.trained]
-    return [run.store.master.clone() for run in runs]
+    return [run.store.master.tensor.clone() for run in runs]
 
 
 def evaluate(engine: Any, seed: int = 9) -> float:

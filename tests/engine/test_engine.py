@@ -916,7 +916,7 @@ def copy_that_loads(stage: int, loads: bool) -> Weights:
         engine.step()
         if loads:
             other.load_state_dict(weights_of(engine.module))
-    return {"masters": torch.cat([piece.master for piece in engine.state.step.stores])}
+    return {"masters": torch.cat([piece.master.tensor for piece in engine.state.step.stores])}
 
 
 @covering(stage=STAGES)
@@ -1126,7 +1126,7 @@ def accumulated_in(stage: int, dtype: str | None) -> tuple[torch.Tensor, torch.T
     for value in (1024.0, 1.0, 1.0, 1.0):
         engine.backward(engine(value))
         engine.step()
-    masters = [piece.master for piece in engine.state.step.stores]
+    masters = [piece.master.tensor for piece in engine.state.step.stores]
     return masters[0][:1].clone(), torch.tensor(engine.plan.precision.accumulate.itemsize)
 
 

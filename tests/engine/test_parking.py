@@ -12,7 +12,6 @@ from models import batches, config, first_difference, more, net, precision, star
 import onefold
 from onefold.compat import deepspeed
 from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from onefold.offload.param_shard import tensors_of
 from onefold.utils import safe_get_full_fp32_param
 
 
@@ -29,9 +28,9 @@ def held(engine: onefold.Engine) -> int:
             store = run.store
             tensors += [
                 *(value for *_, found in engine.state.step.loose_states(store) for value in found.values()),
-                *tensors_of(store.master),
-                store.param_copy,
-                *(part for state in engine.state.step.stepper.held_states(store) for part in tensors_of(state.memory)),
+                *store.master.parts,
+                *(store.separate_model_weight.parts if store.separate_model_weight is not None else ()),
+                *(part for state in engine.state.step.stepper.held_states(store) for part in state.buffer.parts),
             ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
@@ -78,8 +77,8 @@ def by_kind(engine: onefold.Engine) -> dict[str, int]:
         tensors = {
             "lp_params": [run.full],
             "lp_grads": run.grad.device_tensors(),
-            "hp_params": [store.master],
-            "optim_states": [state.memory for state in engine.state.step.stepper.held_states(store)],
+            "hp_params": [store.master.tensor],
+            "optim_states": [state.buffer.tensor for state in engine.state.step.stepper.held_states(store)],
         }
         for kind, held in tensors.items():
             found[kind] += sum(tensor.untyped_storage().size() for tensor in held)

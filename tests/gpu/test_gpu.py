@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.comm import Ledger, Native, Reduction, data_group
-from onefold.optim.steppers import TILE
+from onefold.optim.tiles import TILE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -120,7 +120,7 @@ def skipped(has_kernels: bool, zero: dict[str, Any]) -> tuple[str | None, int, b
     def held() -> list[torch.Tensor]:
         engine.wait_for_step()
         stores = engine.state.step.stores
-        return [flat.clone() for store in stores for flat in (store.master, *store.states.values())]
+        return [buffer.fetch().clone() for store in stores for buffer in (store.master, *store.states.values())]
 
     before = held()
     (x, y), *_ = batches(1)

@@ -12,11 +12,14 @@ import torch
 from models import batches, config, net, precision, start, weights_of
 from test_offload_cases import VARIANTS, measure
 
+from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
-from onefold.offload.param_shard import HostShard, StepOutput
-from onefold.optim.device_pass import DevicePass, PassingShard
+from onefold.offload.param_shard import HostShard
+from onefold.offload.publish import Publisher
+from onefold.optim.gpu_stream import GpuStream, StreamedShard
+from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import AdamRule
-from onefold.optim.steppers import StateWindow, Step, Tiler
+from onefold.optim.tiles import Step, Tiler
 from onefold.plan import Tier
 from onefold.tools.bench.offload_bench import OneGroup
 
@@ -115,10 +118,10 @@ def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
             config(stage, bf16={"enabled": True}, onefold={"offloaded_step": who}, zero_optimization=zero),
         )
         host, numel = engine.state.step._host, [0, 0]
-        for number, tiler in enumerate((host._pass._tiler, host._tiler)):
+        for number, tiler in enumerate((host._stream._tiler, host._tiler)):
 
             def count(*given: Any, number: int = number, step: Any = tiler.step, numel: list[int] = numel) -> None:
-                numel[number] += given[3] - given[2]
+                numel[number] += given[5] - given[4]
                 step(*given)
 
             tiler.step = count
@@ -224,7 +227,7 @@ def failing_pass() -> list[str]:
             zero_optimization={"offload_optimizer": CPU},
         ),
     )
-    tiler, calls = engine.state.step._host._pass._tiler, []
+    tiler, calls = engine.state.step._host._stream._tiler, []
     step = tiler.step
 
     def fail(*given: Any) -> None:
@@ -258,24 +261,24 @@ def longer_shard() -> bool:
     """A shard that needs more memory than the last, whose step the device has not begun."""
     bus, sizes = Bus(torch.device("cuda"), lambda way, num_bytes: None), (1 << 20, (1 << 23) + 2048, 0, 1 << 12)
     hyper = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    step, passing, windows, told = Step(1, 0.5, [hyper]), DevicePass([AdamRule()], bus), [], []
+    step, passing, windows, told = Step(1, 0.5, [hyper]), GpuStream([AdamRule()], bus), [], []
     for size in sizes:
         master, gradient = torch.randn(size).pin_memory(), torch.randn(size).pin_memory()
-        states = {name: torch.zeros(size).pin_memory() for name in ("exp_avg", "exp_avg_sq")}
-        windows.append((StateWindow(0, size, master, states), gradient, master.clone()))
+        states = {name: Buffer.of(torch.zeros(size).pin_memory()) for name in ("exp_avg", "exp_avg_sq")}
+        windows.append((StateWindow(0, size, Buffer.of(master), states), gradient, master.clone()))
     torch.cuda.synchronize()
     for window, gradient, _ in windows:
         with torch.cuda.stream(passing._stream):
             torch.cuda._sleep(100_000_000)
-        shard = PassingShard(OneGroup(), gradient, StepOutput(), step, bus.now())
+        shard = StreamedShard(OneGroup(), gradient, Publisher(), step, bus.now())
         passing.start(shard, window, lambda window=window: told.append(window))
     passing.finish()
     for window, gradient, before in windows:
-        states = {name: torch.zeros(window.stop, device="cuda") for name in window.states}
-        there = StateWindow(0, window.stop, before.cuda(), states)
-        Tiler([AdamRule()]).step(OneGroup(), there, 0, window.stop, gradient.cuda(), None, step)
-        assert torch.equal(window.master, there.master.cpu())
-        assert all(torch.equal(state, states[name].cpu()) for name, state in window.states.items())
+        states = {name: Buffer.of(torch.zeros(window.stop, device="cuda")) for name in window.states}
+        there = StateWindow(0, window.stop, Buffer.of(before.cuda()), states)
+        Tiler([AdamRule()]).step(OneGroup(), gradient.cuda(), step, there, 0, window.stop, None)
+        assert torch.equal(window.master.tensor, there.master.tensor.cpu())
+        assert all(torch.equal(state.tensor, states[name].tensor.cpu()) for name, state in window.states.items())
     return told == [window for window, *_ in windows]
 
 
@@ -292,7 +295,7 @@ def slow_host() -> tuple[list[float], list[float]]:
         )
         if slow:
             host = engine.state.step._host
-            for tiler in (host._tiler, host._pass._tiler):
+            for tiler in (host._tiler, host._stream._tiler):
 
                 def wait_first(*args: Any, before: Any = tiler.step, **kwargs: Any) -> None:
                     time.sleep(0.02)

@@ -11,11 +11,11 @@ from test_offload_cases import holding_nothing, over_tiers
 from test_states import ADAMW, FORMATS, OTHERS, run_stages, run_tiers, spread
 
 from onefold.offload import state_codec
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
-from onefold.optim import device_pass, rules
+from onefold.optim import gpu_stream, rules
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,18 +25,18 @@ pytestmark = [
 FORMS = [SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8]
 
 
-def values_of(form: Form | None, numel: int, seed: int = 0) -> torch.Tensor:
+def values_of(form: StateFormat | None, numel: int, seed: int = 0) -> torch.Tensor:
     values = spread(numel, seed).cuda()
     return values.square() if form is SQUARES else values
 
 
-def room(form: Form, numel: int) -> list[torch.Tensor]:
+def room(form: StateFormat, numel: int) -> list[torch.Tensor]:
     return [torch.zeros(part.numel(numel), dtype=part.dtype, device="cuda") for part in form.parts]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("num_blocks", [1, 7, 8, 1001])
-def test_kernels_equal_the_specification(form: Form, num_blocks: int) -> None:
+def test_kernels_equal_the_specification(form: StateFormat, num_blocks: int) -> None:
     assert state_codec._kernels(torch.empty(1, device="cuda")) is not None
     values = values_of(form, num_blocks * BLOCK, num_blocks)
     values[:BLOCK] = 0 if num_blocks > 1 else values[:BLOCK]
@@ -55,7 +55,7 @@ def test_kernels_equal_the_specification(form: Form, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("form", [SIGNED, SQUARES], ids=lambda form: form.name)
-def test_a_block_with_what_is_not_finite_is_nan(form: Form) -> None:
+def test_a_block_with_what_is_not_finite_is_nan(form: StateFormat) -> None:
     for bad in (torch.inf, torch.nan):
         values = torch.ones(20 * BLOCK, device="cuda")
         values[BLOCK + 5] = bad
@@ -75,21 +75,20 @@ HELD = {
 }
 
 
-def tile_of(forms: tuple[Form | None, ...], numel: int, **more: Any) -> EncodedTile:
-    held: dict[str, torch.Tensor | EncodedFlat] = {}
+def tile_of(forms: tuple[StateFormat | None, ...], numel: int, **more: Any) -> EncodedTile:
+    held: dict[str, Buffer] = {}
     for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
         values = values_of(SQUARES if name == "exp_avg_sq" else form, numel, len(held))
         if form is not None:
-            flat = EncodedFlat(form, room(form, numel), numel)
-            flat.store(values)
-            held[name] = flat
+            held[name] = Buffer(room(form, numel), numel, form)
+            held[name].store(values)
         else:
-            held[name] = values
+            held[name] = Buffer.of(values)
     return EncodedTile(held, **more)
 
 
 def parts_of(tile: EncodedTile) -> dict[str, Any]:
-    return {name: list(flat.parts) if isinstance(flat, EncodedFlat) else [flat] for name, flat in tile.held.items()}
+    return {name: list(buffer.parts) for name, buffer in tile.held.items()}
 
 
 @pytest.mark.parametrize("forms", HELD)
@@ -126,12 +125,12 @@ def test_adam_takes_over_what_was_written_and_leaves_the_weights(takes_over: boo
         tile = tile_of(HELD["int8"], numel, gradient=gradient, coefficient=1.0)
         for name in ("exp_avg", "exp_avg_sq"):
             tile.held[name].store(torch.zeros(numel, device="cuda"))
-        weights = tile.held[MASTER].bfloat16()
+        weights = tile.held[MASTER].tensor.bfloat16()
         weights[::7] = 0.125
         tiles.append(EncodedTile(tile.held, gradient, 1.0, weights=weights, takes_over=takes_over))
         work(tiles[-1], numbers)
-        assert torch.equal(weights, tile.held[MASTER].bfloat16())
-        assert ((tile.held[MASTER][::7] - 0.125).abs() < 0.05).all() == takes_over
+        assert torch.equal(weights, tile.held[MASTER].tensor.bfloat16())
+        assert ((tile.held[MASTER].tensor[::7] - 0.125).abs() < 0.05).all() == takes_over
     assert first_difference(parts_of(tiles[0]), parts_of(tiles[1])) is None
 
 
@@ -190,16 +189,16 @@ def test_parameters_without_elements_pass(on_nccl_ranks, tmp_path):
 
 def chunks() -> str | None:
     """Many chunks, more than are under way at a time, as one."""
-    traces, usual = [], device_pass.CHUNK_BYTES
+    traces, usual = [], gpu_stream.CHUNK_BYTES
     for size in (usual, 1 << 14):
-        device_pass.CHUNK_BYTES = size
+        gpu_stream.CHUNK_BYTES = size
         zero = {"offload_optimizer": {"device": "cpu"}}
         engine = start(
             net(width=64), config(2, onefold=FORMATS["int8, split"], zero_optimization=zero, **precision("bf16"))
         )
         traces.append(train(engine, 4))
         engine.destroy()
-    device_pass.CHUNK_BYTES = usual
+    gpu_stream.CHUNK_BYTES = usual
     return first_difference(*traces)
 
 
@@ -232,7 +231,7 @@ def skip_steps() -> str | None:
     held = {"master": store.master, **store.states}
 
     def parts() -> dict[str, Any]:
-        return {n: [p.clone() for p in getattr(flat, "parts", [flat])] for n, flat in held.items()}
+        return {name: [part.clone() for part in buffer.tensors] for name, buffer in held.items()}
 
     before = parts()
     (x, y), *_ = batches(1)

@@ -25,9 +25,9 @@ from test_states import run_tiers as run_forms
 
 from onefold.engine.model_memory import ModelMemory
 from onefold.offload import host_memory, offload_memory, param_shard
-from onefold.offload.bus import Arrival, Bus, Pairs
+from onefold.offload.bus import Bus, CopyEvent, Pairs
 from onefold.offload.param_shard import HostShard
-from onefold.optim.device_pass import DevicePass
+from onefold.optim.gpu_stream import GpuStream
 from onefold.plan import Crossing, count_crossing
 
 LOCK = threading.RLock()
@@ -91,13 +91,13 @@ def on_stream(stream: Stream) -> Iterator[None]:
         CURRENT.stream = before
 
 
-def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> Arrival:
+def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> CopyEvent:
     stream, arrived = bus._streams[way], Event()
     bus.count(way, sum(source.nbytes for source, _ in pairs))
     stream.wait_event(after)
     stream.put(lambda: [target.copy_(source) for source, target in pairs])
     arrived.record(stream)
-    return Arrival(arrived)
+    return CopyEvent(arrived)
 
 
 def planned_on_gpu(memory: ModelMemory) -> Crossing:
@@ -109,14 +109,14 @@ def planned_on_gpu(memory: ModelMemory) -> Crossing:
 @contextmanager
 def below_a_gpu() -> Iterator[list[int]]:
     """Engines take the bus for one that crosses. Yields the elements of each chunk that passed through the device."""
-    make, start, unpinned = Bus.__init__, DevicePass._start, host_memory.page_aligned
+    make, start, unpinned = Bus.__init__, GpuStream._launch, host_memory.page_aligned
     passed: list[int] = []
 
     def crossing(self: Bus, device: torch.device, count: Callable[[str, int], None]) -> None:
         make(self, device, count)
         self.crosses, self._streams = True, {way: Stream(is_late=True) for way in ("down", "up")}
 
-    def counted(self: DevicePass, slot: Any, shard: Any, window: Any, start_: int, stop: int) -> Any:
+    def counted(self: GpuStream, slot: Any, shard: Any, window: Any, start_: int, stop: int) -> Any:
         passed.append(stop - start_)
         return start(self, slot, shard, window, start_, stop)
 
@@ -129,7 +129,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (torch.cuda, "set_device", lambda device: None),
             (Bus, "__init__", crossing),
             (Bus, "_copy", copy_late),
-            (DevicePass, "_start", counted),
+            (GpuStream, "_launch", counted),
             (ModelMemory, "planned_crossing", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
               for module in (host_memory, offload_memory, param_shard)),

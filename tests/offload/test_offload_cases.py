@@ -21,8 +21,7 @@ from torch import nn
 
 import onefold
 from onefold.config import ConfigError
-from onefold.offload.param_shard import read
-from onefold.optim.host_step import HostStep
+from onefold.optim.offloaded_step import OffloadedStep
 from onefold.plan import Tier
 from onefold.utils import (
     safe_get_full_fp32_param,
@@ -118,8 +117,8 @@ def below(engine: onefold.Engine) -> list[torch.Tensor]:
     assert optimizer is not None
     engine.state.step.wait_for_host()
     stores = engine.state.step.stores
-    kept = [flat for store in stores for flat in (store.master, *store.states.values())]
-    return [read(flat).clone() for flat in kept]
+    kept = [buffer for store in stores for buffer in (store.master, *store.states.values())]
+    return [buffer.fetch().clone() for buffer in kept]
 
 
 def one_step(engine: onefold.Engine, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -132,13 +131,13 @@ def one_step(engine: onefold.Engine, x: torch.Tensor, y: torch.Tensor) -> float:
 @contextmanager
 def host_held() -> Iterator[threading.Event]:
     """The host's step waits until the event is set."""
-    go, steps = threading.Event(), HostStep._step
+    go, steps = threading.Event(), OffloadedStep._step
 
-    def held(self: HostStep, *args: Any) -> Any:
+    def held(self: OffloadedStep, *args: Any) -> Any:
         assert go.wait(60)
         return steps(self, *args)
 
-    with mock.patch.object(HostStep, "_step", held):
+    with mock.patch.object(OffloadedStep, "_step", held):
         try:
             yield go
         finally:
@@ -824,7 +823,7 @@ def collected_by_its_own_thread(folder: str, tier: str) -> dict[str, Any]:
     """The last reference to an engine is in a cycle, which the collector finds on the thread that steps for it."""
     own = Path(folder, f"rank{rank()}")
     gc.collect()
-    before, steps = our_threads(), HostStep._step
+    before, steps = our_threads(), OffloadedStep._step
     make = Maker(str(own), tier)
     engine = make(net(), **precision("bf16"))
     make.made.clear()
@@ -832,14 +831,14 @@ def collected_by_its_own_thread(folder: str, tier: str) -> dict[str, Any]:
     model, expected = engine.module, weights_of(engine.module)
     dropped = threading.Event()
 
-    def collecting(self: HostStep, *args: Any) -> Any:
+    def collecting(self: OffloadedStep, *args: Any) -> Any:
         assert dropped.wait(60)
         gc.collect()
         return steps(self, *args)
 
     gc.disable()
     try:
-        with mock.patch.object(HostStep, "_step", collecting):
+        with mock.patch.object(OffloadedStep, "_step", collecting):
             one_step(engine, *batches(1, seed=1)[0])
             cycle: list[Any] = [engine]
             cycle.append(cycle)

@@ -27,7 +27,7 @@ from test_offload_cases import everything_of, files_in, one_step, our_threads, s
 
 import onefold
 from onefold.offload import host_memory as host
-from onefold.offload.bus import Arrival
+from onefold.offload.bus import CopyEvent
 from onefold.offload.host_memory import HostShortage
 from onefold.offload.nvme import SwapError
 from onefold.offload.offload_memory import _take_over
@@ -408,8 +408,8 @@ def test_an_engine_whose_disk_is_gone_can_be_left(on_ranks, tmp_path):
 def test_a_landing_that_fails_gives_its_buffer_back():
     """There are two of them: after two failures a third would wait for ever."""
 
-    class Fails(Arrival):
-        def wait(self) -> None:
+    class Fails(CopyEvent):
+        def synchronize(self) -> None:
             raise RuntimeError("the device is gone")
 
     landings = Buffers(2, 64, pinned=False)
@@ -421,7 +421,7 @@ def test_a_landing_that_fails_gives_its_buffer_back():
             _take_over(Fails(), landings, buffer, buffer.view(torch.float32), target, add=True)
     buffer = landings.try_take()
     assert buffer is not None
-    _take_over(Arrival(), landings, buffer, buffer.view(torch.float32).fill_(2), target, add=True)
+    _take_over(CopyEvent(), landings, buffer, buffer.view(torch.float32).fill_(2), target, add=True)
     assert target.tolist() == [2.0] * 16
 
 

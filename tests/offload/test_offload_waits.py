@@ -14,12 +14,12 @@ import torch
 from covering import covering
 from models import config, first_difference, more, net, precision, start, train
 
-from onefold.offload.bus import Arrival, Bus
+from onefold.offload.bus import Bus, CopyEvent
 
 CPU = {"device": "cpu"}
 
 
-class HeldBack(Arrival):
+class HeldBack(CopyEvent):
     """A copy that is made only when the host waits for it; what is there until then is not a number."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -27,7 +27,7 @@ class HeldBack(Arrival):
         self._source, self._target, self._arrived = source.clone(), target, False
         target.fill_(torch.nan)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         if not self._arrived:
             self._arrived = True
             self._target.copy_(self._source)
@@ -38,7 +38,7 @@ def late_copies_down() -> Iterator[list[HeldBack]]:
     held: list[HeldBack] = []
     plain = Bus.down
 
-    def down(self: Bus, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> Arrival:
+    def down(self: Bus, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> CopyEvent:
         assert not add, "this is for windows of one micro-step"
         self.count("down", source.nbytes)
         held.append(HeldBack(source, target))

@@ -32,7 +32,7 @@ from torch import nn
 
 import onefold
 from onefold.config import ConfigError
-from onefold.optim import host_step
+from onefold.optim import offloaded_step
 from onefold.optim.choose import check_shardable, choose
 from onefold.optim.matrix_rules import POLAR_EXPRESS, QUINTIC, orthogonalize
 from onefold.plan import Layout
@@ -265,15 +265,15 @@ def test_every_tier_is_bit_equal(on_ranks, tmp_path, world, dtype, accumulation)
 
 def chunks_on_disk(folder: str) -> str | None:
     """Parameters on a disk are cast over what has been read by then, chunk by chunk."""
-    traces, usual = [], host_step.CHUNK
-    host_step.CHUNK = 2048
+    traces, usual = [], offloaded_step.CHUNK
+    offloaded_step.CHUNK = 2048
     disk = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     for zero in ({}, {"offload_optimizer": disk, "offload_param": disk}):
         extra = {"gradient_accumulation_steps": 2, "zero_optimization": zero, **precision("bf16")}
         engine = start(wide(), config(3, optimizer=muon(), **extra))
         traces.append(train(engine, 6))
         engine.destroy()
-    host_step.CHUNK = usual
+    offloaded_step.CHUNK = usual
     return first_difference(*traces)
 
 

@@ -29,12 +29,11 @@ from models import (
 import onefold
 from onefold.config import ConfigError, load_config
 from onefold.offload import state_codec
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.param_shard import held_bytes
+from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import TINY, Dither, decode, encode
-from onefold.optim import steppers
+from onefold.optim import tiles
 from onefold.plan import make_plan
-from onefold.plan.forms import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, Form
+from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -56,11 +55,11 @@ FORMATS: dict[str, dict[str, Any]] = {
 # -- what each form holds ----------------------------------------------------------------------------------------------
 
 
-def room(form: Form, numel: int) -> list[torch.Tensor]:
+def room(form: StateFormat, numel: int) -> list[torch.Tensor]:
     return [torch.zeros(part.numel(numel), dtype=part.dtype) for part in form.parts]
 
 
-def through(form: Form, values: torch.Tensor, dither: Dither | None = None) -> torch.Tensor:
+def through(form: StateFormat, values: torch.Tensor, dither: Dither | None = None) -> torch.Tensor:
     parts = room(form, values.numel())
     encode(form, values, parts, dither)
     decode(form, parts, out := torch.empty_like(values))
@@ -77,7 +76,7 @@ def spread(numel: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("form", [SIGNED, SQUARES, SPLIT_16, SPLIT_8, DITHERED], ids=lambda form: form.name)
 @given(st.integers(0, 10_000), st.integers(-80, 80))
 @settings(max_examples=20, deadline=None)
-def test_what_was_decoded_is_encoded_to_the_same_bytes(form: Form, seed: int, exponent: int) -> None:
+def test_what_was_decoded_is_encoded_to_the_same_bytes(form: StateFormat, seed: int, exponent: int) -> None:
     values = spread(2 * BLOCK, seed).ldexp(torch.tensor(exponent))
     values = values.square() if form is SQUARES and abs(exponent) < 40 else values.abs() if form is SQUARES else values
     once = room(form, values.numel())
@@ -91,7 +90,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bytes(form: Form, seed: int, ex
 @pytest.mark.parametrize(
     ("form", "codes"), [(SIGNED, range(-127, 128)), (SQUARES, range(1, 256))], ids=["signed", "squares"]
 )
-def test_every_code_comes_back(form: Form, codes: range) -> None:
+def test_every_code_comes_back(form: StateFormat, codes: range) -> None:
     parts = room(form, BLOCK)
     parts[0].fill_(codes[-1])
     parts[0][: len(codes)] = torch.tensor(list(codes), dtype=parts[0].dtype)
@@ -106,7 +105,7 @@ def test_every_code_comes_back(form: Form, codes: range) -> None:
 
 
 @pytest.mark.parametrize(("form", "top", "power"), [(SIGNED, 127, 2), (SQUARES, 255, 4)], ids=["signed", "squares"])
-def test_bytes_are_as_close_as_roots_can_be(form: Form, top: int, power: int) -> None:
+def test_bytes_are_as_close_as_roots_can_be(form: StateFormat, top: int, power: int) -> None:
     values = torch.logspace(-3 * power, 0, 8 * BLOCK).view(BLOCK, 8).t().flatten()  # each block has all magnitudes
     if form is SIGNED:
         values = values * torch.tensor([1.0, -1.0]).repeat(4 * BLOCK)
@@ -128,7 +127,7 @@ def test_squares_beside_others_never_become_zero() -> None:
 
 
 @pytest.mark.parametrize("form", [SIGNED, SQUARES], ids=["signed", "squares"])
-def test_a_block_with_what_is_not_finite_is_nan_and_its_neighbours_are_not(form: Form) -> None:
+def test_a_block_with_what_is_not_finite_is_nan_and_its_neighbours_are_not(form: StateFormat) -> None:
     for bad in (torch.inf, torch.nan):
         values = torch.ones(3 * BLOCK)
         values[BLOCK + 5] = bad
@@ -205,11 +204,11 @@ def test_whatever_torch_s_default_dtype_is() -> None:
 
 
 def test_a_range_of_encoded_values_may_end_within_a_block() -> None:
-    flat = EncodedFlat(SIGNED, room(SIGNED, 4 * BLOCK), 4 * BLOCK)
+    flat = Buffer(room(SIGNED, 4 * BLOCK), 4 * BLOCK, SIGNED)
     values = spread(BLOCK + 10)
     flat[BLOCK : 2 * BLOCK + 10].store(values)
-    assert (flat.load()[BLOCK : 2 * BLOCK + 10] - values).abs().max() < 0.02 * values.abs().max()
-    assert not flat.load()[2 * BLOCK + 10 :].any()
+    assert (flat.fetch()[BLOCK : 2 * BLOCK + 10] - values).abs().max() < 0.02 * values.abs().max()
+    assert not flat.fetch()[2 * BLOCK + 10 :].any()
     assert [part.numel() for part in flat.split(3 * BLOCK)] == [3 * BLOCK, BLOCK]
 
 
@@ -324,12 +323,12 @@ def test_secondary_shards_and_replica_groups_go_with_them(on_ranks, zero):
 
 def tiles_of(size: int) -> dict[str, torch.Tensor]:
     """A run whose tiles have so many elements."""
-    steppers.host_tile, before = (lambda: size), steppers.host_tile
+    tiles.host_tile, before = (lambda: size), tiles.host_tile
     try:
         engine = start(net(width=64), config(2, onefold=FORMATS["bf16"], **precision("bf16")))
         return train(engine, 3).weights
     finally:
-        steppers.host_tile = before
+        tiles.host_tile = before
 
 
 def test_dithered_tiles_of_any_size_give_the_same_bits(on_ranks):
@@ -342,7 +341,7 @@ def test_dithered_tiles_of_any_size_give_the_same_bits(on_ranks):
 class Reference:
     """AdamW by torch's fused kernel on fp32 masters, each rounded by its form after every step, in plain torch."""
 
-    def __init__(self, model: torch.nn.Module, masters: Form | None, *, int8: bool) -> None:
+    def __init__(self, model: torch.nn.Module, masters: StateFormat | None, *, int8: bool) -> None:
         self.parameters = list(model.parameters())
         self.forms = {"master": masters, "exp_avg": SIGNED if int8 else None, "exp_avg_sq": SQUARES if int8 else None}
         self.held = [{"master": padded(p.detach().float())} for p in self.parameters]
@@ -510,7 +509,7 @@ def save_beside_training(folder: str, formats: dict[str, Any]) -> tuple[int, int
     engine.save_checkpoint(f"{folder}/beside", background=True)
     staged = engine._saver.coordinator._staging._memory.numel()
     stores = engine.state.step.stores
-    held = sum(held_bytes(flat) for store in stores for flat in (store.master, *store.states.values()))
+    held = sum(buffer.nbytes for store in stores for buffer in (store.master, *store.states.values()))
     train(engine, 2, seed=4)
     engine.destroy()
     return staged, held

@@ -1077,8 +1077,8 @@ def after_life(stage: int, end: str, overlap: bool) -> tuple[int, int, list[str]
         for name, value in [(type(part).__name__, part), *vars(part).items()]
         if value is part or (isinstance(value, torch.Tensor) and name != "full")
     }
-    held["master"] = weakref.ref(engine.state.step.stores[0].master)
-    held["state"] = weakref.ref(engine.state.step.stores[0].states["exp_avg"])
+    held["master"] = weakref.ref(engine.state.step.stores[0].master.tensor)
+    held["state"] = weakref.ref(engine.state.step.stores[0].states["exp_avg"].tensor)
     if end == "destroy":
         engine.destroy()
         del optimizer

@@ -441,7 +441,7 @@ def import_deepspeed(
     state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
     entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
-    total, done = sum(slot.memory.nbytes for slot in entries), 0
+    total, done = sum(slot.buffer.nbytes for slot in entries), 0
     with new_data_folder(save_dir / name) as data:
         try:
             with ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:

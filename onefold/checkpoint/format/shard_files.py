@@ -34,7 +34,7 @@ from onefold.checkpoint.format.safetensors_files import (
     read_header,
     write_header,
 )
-from onefold.offload.param_shard import Flat, is_on_disk
+from onefold.offload.buffer import Buffer
 
 # A folder in which a job removes old checkpoints is looked at so many times before a reader gives up.
 TRIES = 10
@@ -45,21 +45,21 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Slot:
-    """A range of a named tensor on this rank: elements [start, stop) of it, and the flat memory or file they are in."""
+    """A range of a named tensor on this rank: elements [start, stop) of it, and the buffer that stores them."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    memory: Flat
+    buffer: Buffer
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.memory.dtype
+        return self.buffer.dtype
 
     @property
     def is_on_disk(self) -> bool:
-        return is_on_disk(self.memory)
+        return self.buffer.is_on_disk
 
     @property
     def entry(self) -> tuple[str, tuple[int, ...]]:
@@ -67,7 +67,7 @@ class Slot:
 
     @staticmethod
     def whole(name: str, tensor: torch.Tensor) -> Slot:
-        return Slot(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
+        return Slot(name, tuple(tensor.shape), 0, tensor.numel(), Buffer.of(tensor.detach().reshape(-1)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         name = slot.entry[0]
         start = offset = self._entries[name].offset
         sums = []
-        for tile in _tiles(slot.memory):
+        for tile in _tiles(slot.buffer):
             sums.append(checksum(tile))
             write_all(self._file.fileno(), tile, offset)
             offset += len(tile)
@@ -157,12 +157,16 @@ def write_shard(
         return writer.close(own)
 
 
-def _tiles(memory: Flat) -> Iterator[memoryview]:
-    """The bytes of a flat tensor, a checksum's range at a time. From a GPU the next one comes while one is written."""
-    if not isinstance(memory, torch.Tensor):
-        for part in memory.split(RANGE_BYTES // memory.itemsize):
-            yield bytes_of(part.load().cpu())
+def _tiles(buffer: Buffer) -> Iterator[memoryview]:
+    """Iterate over the bytes of a buffer's values, a checksum's range at a time.
+
+    From a GPU the next range is copied while one is written.
+    """
+    if not buffer.is_plain_tensor:
+        for piece in buffer.split(RANGE_BYTES // buffer.dtype.itemsize):
+            yield bytes_of(piece.fetch().cpu())
         return
+    memory = buffer.tensor
     pieces = memory.detach().split(RANGE_BYTES // memory.itemsize) if memory.numel() else ()
     if not memory.is_cuda:
         yield from (bytes_of(piece.contiguous()) for piece in pieces)

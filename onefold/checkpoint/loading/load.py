@@ -20,7 +20,7 @@ from onefold.checkpoint.format.files import check_whole, require, spell
 from onefold.checkpoint.format.manifest import RANGE_BYTES, is_number, single
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
 from onefold.checkpoint.state.slots import buffer_name, needed_range, outside_units, state_slots, weight_slots
-from onefold.offload.encoded import EncodedFlat
+from onefold.offload.buffer import Buffer
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Member
 from onefold.runtime import Unit
@@ -107,7 +107,7 @@ def _fitting_reads(
         if source is not None:
             own = buffer_name(target.rank, source)
             stored = own if same_world and own in checkpoint.manifest.tensors else f"model/{source}"
-            yield Slot(stored, tuple(tensor.shape), 0, tensor.numel(), tensor.detach())
+            yield Slot(stored, tuple(tensor.shape), 0, tensor.numel(), Buffer.of(tensor.detach()))
 
 
 def state_reads(
@@ -158,20 +158,20 @@ def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
 
 @torch.no_grad()
 def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> set[str]:
-    """Read the values to where they belong. Returns the names of those that their forms have rounded."""
+    """Read the values into their buffers. Return the names of those that a state format has rounded."""
     rounded = set()
     for read in reads:
-        memory = read.memory
-        if not isinstance(memory, torch.Tensor):
+        if not read.buffer.is_plain_tensor:
             first = read.start
-            for part in memory.split(RANGE_BYTES // memory.itemsize):
-                values = torch.empty(part.numel(), dtype=memory.dtype)
+            for part in read.buffer.split(RANGE_BYTES // read.dtype.itemsize):
+                values = torch.empty(part.numel(), dtype=read.dtype)
                 checkpoint.read(read.name, first, first + part.numel(), values)
                 part.store(values)
                 first += part.numel()
-                if isinstance(part, EncodedFlat) and not torch.equal(part.load().cpu(), values):
+                if part.is_encoded and not torch.equal(part.fetch().cpu(), values):
                     rounded.add(read.name)
             continue
+        memory = read.buffer.tensor
         flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(memory.numel())
         checkpoint.read(read.name, read.start, read.stop, flat)
         if not memory.is_contiguous():

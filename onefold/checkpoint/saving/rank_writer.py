@@ -41,8 +41,7 @@ from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.files import replace_file
 from onefold.checkpoint.format.shard_files import Slot, write_shard
 from onefold.comm import Board
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.param_shard import read, tensors_of
+from onefold.offload.buffer import Buffer
 from onefold.plan.layout import round_up
 
 # A shared file system may show another node's new folder late.
@@ -223,10 +222,11 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def places(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The same slots with memory of the staging area, which nobody else writes to. Values in fewer bytes stay in
-        their form, and are decoded as they are written.
+        """Return the same slots in the memory of the staging area, which only the save writes to.
+
+        Encoded values stay encoded there, and are decoded as they are written to the file.
         """
-        parts = [[part for part in tensors_of(slot.memory) if isinstance(part, torch.Tensor)] for slot in slots]
+        parts = [slot.buffer.tensors for slot in slots]
         size = sum(round_up(part.nbytes, _ALIGNMENT) for some in parts for part in some)
         if self._memory.numel() < size:
             pinned = any(part.is_cuda for some in parts for part in some)
@@ -237,25 +237,21 @@ class Staging:
             for part in some:
                 taken.append(self._memory[offset : offset + part.nbytes].view(part.dtype))
                 offset += round_up(part.nbytes, _ALIGNMENT)
-            flat = slot.memory
-            memory = EncodedFlat(flat.form, taken, flat.numel()) if isinstance(flat, EncodedFlat) else taken[0]
-            found.append(replace(slot, memory=memory))
+            found.append(replace(slot, buffer=slot.buffer.like(iter(taken))))
         return found
 
 
 def copy_slots(pairs: Sequence[tuple[Slot, Slot]]) -> None:
     """Copy from slots to their places; on a GPU beside whatever computes there."""
-    devices = {slot.memory.device for slot, _ in pairs if isinstance(slot.memory, torch.Tensor | EncodedFlat)}
-    devices = {device for device in devices if device.type == "cuda"}
+    devices = {slot.buffer.device for slot, _ in pairs if slot.buffer.is_cuda}
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
-        for slot, place in (pair for pair in pairs if pair[0].memory.numel()):
-            for part, memory in zip(tensors_of(slot.memory), tensors_of(place.memory), strict=True):
+        for slot, place in (pair for pair in pairs if pair[0].buffer.numel()):
+            for part, memory in zip(slot.buffer.parts, place.buffer.tensors, strict=True):
                 for source, target in zip(part.split(_COPIED), memory.split(_COPIED), strict=True):
-                    assert isinstance(target, torch.Tensor)
-                    target.copy_(read(source), non_blocking=True)
+                    target.copy_(Buffer.of(source).fetch(), non_blocking=True)
         for stream in streams:
             stream.synchronize()

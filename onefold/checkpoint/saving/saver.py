@@ -158,7 +158,7 @@ class Saver:
         """Whether a background save has ended badly and nobody was told yet."""
         return self._error is not None
 
-    def let_change(self) -> None:
+    def wait_until_states_copied(self) -> None:
         """Before optimizer states change: wait until the background save has copied them."""
         copying, self._copying = self._copying, None
         if copying is not None:

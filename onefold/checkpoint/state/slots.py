@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.checkpoint.format.shard_files import Slot
 from onefold.checkpoint.state.weights import ModelTensors
-from onefold.offload.param_shard import Flat
+from onefold.offload.buffer import Buffer
 from onefold.optim.step import ShardedStep
 from onefold.plan.layout import Layout, Member
 from onefold.runtime import FlatParam, Unit, handle_of
@@ -42,15 +42,14 @@ def needed_range(param: FlatParam, step: ShardedStep | None) -> tuple[int, int]:
 def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
     """Yield the slots of the weights in [start, stop) of a flat parameter: of the master where there is one."""
     store = param.store
-    memory: Flat
     if param.trainable and step is not None:
-        memory, first = store.master, store.start
+        buffer, first = store.master, store.start
     elif store.param is not None:
-        memory, first = store.param.values, param.own_range[0]
+        buffer, first = store.param.buffer, param.own_range[0]
     else:
-        memory, first = param.full, 0
+        buffer, first = Buffer.of(param.full), 0
     for member, low, high in member_ranges(param.layout, start, stop):
-        yield _slot(f"model/{member.name}", member, low, high, memory, first)
+        yield _slot(f"model/{member.name}", member, low, high, buffer, first)
 
 
 def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
@@ -59,9 +58,9 @@ def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: in
         return
     for state in step.stepper.saved_states(param.store):
         first = param.store.start + state.start
-        last = first + state.memory.numel()
+        last = first + state.buffer.numel()
         for member, low, high in member_ranges(param.layout, max(start, first), min(stop, last)):
-            yield _slot(f"optimizer/{member.name}/{state.name}", member, low, high, state.memory, first)
+            yield _slot(f"optimizer/{member.name}/{state.name}", member, low, high, state.buffer, first)
 
 
 def member_ranges(layout: Layout, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
@@ -72,8 +71,8 @@ def member_ranges(layout: Layout, start: int, stop: int) -> Iterator[tuple[Membe
             yield member, low, max(low, high)
 
 
-def _slot(name: str, member: Member, low: int, high: int, memory: Flat, first: int) -> Slot:
-    return Slot(name, member.shape, low - member.start, high - member.start, memory[low - first : high - first])
+def _slot(name: str, member: Member, low: int, high: int, buffer: Buffer, first: int) -> Slot:
+    return Slot(name, member.shape, low - member.start, high - member.start, buffer[low - first : high - first])
 
 
 def outside_units(model: nn.Module, *, exclude_frozen: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

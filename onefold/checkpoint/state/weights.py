@@ -16,7 +16,7 @@ from torch import nn
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader, SafetensorsWriter
 from onefold.checkpoint.state.adapters import MergedAdapters
 from onefold.comm import Agreement, Ledger, data_group
-from onefold.offload.param_shard import write
+from onefold.offload.buffer import Buffer
 from onefold.runtime import FlatParam, ParamHandle, about_to_write, handle_of, handles_of, unsharded_shape
 from onefold.runtime.quantized_layers import scales_of
 
@@ -275,6 +275,6 @@ def _read_shard(weights: SafetensorsReader, name: str, param: FlatParam, index: 
     if shard is not None:
         shard.refresh()
         shard.forget_prefetched()
-    target = param.full if shard is None else shard.values
+    target = Buffer.of(param.full) if shard is None else shard.buffer
     with torch.no_grad():
-        write(target[low - start : high - start], part)
+        target[low - start : high - start].store(part)

@@ -23,13 +23,15 @@ import torch
 
 from onefold.config import Aio, load_config
 from onefold.log import logger
+from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
 from onefold.offload.host_memory import PAGE, available_bytes, page_aligned
 from onefold.offload.nvme import SwapFiles
 from onefold.offload.state_codec import Dither
-from onefold.optim.host_step import TILE
+from onefold.optim.offloaded_step import TILE
+from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import AdamRule
-from onefold.optim.steppers import StateWindow, Step, Tiler
+from onefold.optim.tiles import Step, Tiler
 from onefold.plan import (
     Crossing,
     FlatParamSpec,
@@ -175,18 +177,19 @@ def measure_adam(num_bytes: int) -> float:
     names = rule.state_names([hyper])
     master, *moments = _memory(numel * 4 * (1 + len(names))).view(torch.float32).split(numel)
     gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
-    window = StateWindow(0, numel, master, dict(zip(names, moments, strict=True)))
+    states = {name: Buffer.of(moment) for name, moment in zip(names, moments, strict=True)}
+    window = StateWindow(0, numel, Buffer.of(master), states)
     tiler = Tiler([rule], TILE if torch.get_num_threads() > 2 else None)
     # Scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():
-        return _best(lambda: tiler.step(OneGroup(), window, 0, numel, gradient, None, step), numel)
+        return _best(lambda: tiler.step(OneGroup(), gradient, step, window, 0, numel, None), numel)
 
 
 class OneGroup:
     """Elements of one optimizer group, none of them frozen: what the tiler asks of an optimizer shard."""
 
-    comparable = None
+    compared_model_weight = None
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         return [Segment(0, first, last)]
@@ -242,11 +245,11 @@ def measure_bus(num_bytes: int, device: torch.device) -> BusRates:
     def both() -> None:
         arrivals = bus.down(high[0], low[0]), bus.up(low[1], high[1])
         for arrival in arrivals:
-            arrival.wait()
+            arrival.synchronize()
 
     return BusRates(
-        down=_best(lambda: bus.down(high[0], low[0]).wait(), half) / 1e9,
-        up=_best(lambda: bus.up(low[1], high[1]).wait(), half) / 1e9,
+        down=_best(lambda: bus.down(high[0], low[0]).synchronize(), half) / 1e9,
+        up=_best(lambda: bus.up(low[1], high[1]).synchronize(), half) / 1e9,
         both=_best(both, 2 * half) / 1e9,
     )
 

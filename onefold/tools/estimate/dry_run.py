@@ -17,9 +17,8 @@ from onefold.comm import FakeGroup, Ledger
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, solve_batch
 from onefold.engine import Engine
-from onefold.offload.param_shard import tensors_of
 from onefold.optim.choose import choose
-from onefold.optim.steppers import TILE, Step, num_tiles
+from onefold.optim.tiles import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 from onefold.tools.estimate.caching_allocator import CachingAllocator
@@ -127,7 +126,7 @@ def _stored_tensors(engine: Engine, *, with_states: bool) -> Iterator[torch.Tens
         if param.stays_unsharded:
             yield param.full
         if with_states and param.trainable:
-            held = [*param.store.own_master(), *(p for flat in param.store.states.values() for p in tensors_of(flat))]
+            held = [*param.store.own_master(), *(p for state in param.store.states.values() for p in state.parts)]
             if param.store.spec.weight_is_master and param.store.param is not None:
                 held.append(param.store.param.values)
             yield from (part for part in held if isinstance(part, torch.Tensor))
@@ -170,12 +169,12 @@ def _step(engine: Engine, *, offloads: bool) -> None:
     for batch, gradients in schedule.gradients_to_step():
         for store, gradient in gradients.items():
             if matrices is not None and store in matrices.matrices:
-                matrices.start(store, gradient, _NO_STEP)
+                matrices.step(store, gradient, _NO_STEP)
             elif not offloads:
                 size = min(gradient.numel(), TILE["cuda"]) * num_tiles(store.spec.kept)
                 torch.empty(size, dtype=torch.float32, device=META)
         list(matrices.end_batch(batch, _NO_STEP) if matrices is not None else ())
-    list(matrices.end_step() if matrices is not None else ())
+    list(matrices.end_step([]) if matrices is not None else ())
     if engine.plan.shards_states:
         schedule.gather_updated()
         schedule.wait_for_step()

@@ -10,7 +10,7 @@ from onefold.comm.exchange import ACROSS
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, ConfigError, load_config
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
-from onefold.optim.device_pass import CHUNK_BYTES, UNDER_WAY
+from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import (
     Crossing,
     FlatParamSpec,
@@ -301,7 +301,7 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
             gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
             needed, tier = bytes_of_step(spec) + spec.layout.shard_size * gradient, spec.residency.states
             largest[tier] = max(largest[tier], needed)
-    return UNDER_WAY * sum(min(each, CHUNK_BYTES) for each in largest.values())
+    return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values())
 
 
 def _traffic(found: DryRun, machine: Machine) -> Traffic | None:

@@ -17,8 +17,7 @@ from onefold.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeR
 from onefold.compat.moved_by_hand import HandedOut, Mover
 from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
 from onefold.engine.train_state import TrainState
-from onefold.offload.encoded import EncodedFlat
-from onefold.offload.param_shard import Flat, is_on_disk, read
+from onefold.offload.buffer import Buffer
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.optim.sharded import ShardedOptimizer as DeepSpeedOptimizer
@@ -114,7 +113,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._engine_state.schedule.check_awake()
         self.sharded.wait_for_host()
         stores, stepper = self.sharded.stores, self.sharded.stepper
-        states = [{held.name: _decoded(held.memory) for held in stepper.held_states(store)} for store in stores]
+        states = [{held.name: _decoded(held.buffer) for held in stepper.held_states(store)} for store in stores]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         masters, states_key = "single_partition_of_fp32_groups", "base_optimizer_state"
         if self.plan.shards_parameters:
@@ -222,9 +221,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engine_state.model)}
 
 
-def _decoded(flat: Flat) -> Any:
-    """Return encoded values as a tensor, and values on a disk as their file."""
-    return flat if is_on_disk(flat) else read(flat)
+def _decoded(buffer: Buffer) -> Any:
+    """Return the values of a buffer in memory, or the buffer itself if it is on disk."""
+    return buffer if buffer.is_on_disk else buffer.fetch()
 
 
 class _States(Mapping[torch.Tensor, dict[str, Any]]):
@@ -248,13 +247,13 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         The copy is the same object until the next step for as long as the caller keeps it, so it can be a key.
         """
         master = self._step.master_of(store)
-        if isinstance(master, torch.Tensor):
+        if master.is_plain_tensor:
             if store not in self._handed_out:
                 mover = Mover("a master weight of the optimizer", self._offloaded, [OffloadStateTypeEnum.hp_params])
-                self._handed_out[store] = HandedOut.of(master.detach(), mover)
+                self._handed_out[store] = HandedOut.of(master.tensor.detach(), mover)
             return self._handed_out[store]
-        if is_on_disk(master):
-            return read(master)
+        if master.is_on_disk:
+            return master.fetch()
         number, reference = self._decoded.get(store, (-1, None))
         found = reference() if reference is not None else None
         if found is None or number != self._step.num_steps:
@@ -264,7 +263,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 
     def master_or_file(self, store: ShardStore) -> Any:
         """Return the master as `master_of` does, or the object that loads it where it is on a disk."""
-        return self._step.master_of(store) if is_on_disk(store.master) else self.master_of(store)
+        return self._step.master_of(store) if store.master.is_on_disk else self.master_of(store)
 
     def _is_master(self, store: ShardStore, key: torch.Tensor) -> bool:
         decoded = self._decoded.get(store)
@@ -276,15 +275,15 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         parts: dict[str, list[torch.Tensor]] = {}
         if store is not None:
             for held in self._step.stepper.held_states(store):
-                parts.setdefault(held.name, []).append(self._read(held.memory))
+                parts.setdefault(held.name, []).append(self._read(held.buffer))
         elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
             handle = handle_of(key)
             assert handle is not None
             param, index = handle.place_of(key)
             for held in self._step.stepper.held_states(param.store) if param.trainable else ():
                 member, first = param.layout.members[index], param.store.start + held.start
-                low, high = max(member.start - first, 0), min(member.stop - first, held.memory.numel())
-                parts.setdefault(held.name, []).append(self._read(held.memory).flatten()[low : max(low, high)])
+                low, high = max(member.start - first, 0), min(member.stop - first, held.buffer.numel())
+                parts.setdefault(held.name, []).append(self._read(held.buffer).flatten()[low : max(low, high)])
         else:
             raise KeyError("neither the master of a shard (optimizer.fp32_partitioned_groups_flat) nor a parameter")
         found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
@@ -295,16 +294,14 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
     def _mover(self, name: str) -> Mover:
         return Mover(f"optimizer.state[...][{name!r}]", self._offloaded, [OffloadStateTypeEnum.optim_states])
 
-    def _read(self, flat: Flat) -> torch.Tensor:
+    def _read(self, buffer: Buffer) -> torch.Tensor:
         """Return the values, from the host where they were moved there by hand."""
         mover = self._mover("...")
-        if isinstance(flat, EncodedFlat):
-            parts = [mover.present(part) if isinstance(part, torch.Tensor) else part for part in flat.parts]
-            return EncodedFlat(flat.form, parts, flat.numel()).load()
-        return mover.present(flat) if isinstance(flat, torch.Tensor) else read(flat)
+        parts = [mover.present(part) if isinstance(part, torch.Tensor) else part for part in buffer.parts]
+        return buffer.like(iter(parts)).fetch()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self.master_of(store) for store in self._step.stores if not is_on_disk(store.master))
+        return (self.master_of(store) for store in self._step.stores if not store.master.is_on_disk)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

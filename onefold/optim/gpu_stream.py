@@ -1,0 +1,198 @@
+"""Stream offloaded shards through the GPU: copy their state to it, step it there, and copy it back.
+
+[Note: states streamed through the GPU]
+A chunk of gradient, master and states is copied to the GPU, stepped by the kernels that step device-resident states,
+and copied back. Three chunks are in flight: one is copied to the GPU while one is stepped and one is copied to the
+host. The next shard starts while the last one is still being copied. A thread of its own launches the copies and waits
+for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards ([Note:
+host and device step together]). Encoded states take a host about forty passes over memory, and a fraction of the bus:
+all of them are streamed. Results have the same bits as with states that are stored on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from onefold.offload.bus import Bus, CopyEvent
+from onefold.offload.publish import LastUse, Publisher
+from onefold.offload.shard_store import ShardStore
+from onefold.offload.state_codec import Dither
+from onefold.optim.matrix_rules import AnyRule
+from onefold.optim.pipeline import StateWindow
+from onefold.optim.tiles import Step, Tiler
+from onefold.plan.layout import Segment, round_up
+from onefold.plan.state_formats import BLOCK
+
+# Bytes of a chunk. Smaller ones take longer to launch; larger ones overlap less.
+CHUNK_BYTES = 1 << 26
+# Chunks in flight, each in device memory of its own.
+IN_FLIGHT = 3
+# Alignment of the tensors of a chunk, in bytes.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class StreamedShard:
+    """A shard, its gradient, and how the result is published."""
+
+    store: ShardStore
+    gradient: torch.Tensor
+    publisher: Publisher
+    step: Step
+    last_use: LastUse
+
+
+@dataclass(frozen=True)
+class _ShardRange:
+    """A range of a shard as a shard by itself: positions are relative to its start."""
+
+    store: ShardStore
+    start: int
+    compared_model_weight = None
+
+    def stepped_segments(self, first: int, last: int) -> list[Segment]:
+        found = self.store.stepped_segments(first + self.start, last + self.start)
+        return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
+
+    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]:
+        found = self.store.rounded_ranges(first + self.start, last + self.start, step)
+        return [(low - self.start, high - self.start, dither) for low, high, dither in found]
+
+
+class _ChunkMemory:
+    """Device memory for one chunk."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._views: dict[tuple[tuple[int, torch.dtype], ...], list[torch.Tensor]] = {}
+
+    def views_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return views with the sizes and dtypes of `tensors`. Chunks of the same kind share them."""
+        key = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
+        found = self._views.get(key)
+        if found is None:
+            found, start = [], 0
+            for tensor in tensors:
+                found.append(self._memory[start : start + tensor.nbytes].view(tensor.dtype))
+                start += round_up(tensor.nbytes, _ALIGNMENT)
+            self._views[key] = found
+        return found
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk in flight: the event of its last copy to the host, and what runs after it."""
+
+    arrival: CopyEvent
+    publish: Callable[[], None] | None
+    then: Callable[[], None] | None
+
+
+class GpuStream:
+    """Steps windows of states in host memory on the GPU. Only one thread uses it."""
+
+    def __init__(self, rules: Sequence[AnyRule], bus: Bus) -> None:
+        self._tiler, self._bus = Tiler(rules), bus
+        self._stream = torch.cuda.Stream(bus.device)
+        self._chunks = [_ChunkMemory(0, bus.device) for _ in range(IN_FLIGHT)]
+        self._in_flight: deque[_Chunk] = deque()
+        self._number = 0
+
+    def start(self, shard: StreamedShard, window: StateWindow, then: Callable[[], None] = lambda: None) -> None:
+        """Launch all chunks of a window.
+
+        A later call of this or of `finish` calls `then` once the window is in host memory again.
+        """
+        if window.start == window.stop:
+            self.finish()
+            then()
+            return
+        for start, stop in window.chunks(self._reserve(window, shard.gradient)):
+            if len(self._in_flight) == IN_FLIGHT:
+                self._finish_oldest()
+            memory = self._chunks[self._number % IN_FLIGHT]
+            self._number += 1
+            with torch.cuda.stream(self._stream):
+                arrival, is_published = self._launch(memory, shard, window, start, stop)
+            publish = None if is_published else partial(_publish_from_host, window, shard.publisher, start, stop)
+            self._in_flight.append(_Chunk(arrival, publish, then if stop == window.stop else None))
+
+    def run(self, shard: StreamedShard, window: StateWindow) -> None:
+        """Step a window, and wait until it is in host memory again."""
+        try:
+            self.start(shard, window)
+            self.finish()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish(self) -> None:
+        """Wait until all chunks are in host memory again."""
+        while self._in_flight:
+            self._finish_oldest()
+
+    def abandon(self) -> None:
+        """Wait for all copies after an error, without publishing anything."""
+        while self._in_flight:
+            with suppress(Exception):  # the first error is the one that is reported
+                self._in_flight.popleft().arrival.synchronize()
+        with suppress(Exception):  # of a chunk that failed between its copies
+            self._stream.synchronize()
+            self._bus.drain()
+
+    def _finish_oldest(self) -> None:
+        chunk = self._in_flight.popleft()
+        chunk.arrival.synchronize()
+        for call in (chunk.publish, chunk.then):
+            if call is not None:
+                call()
+
+    def _reserve(self, window: StateWindow, gradient: torch.Tensor) -> int:
+        """Allocate device memory for the chunks of a window, and return the elements of a chunk.
+
+        Memory that is too small is replaced while nothing is in flight: the allocator may hand out what this stream has
+        freed while it is still in use there, and the bus's copies do not wait for this stream.
+        """
+        buffers = (window.master, *window.states.values())
+        per_block = [gradient[:BLOCK].nbytes, *(part.nbytes for buffer in buffers for part in buffer[:BLOCK].parts)]
+        size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
+        num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
+        if any(chunk.num_bytes < num_bytes for chunk in self._chunks):
+            self.finish()
+            self._chunks = [_ChunkMemory(0, self._bus.device) for _ in self._chunks]
+            with torch.cuda.stream(self._stream):
+                self._chunks = [_ChunkMemory(num_bytes, self._bus.device) for _ in self._chunks]
+            self._stream.synchronize()  # in deterministic mode torch fills new memory
+        return size
+
+    def _launch(
+        self, memory: _ChunkMemory, shard: StreamedShard, window: StateWindow, start: int, stop: int
+    ) -> tuple[CopyEvent, bool]:
+        """Launch one chunk. Return the event of its copy to the host, and whether it is published."""
+        inside = slice(start - window.start, stop - window.start)
+        buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
+        on_host = [part for buffer in buffers for part in buffer.tensors]
+        sources = [shard.gradient[start:stop], *on_host]
+        gradient, *on_device = memory.views_like(sources)
+        self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).wait_on_stream()
+        parts = iter(on_device)
+        master, *states = [buffer.like(parts) for buffer in buffers]
+        chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
+        self._tiler.step(_ShardRange(shard.store, start), gradient, shard.step, chunk, 0, stop - start, None)
+        is_published = shard.publisher.send_from_device(master.weight, start, stop, spare=gradient)
+        return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_published
+
+
+def _publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:
+    """Publish a chunk that is in host memory again."""
+    weight = window.master_in(start, stop).weight
+    if (memory := publisher.memory(start, stop)) is not None:
+        memory.copy_(weight)
+    publisher.send(weight, start, stop)

@@ -1,0 +1,310 @@
+"""The step of offloaded shards: which thread updates which shard, and who waits for it.
+
+[Note: the offloaded step]
+A shard whose master and states are in host memory or on NVMe is stepped by one of two threads, while the main thread
+goes on to the next forward:
+
+* The **host thread** updates shards on the CPU (`step_shard`), and all shards on NVMe.
+* The **stream thread** streams shards through the GPU (`gpu_stream.py`), if the plan assigns shards to it
+  ([Note: host and device step together]).
+
+Each shard is one task. It waits for the shard's gradient to arrive from the device, updates the shard chunk by chunk,
+and publishes each chunk as soon as it is updated; meanwhile gradients of later shards are copied to the host and
+parameters of earlier ones to the device. The next all-gather of a shard waits for its task (`ShardStore.finish_step`).
+With `delayed_host_step` the next step collects it instead (`collect`).
+
+The host sends the fp32 master, and the device casts it: two more bytes on the bus cost less than another pass over host
+memory, whose bandwidth bounds the host's step. All cores work on one tile together, which stays in their caches between
+the cast of its gradient and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from onefold.offload.bus import CopyEvent
+from onefold.offload.grad_shard import HostGrad
+from onefold.offload.offload_memory import OffloadMemory
+from onefold.offload.publish import LastUse, Publisher
+from onefold.offload.shard_store import ShardStore
+from onefold.optim.gpu_stream import GpuStream, StreamedShard
+from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
+from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
+from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
+from onefold.optim.pipeline import StateWindow, Windows, step_shard, whole_window
+from onefold.optim.tiles import Step, Tiler
+from onefold.plan import Plan, Tier
+from onefold.plan.memory import passes_device
+from onefold.recorder import Track, recorded
+
+# Elements of a tile if many cores work on it together.
+TILE = 1 << 22
+# Elements that are updated before they are published. Starting a smaller copy costs more than making it.
+CHUNK = 1 << 22
+
+_Result = TypeVar("_Result")
+
+
+class OffloadedStep:
+    """Steps the shards whose master and states are not on the device. See [Note: the offloaded step]."""
+
+    def __init__(
+        self, rules: Sequence[AnyRule], memory: OffloadMemory, stores: Sequence[ShardStore], plan: Plan
+    ) -> None:
+        size = TILE if torch.get_num_threads() > 2 else None
+        self._tiler = Tiler(rules, size)
+        self._matrices = MatrixTiler(rules, size) if any(isinstance(rule, MatrixRule) for rule in rules) else None
+        # The updates of whole matrices that the host computed from gradients, in the memory of these.
+        self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
+        self._memory, self._plan = memory, plan
+        # One stream for the stream thread, and one for the host thread, which streams shards on NVMe.
+        streams = [GpuStream(rules, memory.bus) if memory.bus.crosses else None for _ in range(2)]
+        self._stream, self._stream_of_nvme = streams
+        self._on_nvme = [store for store in stores if store.state_tier is Tier.NVME]
+        self.make_nvme_windows()
+        self._failed: BaseException | None = None
+        self._delays = plan.delays_host
+        self._late: list[tuple[ShardStore, Future[CopyEvent]]] = []
+        # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
+        self._tasks: list[Future[CopyEvent]] = []
+
+    def make_nvme_windows(self) -> None:
+        """Allocate the buffers for states on NVMe, large enough for the states that the shards have now."""
+        self._nvme = NvmeWindows(self._memory, self._on_nvme) if self._on_nvme else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a delayed step has not been collected."""
+        return bool(self._late)
+
+    def collect(self) -> None:
+        """In delayed mode, start using the parameters computed by the previous step."""
+        self.refuse_late_writes()
+        arrivals = []
+        for store, task in self._late:
+            task.result()
+            arrivals.append(store.sync_model_weight_from_master())
+        for arrival in arrivals:
+            arrival.synchronize()
+        self._late.clear()
+
+    def refuse_late_writes(self) -> None:
+        """Raise if a parameter was written in place while a delayed step computes its next value."""
+        written = ShardStore.written([store for store, _ in self._late])
+        if written:
+            names = ", ".join(sorted({store.unit for store in written}))
+            raise RuntimeError(
+                f"parameters of {names} were written in place after a step with onefold.delayed_host_step: the values "
+                "of that step arrive at the next one and would replace them. Write inside zero.GatheredParameters, "
+                "which collects the step first, or turn delayed_host_step off"
+            )
+
+    def wait(self) -> None:
+        """Block until the last step is complete, and raise if any of it failed. Any thread may call this."""
+        for task in list(self._tasks):
+            task.result()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"an earlier offloaded step failed ({type(self._failed).__name__}: {self._failed}), and some of its "
+                "states are stepped and some are not: load a checkpoint into a new engine"
+            ) from self._failed
+
+    # -- starting a step ----------------------------------------------------------------------------------------
+
+    def start(self, stores: Sequence[ShardStore], step: Step) -> None:
+        """Start the step for `stores`, in order.
+
+        Shards assigned to the host run on its thread; shards assigned to the GPU are streamed through it at the same
+        time.
+        """
+        self._check()
+        if self._delays:
+            for store in stores:
+                _gradient_of(store).wait()
+        tasks = []
+        last_use = self._memory.bus.now()
+        if self._nvme is not None:
+            for store in stores:
+                self._nvme.plan([store], STATES if store.spec.kept.as_matrices else ALL)
+        streamed: dict[ShardStore, _StreamTask] = {}
+        try:
+            for store in stores:
+                gradient = _gradient_of(store).value
+                assert gradient is not None
+                if store.spec.kept.as_matrices:
+                    self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
+                    continue
+                task: Future[CopyEvent]
+                if self._is_streamed(store) and store.state_tier is not Tier.NVME:
+                    streamed[store] = _StreamTask(gradient, task := Future())
+                else:
+                    task = self._submit("host step", store, self._step, store, gradient, step, last_use)
+                tasks.append(task)
+                if self._delays:
+                    self._late.append((store, task))
+                    _gradient_of(store).swap()
+                else:
+                    store.start_step(task)
+            self._tasks = tasks
+            if streamed:
+                self._memory.pass_worker.submit(self._stream_all, streamed, step, last_use)
+        except BaseException as error:  # an interrupt: no one may wait for tasks that were never submitted
+            self._failed = RuntimeError("the step was interrupted before all of it was started")
+            self._failed.__cause__ = error
+            for each in streamed.values():
+                each.fail(self._failed)
+            raise
+
+    def _submit(self, what: str, store: ShardStore, work: Callable[..., _Result], *given: Any) -> Future[_Result]:
+        """Run a task on the host thread. After an error, all later tasks fail."""
+
+        def attempt() -> _Result:
+            if self._failed is not None:
+                raise self._failed.with_traceback(None)
+            try:
+                with recorded(Track.STEP, what, store.unit, numel=store.stop - store.start, by_host=True):
+                    return work(*given)
+            except BaseException as error:
+                self._failed = error
+                raise
+
+        return self._memory.worker.submit(attempt)
+
+    # -- on the host thread -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> CopyEvent:
+        publisher = self._publisher(store, gradient, last_use)
+        if self._is_streamed(store):
+            assert self._stream_of_nvme is not None
+            shard = StreamedShard(store, gradient, publisher, step, last_use)
+            for window in self._windows(store):
+                self._stream_of_nvme.run(shard, window)
+                publisher.release()
+            return store.set_last_read(publisher.finish())
+        update = partial(self._tiler.step, store, gradient, step)
+        return store.set_last_read(step_shard(self._windows(store), update, publisher, CHUNK))
+
+    def _publisher(self, store: ShardStore, gradient: torch.Tensor, last_use: LastUse) -> Publisher:
+        """Wait until the shard may be updated, and return its publisher. A delayed step publishes when collected."""
+        if not self._delays:  # a delayed step has waited already, and the next gradient may be arriving now
+            _gradient_of(store).wait()
+        store.wait_for_master()
+        return Publisher() if self._delays else store.publisher(gradient, last_use)
+
+    def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
+        if self._nvme is not None and store.state_tier is Tier.NVME:
+            return self._nvme.windows(store)
+        return whole_window(store)
+
+    @contextmanager
+    def rewriting(self, stores: Sequence[ShardStore]) -> Iterator[Windows]:
+        """Yield a function that returns the windows of each of these shards, in order, to be changed by the caller."""
+        if self._nvme is not None:
+            self._nvme.plan(stores, ALL)
+        try:
+            yield self._windows
+        except BaseException:
+            if self._nvme is not None:
+                self._nvme.abandon()
+            raise
+
+    # -- on the stream thread -----------------------------------------------------------------------------------
+
+    def _is_streamed(self, store: ShardStore) -> bool:
+        return self._stream is not None and passes_device(self._plan, store.spec)
+
+    @torch.no_grad()
+    def _stream_all(self, tasks: Mapping[ShardStore, _StreamTask], step: Step, last_use: LastUse) -> None:
+        assert self._stream is not None
+        try:
+            for store, (gradient, task) in tasks.items():
+                if self._failed is not None:
+                    raise self._failed.with_traceback(None)
+                with recorded(Track.STEP, "device step", store.unit, numel=store.stop - store.start, by_host=True):
+                    publisher = self._publisher(store, gradient, last_use)
+                    shard = StreamedShard(store, gradient, publisher, step, last_use)
+                    for window in whole_window(store):
+                        self._stream.start(shard, window, partial(_complete, store, publisher, task))
+            self._stream.finish()
+        except BaseException as error:
+            self._failed = self._failed or error
+            self._stream.abandon()
+            for each in tasks.values():
+                each.fail(self._failed)
+
+    # -- whole matrices: two passes of the pipeline, with an exchange between ranks in between --------------------
+
+    @torch.no_grad()
+    def _prepare(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        """Update the states with the gradient, and return the update of the matrices, in the gradient's memory."""
+        assert self._matrices is not None
+        _gradient_of(store).wait()
+        update = gradient.view(WIRE)[: store.stop - store.start]
+        step_shard(
+            self._windows(store), partial(self._matrices.prepare, store, gradient, update, step), publisher=Publisher()
+        )
+        return update
+
+    def prepared(self, store: ShardStore) -> torch.Tensor:
+        """Return the update of a shard's matrices on the device, on the caller's stream."""
+        on_host = self._prepared[store].result()
+        update = torch.empty(on_host.shape, dtype=on_host.dtype, device=store.device)
+        self._memory.bus.up(on_host, update).wait_on_stream()
+        return update
+
+    def start_finish(self, part: TravellingMatrices, step: Step) -> None:
+        """Copy the exchanged update to the host, and start the update of the master with it."""
+        store = part.store
+        on_host = self._prepared.pop(store).result()
+        arrival = self._memory.bus.down(part.update, on_host)
+        last_use = self._memory.bus.now()
+        task = self._submit("host step", store, self._finish, part, on_host, arrival, step, last_use)
+        self._tasks.append(task)
+        store.start_step(task)
+
+    @torch.no_grad()
+    def _finish(
+        self, part: TravellingMatrices, on_host: torch.Tensor, arrival: CopyEvent, step: Step, last_use: LastUse
+    ) -> CopyEvent:
+        assert self._matrices is not None
+        arrival.synchronize()
+        store = part.store
+        store.wait_for_master()
+        # Weights on their way to NVMe overwrite the update that they were computed from, which has the same size.
+        publisher = store.publisher(on_host, last_use)
+        if self._nvme is not None:
+            self._nvme.plan([store], MASTERS)
+        update = partial(self._matrices.finish, replace(part, update=on_host), step)
+        return store.set_last_read(step_shard(self._windows(store), update, publisher, CHUNK))
+
+
+class _StreamTask(NamedTuple):
+    """A shard that the stream thread steps."""
+
+    gradient: torch.Tensor
+    result: Future[CopyEvent]
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # it is complete
+            self.result.set_exception(error)
+
+
+def _complete(store: ShardStore, publisher: Publisher, task: Future[CopyEvent]) -> None:
+    with suppress(InvalidStateError):  # an interrupt has failed it already
+        task.set_result(store.set_last_read(publisher.finish()))
+
+
+def _gradient_of(store: ShardStore) -> HostGrad:
+    assert isinstance(store.grad, HostGrad)
+    return store.grad
