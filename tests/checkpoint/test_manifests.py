@@ -568,7 +568,7 @@ def save_badly(folder: str) -> list[str]:
 def test_a_client_state_that_is_no_dict_is_refused_by_its_name(on_ranks: OnRanks, tmp_path: Path) -> None:
     for number, found in enumerate(on_ranks(2, save_badly, str(tmp_path))):
         for told, kind in zip(found, ("list", "list", "str", "int"), strict=True):
-            assert f"client_state must be a dict, or None, not a {kind}" in told
+            assert f"client_state must be a dict or None, not a {kind}" in told
             assert told.startswith("ClientStateError" if number == 0 else "SaveError")
     assert [path.parent.name for path in tmp_path.glob("*/manifest.json")] == ["good"]
 

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 import onefold
+from onefold.compat import deepspeed
 from onefold.compat.parameters import install
 from onefold.runtime import handle_of, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -96,6 +97,11 @@ def build_sharded(kind: str, settings: dict[str, Any], seed: int = 5, **more: An
     torch.manual_seed(seed)
     with onefold.zero.Init(config_dict_or_path=settings):
         return class_of(kind)(settings_of(kind, **more)).train()
+
+
+def start_as_deepspeed(model: Any, settings: dict[str, Any]) -> Any:
+    """An engine with the methods that accelerate calls."""
+    return deepspeed.initialize(model=model, config={"log_level": "warning", **settings})[0]
 
 
 def tokens(num: int, seed: int = 0, size: int = 4, length: int = 9) -> list[torch.Tensor]:
@@ -349,7 +355,8 @@ def test_gradient_checkpointing_changes_no_bit(on_ranks, kind, reentrant):
 @limited
 def saved(folder: str, kind: str, stage: int, way: str) -> dict[str, bool]:
     settings = config(stage, **precision("bf16"))
-    engine = start(build_sharded(kind, settings) if stage == 3 else build(kind), settings)
+    begin = start_as_deepspeed if way == "accelerate" else start
+    engine = begin(build_sharded(kind, settings) if stage == 3 else build(kind), settings)
     train(engine, 1)
     model: Any = engine.module
     expected = weights_of(model)
@@ -647,7 +654,8 @@ def adapter_saved(folder: str, way: str) -> tuple[bool, bool, bool]:
     import peft
 
     settings = config(3)
-    engine = start(adapted(build_sharded("llama", settings)), settings)
+    begin = start_as_deepspeed if way == "consolidated" else start
+    engine = begin(adapted(build_sharded("llama", settings)), settings)
     train(engine)
     model: Any = engine.module
     x = tokens(1, seed=3)[0]
