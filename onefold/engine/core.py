@@ -107,7 +107,7 @@ class Engine(nn.Module):
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
             self.optimizer = self.optimizer_class(step, decision.loss_scale, drop)
             self.optimizer.engine = weakref.ref(self)
-        handles = [ParamHandle.of_unit(unit, schedule, self.ledger, self) for unit in units]
+        handles = [ParamHandle.of_unit(unit, self.ledger, self) for unit in units]
         # After a step that overlaps with what comes next, parameters may be on their way: from ranks, or from the host.
         arrives = group.size > 1 or any(param.store.steps_on_host for param in schedule.trained_params())
         watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
