@@ -28,7 +28,7 @@ class ModelEvents:
         self.engine = engine
         """The engine, for callers that keep it alive."""
         self._scaled_backward: weakref.ref[Callable[[], None]] | None = None
-        self.handles = [ParamHandle.of_unit(unit, state.schedule, ledger, self) for unit in state.schedule.units]
+        self.handles = [ParamHandle.of_unit(unit, ledger, self) for unit in state.schedule.units]
         # After a step that overlaps with the next forward, parameters may be in flight from other ranks or the host.
         plan, schedule = state.plan, state.schedule
         arrives = state.group.size > 1 or any(param.store.is_offloaded for param in schedule.trained_params())

@@ -18,6 +18,8 @@ from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.pool import Pool
 from onefold.recorder import Recorder, Span, Track, carrying, recorded
 
+Callback = Callable[[], None]
+
 
 @dataclass
 class PendingCollective:
@@ -29,9 +31,9 @@ class PendingCollective:
     num_elements: int
     span: Span | None
     """Span of the timeline, if one is recorded."""
-    on_finish: Callable[[], None]
+    on_finish: Callback
     """Called when the collective has finished."""
-    before_wait: Callable[[], None] | None = None
+    before_wait: Callback | None = None
     """Called before the collective is waited for. If it raises, the collective stays in flight."""
 
 
@@ -57,10 +59,9 @@ class InFlightCollectives:
         self,
         names: list[str],
         prepare: Callable[[], list[AllGatherOp]],
-        *,
         num_elements: int,
         wire: Wire,
-        on_finish: Callable[[], None],
+        on_finish: Callback,
     ) -> None:
         """Launch an all-gather. `prepare` allocates and returns its tensors."""
         span = self._span(Track.GATHERS, "unshard", names, num_elements, self._plan.parameters.tier, wire)
@@ -80,12 +81,7 @@ class InFlightCollectives:
     # -- reduce-scatters of gradients ---------------------------------------------------------------------------
 
     def enqueue_reduce_scatter(
-        self,
-        names: list[str],
-        prepare: Callable[[], list[Reduction]],
-        *,
-        num_elements: int,
-        on_finish: Callable[[], None],
+        self, names: list[str], prepare: Callable[[], list[Reduction]], num_elements: int, on_finish: Callback
     ) -> None:
         """Launch a reduce-scatter, after the limits on what is in flight allow it. `prepare` returns its tensors."""
         while len(self.reductions) >= REDUCTIONS_IN_FLIGHT:
@@ -116,12 +112,7 @@ class InFlightCollectives:
     # -- all-gathers of updated parameters ----------------------------------------------------------------------
 
     def enqueue_update(
-        self,
-        names: list[str],
-        prepare: Callable[[], list[AllGatherOp]],
-        *,
-        num_elements: int,
-        on_finish: Callable[[], None],
+        self, names: list[str], prepare: Callable[[], list[AllGatherOp]], num_elements: int, on_finish: Callback
     ) -> None:
         """Launch the all-gather of updated parameters, after the limit on what is in flight allows it."""
         _make_room(self.updates, num_elements, self._plan.gather_bucket, self.finish_update)
@@ -132,12 +123,7 @@ class InFlightCollectives:
         self.updates.append(PendingCollective(names, pending, num_elements, span, on_finish))
 
     def enqueue_local_update(
-        self,
-        names: list[str],
-        wait_for_step: Callable[[], None],
-        *,
-        num_elements: int,
-        on_finish: Callable[[], None],
+        self, names: list[str], wait_for_step: Callback, num_elements: int, on_finish: Callback
     ) -> None:
         """Queue an update of a single rank, which needs no collective: `wait_for_step` waits for the host."""
         span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
@@ -185,7 +171,7 @@ class InFlightCollectives:
             self.collective.start_gather([AllGatherOp(numbers, mine)]).finish()
         return numbers
 
-    def start_exchange(self, what: str, units: list[str], exchanges: list[PeerExchange]) -> Callable[[], None]:
+    def start_exchange(self, what: str, units: list[str], exchanges: list[PeerExchange]) -> Callback:
         """Start a pairwise exchange of tensors during a step, and return a function that waits for it.
 
         All ranks call this in the same order.
@@ -234,7 +220,7 @@ def _nothing() -> None:
     pass
 
 
-def _make_room(pending: deque[PendingCollective], incoming: int, limit: int, finish: Callable[[], None]) -> None:
+def _make_room(pending: deque[PendingCollective], incoming: int, limit: int, finish: Callback) -> None:
     """Finish collectives until another one fits within the limit. One is always allowed."""
     while pending and sum(collective.num_elements for collective in pending) + incoming > limit:
         finish()

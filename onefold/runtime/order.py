@@ -268,9 +268,9 @@ class Order:
 
     # -- negotiating --------------------------------------------------------------------------------------------
 
-    def synchronize(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
-        """Synchronize with all ranks, and return up to four numbers of each of them."""
-        return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(request, 0, numbers)]
+    def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]:
+        """Synchronize with all ranks, and return up to four numbers of each of them. `request` is a `Request`."""
+        return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(Request(request), 0, numbers)]
 
     def _negotiate(self, request: Request, value: int, own: Sequence[int] = ()) -> list[list[int]]:
         """Gather what ranks request, and reduce units that are ready on all, until this rank's request is granted."""

@@ -27,11 +27,10 @@ from onefold.runtime.parameter_proxy import (
     set_proxy_class,
     set_raw_grad,
 )
-from onefold.runtime.schedule import Schedule
 from onefold.runtime.sharded_operation import run_on_sharded
 from onefold.runtime.torch_internals import inside_backward
 from onefold.runtime.unit import Unit
-from onefold.runtime.unit_state import ParameterState
+from onefold.runtime.unit_state import ParameterState, UnitContext
 
 _next_number = 0
 
@@ -79,9 +78,8 @@ class ParamHandle:
         self.is_new = True
         self.collective = collective
         self.ledger = ledger
-        # Weak, because the engine owns them and a handle must not keep them alive.
+        # Weak, because the engine owns the unit and a handle must not keep it alive.
         self._unit: weakref.ref[Unit] | None = None
-        self._schedule: weakref.ref[Schedule] | None = None
         self._owner: weakref.ref[Owner] | None = None
         self._params: list[FlatParam] | None = list(params)
         self._members = {
@@ -96,11 +94,10 @@ class ParamHandle:
         self._notify()
 
     @staticmethod
-    def of_unit(unit: Unit, schedule: Schedule, ledger: Ledger, owner: Owner) -> ParamHandle:
+    def of_unit(unit: Unit, ledger: Ledger, owner: Owner) -> ParamHandle:
         """Make the handle of a unit of a live engine."""
-        handle = ParamHandle(unit.params, schedule.in_flight.collective, ledger)
-        handle._unit, handle._schedule = weakref.ref(unit), weakref.ref(schedule)
-        handle._params, handle._owner = None, weakref.ref(owner)
+        handle = ParamHandle(unit.params, unit.context.in_flight.collective, ledger)
+        handle._unit, handle._params, handle._owner = weakref.ref(unit), None, weakref.ref(owner)
         handle.is_new = False
         return handle
 
@@ -121,9 +118,9 @@ class ParamHandle:
         return self._unit() if self._unit is not None else None
 
     @property
-    def schedule(self) -> Schedule | None:
-        """The schedule of a live engine."""
-        return self._schedule() if self._schedule is not None else None
+    def _context(self) -> UnitContext | None:
+        unit = self.unit
+        return unit.context if unit is not None else None
 
     @property
     def params(self) -> list[FlatParam]:
@@ -144,8 +141,7 @@ class ParamHandle:
 
     def stand_alone(self) -> None:
         """Take over sharded parameters when the engine is destroyed. Others become plain Parameters."""
-        params = self.params
-        self._unit = self._schedule = self._owner = None
+        params, self._unit, self._owner = self.params, None, None
         for param in params:
             param.forget_training()
         if all(param.stays_unsharded for param in params):
@@ -201,9 +197,9 @@ class ParamHandle:
 
     def check_present(self) -> None:
         """Raise while the engine's weights are off the device."""
-        schedule = self.schedule
-        if schedule is not None:
-            schedule.check_present()
+        context = self._context
+        if context is not None:
+            context.check_present()
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter in its layout."""
@@ -213,8 +209,8 @@ class ParamHandle:
     @property
     def in_pass(self) -> bool:
         """Whether the engine is in a pass, so that all ranks can unshard together."""
-        schedule = self.schedule
-        return schedule is not None and schedule.in_pass
+        context = self._context
+        return context is not None and context.in_pass
 
     def operate(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharded: list[nn.Parameter]
@@ -313,7 +309,7 @@ class ParamHandle:
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Handle `p.grad = value`: None discards the engine's gradient, any other value raises."""
         param, index = self.place_of(parameter)
-        schedule = self.schedule
+        unit = self.unit
         # Autograd has just accumulated it. This is a user hook, which runs before ours and may change the gradient.
         is_new = inside_backward() and raw_grad(parameter) is not None
         if value is not None and param.trainable and self.owner is not None and not is_new:
@@ -322,9 +318,9 @@ class ParamHandle:
                 "backward and step with onefold.utils.safe_set_full_grad(parameter, value)."
             )
         set_raw_grad(parameter, value)
-        if value is not None or not param.trainable or schedule is None:
+        if value is not None or not param.trainable or unit is None:
             return
-        if inside_backward() and (is_new or schedule.in_backward):
+        if inside_backward() and (is_new or unit.context.in_backward):
             param.grad.drops_at_end.add(index)
         else:
             param.grad.drop_of_parameter(index)
@@ -370,16 +366,16 @@ class ParamHandle:
 
     def synchronize(self, request: Request, numbers: Sequence[int]) -> list[list[int]]:
         """Synchronize all ranks, and return the numbers of each."""
-        schedule = self.schedule
-        if schedule is not None:
-            return schedule.order.synchronize(request, numbers)
+        context = self._context
+        if context is not None:
+            return context.order.synchronize(request, numbers)
         return self._agreement.synchronize("GatheredParameters", numbers)
 
     @property
     def _agreement(self) -> Agreement:
-        schedule = self.schedule
-        if schedule is not None:
-            return schedule.agreement
+        context = self._context
+        if context is not None:
+            return context.order.agreement
         return Agreement(self.collective.group, self.ledger)
 
     def take_values_of(self, rank: int, agreement: Agreement | None = None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from itertools import count
 from typing import Protocol
 
+from onefold.comm import Agreement
 from onefold.plan import Moment, Plan
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives
@@ -70,6 +71,7 @@ class CollectiveOrder(Protocol):
 
     open: bool
     """Whether a pass is under way."""
+    agreement: Agreement
 
     def begin(self, *, forward: bool) -> None:
         """Begin a pass."""
@@ -85,6 +87,9 @@ class CollectiveOrder(Protocol):
 
     def gradients_ready(self, unit: int) -> None:
         """Launch reduce-scatters, after a unit has received all its gradients on this rank."""
+
+    def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]:
+        """Synchronize with all ranks, and return up to four numbers of each of them."""
 
     def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
         """Return whether all ranks still have the unit's values of the last `GatheredParameters`."""
