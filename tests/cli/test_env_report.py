@@ -39,4 +39,4 @@ def test_the_table_says_the_same(capsys, monkeypatch):
 
 def test_an_argument_that_nobody_knows_is_told(capsys):
     assert env_report.main(["--yaml"]) == 2
-    assert "unknown argument --yaml; there is only --json" in capsys.readouterr().err
+    assert "unknown argument --yaml. Only --json is known." in capsys.readouterr().err

@@ -184,14 +184,14 @@ def test_the_allocator_splits_reuses_and_joins_blocks():
     allocator.allocate("a", 5 * mib)
     assert (allocator.allocated, allocator.reserved) == (5 * mib, 20 * mib)
     allocator.allocate("b", 14 * mib + mib // 2)  # out of the rest, of which half a MiB is not worth splitting off
-    assert (allocator.allocated, allocator.asked) == (20 * mib, 19 * mib + mib // 2)
+    assert (allocator.allocated, allocator.requested) == (20 * mib, 19 * mib + mib // 2)
     assert allocator.reserved == 20 * mib
     allocator.free("a")
     allocator.allocate("c", 19 * mib + mib // 2)  # larger than what is free: a segment of its own
     assert (allocator.allocated, allocator.reserved) == (35 * mib, 40 * mib)
     allocator.free("b")
     allocator.free("c")
-    assert (allocator.allocated, allocator.asked, allocator.reserved) == (0, 0, 40 * mib)
+    assert (allocator.allocated, allocator.requested, allocator.reserved) == (0, 0, 40 * mib)
     allocator.allocate("whole", 20 * mib)  # neighbours have joined
     assert (allocator.allocated, allocator.reserved) == (20 * mib, 40 * mib)
     allocator.free("whole")
@@ -211,7 +211,7 @@ def test_the_allocator_never_loses_a_byte():
         else:
             allocator.allocate(number, size)
             live[number] = size
-        assert allocator.asked == sum(live.values()) <= allocator.allocated <= allocator.reserved
+        assert allocator.requested == sum(live.values()) <= allocator.allocated <= allocator.reserved
     for key in live:
         allocator.free(key)
     assert allocator.allocated == 0
@@ -484,8 +484,8 @@ def test_small_models_are_shown_in_mb(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--params", "7e9", "--machine", "8xZ100"], "known are"),
-        (["--params", "7e9", "--machine", "8*A100"], "known are"),
+        (["--params", "7e9", "--machine", "8xZ100"], "Known GPUs are"),
+        (["--params", "7e9", "--machine", "8*A100"], "Known GPUs are"),
         (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
         (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
         (["--params", "7e30", "--machine", "H100"], "--params 7e30: is too large"),
@@ -504,7 +504,7 @@ def test_small_models_are_shown_in_mb(capsys):
         (["--model", "test_estimate:nothing", "--machine", "H100"], "test_estimate"),
         (["--model", "test_estimate:broken", "--machine", "H100"], "the model cannot be built (KeyError: 'no model')"),
         (["--model", "25m", "--machine", "H100", "--seq", "4096"], "knows 256 positions"),
-        (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora goes with models of transformers"),
+        (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora needs a model of transformers"),
         (["--model", "llama-7b", "--machine", "H100", "--lora", "0"], "--lora 0: must be above 0"),
     ],
 )
@@ -553,7 +553,7 @@ def test_a_config_that_is_wrong_is_told_by_its_file(text, says, tmp_path, capsys
 
 def test_files_that_are_no_model_are_told(tmp_path, capsys):
     (tmp_path / "notes.json").write_text("{}")
-    for model, says in ((tmp_path, "holds neither a config.json"), (tmp_path / "notes.json", "it has no model_type")):
+    for model, says in ((tmp_path, "holds neither a config.json"), (tmp_path / "notes.json", "has no model_type")):
         assert main(["plan", "--model", str(model), "--machine", "H100"]) == 2
         assert says in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What `onefold compare` does: run the same job in several settings, and say which to take."""
+"""Run `onefold compare`: run the same job in several settings, and recommend one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from onefold.tools.train.options import TrainOptions, check_inputs, prepare_conf
 
 @fails_on(OSError)
 def compare(options: argparse.Namespace) -> int:
+    """Run `onefold compare`."""
     check_inputs(train_options(options))
     settings = split_settings(options.stages, options.nvme_path)
     import torch
 
     if options.largest_batch and not torch.cuda.is_available():
-        raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
+        raise UsageError("--largest-batch needs GPUs: on a CPU it could exhaust the memory of this machine")
     job, micro_batch = job_of(options)
     found: list[Trial] = []
     with progress_bar("compare", in_bytes=False, in_lines=True) as tell:
-        # Round by round, so that a machine that is busy for a while is so for all settings.
+        # Rounds alternate between settings, so that other load on the machine affects all of them.
         total = len(settings) * options.rounds
         for place, setting in enumerate(settings):
             tell(f"{setting.name}, round 1 of {options.rounds}", place, total)
@@ -53,13 +54,13 @@ def compare(options: argparse.Namespace) -> int:
         show(found)
         print(f"\n{facts['recommendation']}\n")
         plot = draw(found, job.folder)
-        print(f"plot: {plot}" if plot else "no plot: it needs matplotlib (pip install 'onefold[plots]')")
+        print(f"plot: {plot}" if plot else "no plot: install matplotlib (pip install 'onefold[plots]')")
         print(f"logs, records and compare.json in {job.folder}")
     return 0 if any(each.outcome == "done" for each in found) else 1
 
 
 def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
-    """What all runs share, and the micro-batch that was asked for."""
+    """Return the job of all runs, and the micro-batch."""
     flags: list[str] = []
     for name in ("preset", "model", "lora", "sequence_length"):
         value = getattr(options, name)
@@ -76,6 +77,7 @@ def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
 
 
 def train_options(options: argparse.Namespace) -> TrainOptions:
+    """Return the options for `onefold train`."""
     return TrainOptions(
         config=options.config,
         preset=options.preset or TrainOptions.preset,
@@ -119,35 +121,34 @@ def show(found: Sequence[Trial]) -> None:
     heads = ("stage", ">s/step", ">min..max", ">samples/s", ">peak", ">sent/step", ">last loss", "")
     rounds = max((len(trial.rounds) for trial in found), default=0)
     over = f"median and spread of {rounds} rounds" if rounds > 1 else "median and spread of the steps of one round"
-    print_table(heads, rows, f"the first rank, without its first steps: {over}")
+    print_table(heads, rows, f"Measurements of rank 0 without the first steps: {over}")
 
 
 def recommend(found: Sequence[Trial]) -> str:
-    """Name the fastest setting that ran; of those that the noise does not tell from it, the smallest."""
+    """Recommend the fastest setting; among those within the noise, the one with the least memory."""
     done = [trial for trial in found if trial.outcome == "done"]
     if not done:
-        return f"None of these runs: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
+        return f"No setting ran: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
     fastest = min(done, key=lambda trial: trial.step_seconds)
     close = [trial for trial in done if trial.spread[0] <= fastest.spread[1]]
     best = min(close, key=lambda trial: trial.peak)
-    text = f"Take {best.setting.name}: {best.step_seconds:.3f} s/step and {format_bytes(best.peak)} at the peak"
+    text = f"Use {best.setting.name}: {best.step_seconds:.3f} s/step and {format_bytes(best.peak)} at peak"
     if len(close) > 1:
         names = ", ".join(trial.setting.name for trial in close)
-        text += f". There is no difference in speed beyond the noise between {names}; {best.setting.name} takes the "
-        text += "least memory of them"
+        text += f". The speeds of {names} do not differ beyond the noise; {best.setting.name} takes the least memory"
     others = [trial for trial in done if trial is not best]
     if others:
         smallest = min(others, key=lambda trial: trial.peak)
         if smallest.peak < best.peak * 0.97:
             less, longer = format_bytes(best.peak - smallest.peak), smallest.step_seconds / best.step_seconds
-            text += f". Where memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
+            text += f". If memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
     lost = [trial.setting.name for trial in found if trial.outcome == "out of memory"]
     if lost:
         text += f". Out of memory: {', '.join(lost)}"
     losses = {trial.steps[-1].loss for trial in done}
     if len(done) > 1:
         same = len(losses) == 1
-        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not explain"
+        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not cause"
     return f"{text}."
 
 

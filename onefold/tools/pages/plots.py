@@ -1,4 +1,4 @@
-"""The charts of a run as PNG files, by matplotlib where that is installed."""
+"""Write the charts of a run as PNG files, with matplotlib."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SCALES = {"number": (1.0, ""), "bytes": (1e-6, " (MB)"), "seconds": (1000.0, " 
 
 
 def write_pngs(run: RunFile, folder: Path) -> list[Path]:
-    """One file a chart: report-loss.png and so on."""
+    """Write one file for each chart: report-loss.png and so on."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise RunFileError(
-            "--png needs matplotlib, which is not installed here: pip install 'onefold[plots]'; the page is written "
-            "without it"
+            "--png needs matplotlib, which is not installed. Run pip install 'onefold[plots]'; the page is written "
+            "without it."
         ) from None
     written = []
     for chart in charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device"))):
         figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
+        FigureCanvasAgg(figure)  # without pyplot, which has global state
         _draw(figure.subplots(), chart)
         path = folder / f"report-{chart.name}.png"
         figure.savefig(path)
@@ -59,5 +59,5 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _scaled(value: float | None, factor: float) -> float:
-    """What is not there, or not finite, is a gap."""
+    """Return a scaled value, or NaN for a gap."""
     return value * factor if value is not None and math.isfinite(value) else math.nan

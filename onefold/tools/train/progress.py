@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress while it trains, then a summary, metrics.jsonl and the loss curve."""
+"""Output of `onefold train`: progress, then a summary, metrics.jsonl and the loss curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_CURVE = "no loss curve: it needs matplotlib, which `pip install 'onefold[plot
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, as it is shown and as it goes into metrics.jsonl."""
+    """The metrics of one optimizer step, a line of metrics.jsonl."""
 
     step: int
     loss: float
@@ -31,18 +31,18 @@ class StepMetrics:
     grad_norm: float
     tokens_per_second: float
     memory_bytes: int
-    """Of this rank, now: GPU memory on a GPU, resident memory on a CPU."""
+    """Current memory of this rank: GPU memory, or resident memory on a CPU."""
     seconds: float
-    """Since training began."""
+    """Seconds since training began."""
     held_out_loss: float | None = None
-    """After this step, where --eval-every asks for it."""
+    """The held-out loss after this step, with --eval-every."""
 
 
-# -- while it trains -------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 class Progress:
-    """Entered once, told of every step and of what else there is to say. This one is silent, for all other ranks."""
+    """A context that is called with every step and message. This class prints nothing, for all ranks but the first."""
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,7 @@ class Progress:
 
 
 class LineProgress(Progress):
-    """For logs and pipes: about twenty lines a run, the first and the last step among them."""
+    """Progress for logs and pipes: about twenty lines, with the first and the last step."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -86,7 +86,7 @@ class _Bar(RichProgress):
 
 
 class LiveProgress(Progress):
-    """For terminals: a bar, and under it the last step's figures."""
+    """Progress for terminals: a bar, with the metrics of the last step below."""
 
     def __init__(self, num_steps: int) -> None:
         self._bar = _Bar(
@@ -117,7 +117,7 @@ class LiveProgress(Progress):
 
 
 def make_progress(num_steps: int, *, shows: bool) -> Progress:
-    """`shows`: whether this rank shows anything at all."""
+    """Return the progress of this rank. `shows`: whether it prints anything."""
     if not shows:
         return Progress()
     return LiveProgress(num_steps) if sys.stdout.isatty() else LineProgress(num_steps)
@@ -128,16 +128,16 @@ def format_seconds(value: float) -> str:
     return f"{minutes}:{seconds:02d}"
 
 
-# -- when it has ended -----------------------------------------------------------------------------------------------
+# -- summary ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in a dozen figures."""
+    """The main figures of a run."""
 
     model: str
     unit: str
-    """What the loss is of: a byte or a token."""
+    """The unit of the loss: byte or token."""
     num_parameters: int
     num_ranks: int
     device: str
@@ -146,7 +146,7 @@ class Summary:
     steps_asked: int
     steps_done: int
     stopped: bool
-    """Whether Ctrl-C ended it before its last step."""
+    """Whether Ctrl-C ended the run before its last step."""
     seconds: float
     first_loss: float
     last_loss: float
@@ -154,12 +154,12 @@ class Summary:
     tokens_per_second: float
     peak_bytes_per_rank: tuple[int, ...]
     traffic: tuple[Row, ...]
-    """What rank 0 sent."""
+    """Traffic of rank 0."""
     bytes_by_stage: dict[str, int]
-    """Model states of one rank, as each ZeRO stage would have held them at the end of a backward."""
+    """Bytes of model states per rank in each ZeRO stage, at the end of backward."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table, top to bottom."""
+        """Return the rows of the summary."""
         steps = f"{self.steps_done} of {self.steps_asked}"
         peaks = ", ".join(format_bytes(value) for value in self.peak_bytes_per_rank)
         states = ", ".join(f"{stage} {format_bytes(value)}" for stage, value in self.bytes_by_stage.items())
@@ -183,7 +183,7 @@ def _sent(row: Row) -> str:
 
 
 def show(summary: Summary) -> None:
-    """Print the table."""
+    """Print the summary."""
     table = Table(show_header=False, title="Summary", title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -193,7 +193,7 @@ def show(summary: Summary) -> None:
 
 
 def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
-    """metrics.jsonl, summary.json and the loss curve into `folder`; the curve's path, None without matplotlib."""
+    """Write metrics.jsonl, summary.json and the loss curve. Return the curve's path, or None without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
@@ -208,7 +208,7 @@ def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> P
         return None
     done = [step.step for step in steps]
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
+    FigureCanvasAgg(figure)  # without pyplot, which has global state
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     figure.suptitle(f"{summary.model}, {summary.num_parameters / 1e6:,.1f}M parameters, {summary.num_ranks} ranks")
 
@@ -234,6 +234,6 @@ def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> P
 
 
 def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
-    """The mean of each value and of up to `reach` on either side: no lag behind what it smooths."""
+    """Return a centred moving average over up to `reach` values on either side."""
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
