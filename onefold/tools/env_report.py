@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -61,19 +60,6 @@ def report_environment(options: argparse.Namespace) -> int:
     else:
         render(report)
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `python -m onefold.env_report`."""
-    asked = list(sys.argv[1:] if arguments is None else arguments)
-    unknown = [argument for argument in asked if argument not in ("--json", "-h", "--help")]
-    if unknown:
-        print(f"onefold: unknown argument {unknown[0]}. Only --json is known.", file=sys.stderr)
-        return 2
-    if "-h" in asked or "--help" in asked:
-        print(f"{__doc__}\n\n  --json    print JSON")
-        return 0
-    return report_environment(argparse.Namespace(json="--json" in asked))
 
 
 def _versions() -> Section:
@@ -183,7 +169,3 @@ def _read(path: str | Path) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -412,7 +412,7 @@ def test_the_whole_batch_of_a_config_is_kept(tmp_path, capsys):
     assert 4 * chosen.train_micro_batch_size_per_gpu * chosen.gradient_accumulation_steps == 48
     given.write_text(json.dumps({"train_batch_size": 50, "train_micro_batch_size_per_gpu": 25}))
     assert main(["plan", "--params", "1e9", "--machine", "4xA100", "--config", str(given)]) == 2
-    assert "train_batch_size 50 is no multiple" in capsys.readouterr().err
+    assert "train_batch_size 50 is not a multiple" in capsys.readouterr().err
 
 
 def test_the_command_as_json_and_from_a_number(capsys):
@@ -486,7 +486,7 @@ def test_small_models_are_shown_in_mb(capsys):
     [
         (["--params", "7e9", "--machine", "8xZ100"], "Known GPUs are"),
         (["--params", "7e9", "--machine", "8*A100"], "Known GPUs are"),
-        (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
+        (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a model with a forward"),
         (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
         (["--params", "7e30", "--machine", "H100"], "--params 7e30: is too large"),
         (["--params", "nan", "--machine", "H100"], "--params nan: must be above 0"),
@@ -496,14 +496,14 @@ def test_small_models_are_shown_in_mb(capsys):
         (["--params", "7B", "--machine", "H100", "--nvme=-1"], "--nvme -1: must be 0 or more"),
         (["--params", "7B", "--machine", "H100", "--link", "50Gb/s"], "write a number with a unit, as in 50GB/s"),
         (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: is too large"),
-        (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs: at most 65,536"),
-        (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "a file cannot be written there"),
+        (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs are too many. Give at most 65,536"),
+        (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "the file cannot be written"),
         (["--params", "7B", "--machine", "H100", "--config", "/dev/zero"], "so it is not a config"),
         (["--model", "nowhere", "--machine", "H100"], "no such file or folder"),
         (["--model", "/dev/zero", "--machine", "H100"], "it is a device, not a regular file"),
         (["--model", "test_estimate:nothing", "--machine", "H100"], "test_estimate"),
         (["--model", "test_estimate:broken", "--machine", "H100"], "the model cannot be built (KeyError: 'no model')"),
-        (["--model", "25m", "--machine", "H100", "--seq", "4096"], "knows 256 positions"),
+        (["--model", "25m", "--machine", "H100", "--seq", "4096"], "has 256 positions"),
         (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora needs a model of transformers"),
         (["--model", "llama-7b", "--machine", "H100", "--lora", "0"], "--lora 0: must be above 0"),
     ],

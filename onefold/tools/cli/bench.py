@@ -75,9 +75,10 @@ def _check(options: argparse.Namespace) -> list[str]:
 
 
 def _lines(measured: Measured, *, is_fresh: bool) -> Iterator[tuple[str, str]]:
+    threads = measured.num_threads
     yield "host", f"{measured.host}, {measured.host_free_bytes / 1e9:.1f} GB of memory available"
     yield "host copy", f"{measured.host_copy:.1f} GB/s"
-    yield "host Adam", f"{measured.adam / 1e9:.3f} billion parameters/s on {_threads(measured.num_threads)}"
+    yield "host Adam", f"{measured.adam / 1e9:.3f} billion parameters/s on {threads} thread{'s' * (threads > 1)}"
     if measured.products is not None and measured.launch is not None:
         yield "matmul", f"{measured.products / 1e12:.2f} TFLOP/s"
         yield "op launch", f"{measured.launch * 1e6:.1f} us of overhead"
@@ -97,10 +98,6 @@ def _lines(measured: Measured, *, is_fresh: bool) -> Iterator[tuple[str, str]]:
         yield "", f"measured {disk.when}; --path measures it again"
     if not disk.direct:
         yield "", "NOT the drive: without O_DIRECT these are rates of the page cache"
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'s' * (number > 1)}"
 
 
 def _show_costs(costs: Sequence[Cost], measured: Measured, num_parameters: float) -> None:

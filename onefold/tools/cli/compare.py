@@ -14,6 +14,7 @@ from onefold.log import format_bytes
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
 from onefold.tools.cli.trials import Trial, TrialJob, split_settings
 from onefold.tools.cli.usage import CPU_RANKS, UsageError
+from onefold.tools.pages.plots import new_figure
 from onefold.tools.train.options import TrainOptions, check_inputs, prepare_config
 
 
@@ -89,7 +90,7 @@ def train_options(options: argparse.Namespace) -> TrainOptions:
 
 
 def _facts(trial: Trial) -> dict[str, Any]:
-    found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "said": trial.said}
+    found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "message": trial.message}
     if trial.outcome == "done":
         found |= {
             "step_seconds": trial.step_seconds,
@@ -108,7 +109,7 @@ def show(found: Sequence[Trial]) -> None:
     rows = []
     for trial in found:
         if trial.outcome != "done":
-            rows.append((trial.setting.name, "-", "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.said}"))
+            rows.append((trial.setting.name, "-", "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.message}"))
             continue
         low, high = trial.spread
         rows.append((
@@ -128,7 +129,7 @@ def recommend(found: Sequence[Trial]) -> str:
     """Recommend the fastest setting; among those within the noise, the one with the least memory."""
     done = [trial for trial in found if trial.outcome == "done"]
     if not done:
-        return f"No setting ran: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
+        return f"No setting ran: {found[0].setting.name} ended with {found[0].outcome} ({found[0].message})"
     fastest = min(done, key=lambda trial: trial.step_seconds)
     close = [trial for trial in done if trial.spread[0] <= fastest.spread[1]]
     best = min(close, key=lambda trial: trial.peak)
@@ -154,14 +155,10 @@ def recommend(found: Sequence[Trial]) -> str:
 
 def draw(found: Sequence[Trial], folder: Path) -> Path | None:
     """Plot memory over time and samples per second of all runs. Return None if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(10, 4)
+    if figure is None:
         return None
     done = [trial for trial in found if trial.outcome == "done"]
-    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     memory, speed = figure.subplots(1, 2)
     for trial in done:
         held = [(row.memory.device_allocated or row.memory.host_resident) / 1e6 for row in trial.steps]

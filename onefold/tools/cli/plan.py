@@ -127,7 +127,8 @@ def ask(options: argparse.Namespace) -> Question:
     source, machine = _source(options), _machine(options)
     micro_batch = length = None
     if source.loss_of is not None:
-        micro_batch = options.batch or (solve_batch(settings, machine.world).micro if _has_batch(settings) else 1)
+        has_batch = settings.train_batch_size is not None or settings.train_micro_batch_size_per_gpu is not None
+        micro_batch = options.batch or (solve_batch(settings, machine.world).micro if has_batch else 1)
         length = options.seq or min(source.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
         if source.sequence_length is not None and length > source.sequence_length:
             raise UsageError(f"--seq {length}: {source.name} has {source.sequence_length} positions")
@@ -143,10 +144,6 @@ def ask(options: argparse.Namespace) -> Question:
             )
         document["gradient_accumulation_steps"] = settings.train_batch_size // together
     return Question(source, machine, document, micro_batch, length)
-
-
-def _has_batch(settings: Any) -> bool:
-    return settings.train_batch_size is not None or settings.train_micro_batch_size_per_gpu is not None
 
 
 def _source(options: argparse.Namespace) -> ModelSource:

@@ -57,7 +57,7 @@ class Trial:
     setting: Setting
     micro_batch: int
     outcome: Literal["done", "out of memory", "failed"]
-    said: str = ""
+    message: str = ""
     """The last line of a run that failed."""
     steps: tuple[StepRow, ...] = ()
     largest_batch: int | None = None
@@ -124,13 +124,13 @@ class TrialJob:
             before = json.loads(kept.read_text())
             if before["job"] == facts:
                 steps = tuple(RunFile.read(folder).steps) if before["outcome"] == "done" else ()
-                return Trial(setting, micro_batch, before["outcome"], before["said"], steps)
+                return Trial(setting, micro_batch, before["outcome"], before["message"], steps)
         folder.mkdir(parents=True, exist_ok=True)
         for old in (kept, folder / "run.jsonl"):
             old.unlink(missing_ok=True)
         config.write_text(document)
         found = self._run(setting, micro_batch, folder, config)
-        kept.write_text(json.dumps({"job": facts, "outcome": found.outcome, "said": found.said}) + "\n")
+        kept.write_text(json.dumps({"job": facts, "outcome": found.outcome, "message": found.message}) + "\n")
         return found
 
     def _run(self, setting: Setting, micro_batch: int, folder: Path, config: Path) -> Trial:

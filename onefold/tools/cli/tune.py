@@ -114,7 +114,7 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
             print(json.dumps({"best": None, "trials": rows, "written": None}, indent=2))
         else:
             show(found)
-        print(f"\nno setting ran: {found[0].said}; logs are in {job.folder}", file=sys.stderr)
+        print(f"\nno setting ran: {found[0].message}; logs are in {job.folder}", file=sys.stderr)
         return 1
     written = Path(options.write or job.folder / "ds_config.json")
     written.write_text(json.dumps(job.config(best.setting, best.micro_batch), indent=2) + "\n")
@@ -163,7 +163,7 @@ def _tune_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Tr
 
 def _facts(trial: Trial) -> dict[str, Any]:
     facts: dict[str, Any] = {"setting": trial.setting.name, "zero_optimization": trial.setting.zero}
-    facts |= {"micro_batch": trial.micro_batch, "outcome": trial.outcome, "said": trial.said}
+    facts |= {"micro_batch": trial.micro_batch, "outcome": trial.outcome, "message": trial.message}
     if trial.outcome == "done":
         facts |= {
             "samples_per_second": trial.samples_per_second,
@@ -180,6 +180,6 @@ def show(found: list[Trial]) -> None:
         if trial.outcome == "done":
             numbers = f"{trial.step_seconds:.3f}", f"{trial.samples_per_second:.1f}", format_bytes(trial.peak), ""
         else:
-            numbers = "-", "-", "-", f"{trial.outcome}: {trial.said}"
+            numbers = "-", "-", "-", f"{trial.outcome}: {trial.message}"
         rows.append((trial.setting.name, str(trial.micro_batch), *numbers))
     print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", ""), rows, "Runs on this machine")

@@ -119,7 +119,7 @@ def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
         return model
 
     def loss_of(batch: int, length: int) -> LossOf:
-        return lambda call: _scalar(_call_with_tokens(call, _module_of(call), batch, length))
+        return lambda call: _scalar(_call_with_tokens(call, batch, length))
 
     return ModelSource(spec, build, loss_of, vocabulary=_vocabulary_of(build_once(spec, build)), recomputes=recompute)
 
@@ -210,17 +210,13 @@ def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSou
         name = known_shape(text)
         assert name is not None
         return from_transformers(name, transformers_config(name), lora=lora, recompute=recompute)
-    _refuse_lora(lora, text)
-    if kind is ModelKind.PRESET:
-        return from_preset(text, recompute=recompute)
-    return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(path)
-
-
-def _refuse_lora(lora: int, text: str) -> None:
     if lora:
         raise PlanError(
             f"--lora needs a model of transformers, and {text} is not one. Freeze parameters in its factory instead."
         )
+    if kind is ModelKind.PRESET:
+        return from_preset(text, recompute=recompute)
+    return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(path)
 
 
 def recompute_blocks(model: nn.Module) -> None:
@@ -239,13 +235,8 @@ def _recompute(block: nn.Module) -> None:
     )
 
 
-def _module_of(call: Callable[..., Any]) -> nn.Module:
-    inside = getattr(call, "module", call)
-    assert isinstance(inside, nn.Module)
-    return inside
-
-
-def _call_with_tokens(call: Callable[..., Any], model: nn.Module, batch: int, length: int) -> Any:
+def _call_with_tokens(call: Callable[..., Any], batch: int, length: int) -> Any:
+    model: Any = getattr(call, "module", call)
     example = getattr(model, "example_inputs", None)
     if example is not None:
         with META:

@@ -47,7 +47,8 @@ def page_of(run: RunFile) -> str:
 def title_of(run: RunFile) -> str:
     """Return the title of a run."""
     facts = run.facts
-    name = facts.get("name") or _part(facts, "model", "class") or "a run"
+    model = facts.get("model")
+    name = facts.get("name") or (model.get("class") if isinstance(model, dict) else None) or "a run"
     ranks = facts.get("world_size")
     return f"{name}: stage {facts.get('stage')}, {ranks} rank{'s' * (ranks != 1)}"
 
@@ -201,7 +202,7 @@ def _plan_table(report: PlanReport) -> str:
         f"<tr{' class=sum' if row.what == 'model state' else ''}>"
         f"<td>{escape(row.where)}</td><td>{escape(row.what)}</td>"
         f'<td class="number">{_size(row.planned)}</td><td class="number">{_size(row.measured)}</td>'
-        f'<td class="number {_mood(row)}">{_difference(row)}</td></tr>'
+        f'<td class="number {"good" if _difference(row) == "none" else ""}">{_difference(row)}</td></tr>'
         for row in report.rows()
     ]
     heads = '<th>where</th><th>what</th><th class="number">planned</th><th class="number">measured</th>'
@@ -226,12 +227,6 @@ def _difference(row: Compared) -> str:
     return f"{(row.measured - row.planned) / row.planned:+.1%}" if row.planned else "not planned"
 
 
-def _mood(row: Compared) -> str:
-    if row.planned is None or row.measured is None:
-        return ""
-    return "good" if row.planned == row.measured else ""
-
-
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = f"<tr>{''.join(f'<th>{escape(text)}</th>' for text in heads)}</tr>" if any(heads) else ""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -241,11 +236,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _device(run: RunFile) -> str:
     ranks = run.facts.get("world_size")
     return f"{ranks} x {run.facts.get('device')}" if ranks != 1 else str(run.facts.get("device"))
-
-
-def _part(facts: dict[str, Any], section: str, name: str) -> Any:
-    found = facts.get(section)
-    return found.get(name) if isinstance(found, dict) else None
 
 
 def _moment(value: Any) -> str:

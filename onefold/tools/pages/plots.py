@@ -14,20 +14,28 @@ _GREY = "#a9aeb6"
 _SCALES = {"number": (1.0, ""), "bytes": (1e-6, " (MB)"), "seconds": (1000.0, " (ms)")}
 
 
-def write_pngs(run: RunFile, folder: Path) -> list[Path]:
-    """Write one file for each chart: report-loss.png and so on."""
+def new_figure(width: float, height: float) -> Any:
+    """Return a new figure of matplotlib, or None if it is not installed. Avoids pyplot, which has global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise RunFileError(
-            "--png needs matplotlib, which is not installed. Run pip install 'onefold[plots]'; the page is written "
-            "without it."
-        ) from None
+        return None
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_pngs(run: RunFile, folder: Path) -> list[Path]:
+    """Write one file for each chart: report-loss.png and so on."""
     written = []
     for chart in charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device"))):
-        figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)  # without pyplot, which has global state
+        figure = new_figure(8, 4)
+        if figure is None:
+            raise RunFileError(
+                "--png needs matplotlib, which is not installed. Run pip install 'onefold[plots]'; the page is written "
+                "without it."
+            )
         _draw(figure.subplots(), chart)
         path = folder / f"report-{chart.name}.png"
         figure.savefig(path)

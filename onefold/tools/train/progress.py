@@ -17,8 +17,10 @@ from rich.text import Text
 
 from onefold.comm.ledger import Row
 from onefold.log import format_bytes
+from onefold.tools.pages.charts import smooth
+from onefold.tools.pages.plots import new_figure
 
-NO_CURVE = "no loss curve: it needs matplotlib, which `pip install 'onefold[plots]'` installs; the numbers are kept"
+NO_CURVE = "no loss curve: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -201,19 +203,15 @@ def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) ->
 
 
 def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(8, 5.5)
+    if figure is None:
         return None
     done = [step.step for step in steps]
-    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # without pyplot, which has global state
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     figure.suptitle(f"{summary.model}, {summary.num_parameters / 1e6:,.1f}M parameters, {summary.num_ranks} ranks")
 
     upper.plot(done, [step.loss for step in steps], color="#c9d6e8", linewidth=1, label="each step")
-    upper.plot(done, _smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
+    upper.plot(done, smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
     upper.axhline(summary.held_out_loss, color="#c4552d", linewidth=1.2, linestyle="--",
                   label=f"held out, at the end: {summary.held_out_loss:.3f}")  # fmt: skip
     upper.set_ylabel(f"loss (nats per {summary.unit})")
@@ -231,9 +229,3 @@ def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> P
         axes.margins(x=0.01)
     figure.savefig(path)
     return path
-
-
-def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
-    """Return a centred moving average over up to `reach` values on either side."""
-    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
