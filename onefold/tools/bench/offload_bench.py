@@ -138,7 +138,7 @@ def _seconds(first: int, first_rate: float, second: int, second_rate: float, bot
 
 
 def measure(
-    num_bytes: int, paths: Sequence[str] = (), tell: Progress = lambda now, done, total: None, ranks: int = 1
+    num_bytes: int, paths: Sequence[str] = (), show_progress: Progress = lambda now, done, total: None, ranks: int = 1
 ) -> Measured:
     """Measure this machine, with about `num_bytes` in each measurement.
 
@@ -159,7 +159,7 @@ def measure(
         parts["links"] = lambda: measure_links(ranks, num_bytes)
     free = available_bytes()
     for done, (name, work) in enumerate(parts.items()):
-        tell(name.replace("_", " "), done, len(parts))
+        show_progress(name.replace("_", " "), done, len(parts))
         found[name] = work()
     threads = torch.get_num_threads()
     return Measured(socket.gethostname(), _now(), num_threads=threads, host_free_bytes=free, **found)

@@ -36,8 +36,8 @@ def bench_tiers(options: argparse.Namespace) -> int:
     if options.size > free / 2:
         raise UsageError(f"--size {size}: {free / 1e9:.1f} GB of host memory are available. Give at most half of it.")
     try:
-        with progress_bar("bench tiers", in_bytes=False, in_lines=True) as tell:
-            measured = offload_bench.measure(options.size, paths, tell)
+        with progress_bar("bench tiers", in_bytes=False, in_lines=True) as show_progress:
+            measured = offload_bench.measure(options.size, paths, show_progress)
     except HostShortage as error:
         raise UsageError(f"--size {size}: {error}") from error
     if measured.disk is None and (kept := offload_bench.load_measured()) is not None:

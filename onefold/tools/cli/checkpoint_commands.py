@@ -32,7 +32,7 @@ _SHOWN_DAMAGES = 10
 @fails_on(CheckpointError, OSError)
 def export(options: argparse.Namespace) -> int:
     """Run `onefold export`."""
-    with progress_bar("export") as tell:
+    with progress_bar("export") as show_progress:
         exported = exporting.export(
             options.checkpoint,
             options.out,
@@ -41,7 +41,7 @@ def export(options: argparse.Namespace) -> int:
             file_format=options.format,
             max_shard_size=options.max_shard_size,
             exclude_frozen=options.exclude_frozen,
-            progress=tell,
+            progress=show_progress,
         )
     size = f"{format_bytes(exported.nbytes)} of {options.dtype}"
     print(f"{exported.num_tensors} tensors of {exported.checkpoint}, {size}:", *exported.files, sep="\n  ")
@@ -51,8 +51,8 @@ def export(options: argparse.Namespace) -> int:
 @fails_on(ValueError, OSError)
 def import_checkpoint(options: argparse.Namespace) -> int:
     """Run `onefold import-deepspeed`."""
-    with progress_bar("import") as tell:
-        found = import_deepspeed(options.source, options.out, options.tag, tell)
+    with progress_bar("import") as show_progress:
+        found = import_deepspeed(options.source, options.out, options.tag, show_progress)
     counters = found.source.state["counters"]
     print(
         f"{found.folder}: step {counters['global_steps']}, {len(found.source.parameters)} parameters, "
@@ -224,12 +224,12 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
     total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
     done = 0
     results = []
-    with progress_bar("verify") as tell:
+    with progress_bar("verify") as show_progress:
 
         def advance(nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            tell(found.tag, done, total)
+            show_progress(found.tag, done, total)
 
         for found in chosen:
             # A folder without a manifest is not damaged among others, because it was never published.

@@ -29,18 +29,18 @@ def compare(options: argparse.Namespace) -> int:
         raise UsageError("--largest-batch needs GPUs: on a CPU it could exhaust the memory of this machine")
     job, micro_batch = job_of(options)
     found: list[Trial] = []
-    with progress_bar("compare", in_bytes=False, in_lines=True) as tell:
+    with progress_bar("compare", in_bytes=False, in_lines=True) as show_progress:
         # Rounds alternate between settings, so that other load on the machine affects all of them.
         total = len(settings) * options.rounds
         for place, setting in enumerate(settings):
-            tell(f"{setting.name}, round 1 of {options.rounds}", place, total)
+            show_progress(f"{setting.name}, round 1 of {options.rounds}", place, total)
             if options.largest_batch:
                 found.append(job.run_with_largest_batch(setting, micro_batch, options.max_batch))
             else:
                 found.append(job.run(setting, micro_batch))
         for round in range(2, options.rounds + 1):
             for place, trial in enumerate(found):
-                tell(
+                show_progress(
                     f"{trial.setting.name}, round {round} of {options.rounds}", (round - 1) * len(found) + place, total
                 )
                 if trial.outcome == "done":

@@ -49,8 +49,8 @@ def plan(options: argparse.Namespace) -> int:
     from onefold.tools.estimate.question import settings_for
 
     question = ask(options)
-    with progress_bar("plan", in_bytes=False) as tell:
-        found = forecast(question, settings_for(question.machine), tell, timer=_timer(question.machine))
+    with progress_bar("plan", in_bytes=False) as show_progress:
+        found = forecast(question, settings_for(question.machine), show_progress, timer=_timer(question.machine))
     advice = advise(question, found)
     if options.json:
         print(json.dumps(facts_of(question, found, advice), indent=2))
@@ -225,8 +225,8 @@ def show(question: Question, found: list[Forecast], advice: Advice, options: arg
         print()
         _show_textbook(options.params, machine)
     print()
-    for said in (*_same_rows(found, machine), *assumptions(question)):
-        print_text(f"* {said}", "  ")
+    for note in (*_same_rows(found, machine), *assumptions(question)):
+        print_text(f"* {note}", "  ")
     if not options.wide:
         print_text("* --wide adds tables of memory by kind, traffic, and seconds by resource", "  ")
     print()
@@ -334,16 +334,16 @@ def _same_rows(found: list[Forecast], machine: Machine) -> list[str]:
     for each in found:
         facts = (each.device, each.host, each.host_node, each.nvme, each.traffic, each.offload_traffic, each.step)
         groups.setdefault(facts, []).append(each)
-    said = []
+    notes = []
     for same in (group for group in groups.values() if len(group) > 1):
         names = f"{', '.join(each.setting.name for each in same[:-1])} and {same[-1].setting.name} are the same here"
         if any("offload_param" in each.setting.zero for each in same):
-            said.append(f"{names}: parameters fill host memory first, up to max_in_cpu (1e9 elements per rank)")
+            notes.append(f"{names}: parameters fill host memory first, up to max_in_cpu (1e9 elements per rank)")
         elif machine.world == 1:
-            said.append(f"{names}: one GPU has nothing to shard")
+            notes.append(f"{names}: one GPU has nothing to shard")
         else:
-            said.append(f"{names}: with one micro-batch per step no gradients are accumulated")
-    return said
+            notes.append(f"{names}: with one micro-batch per step no gradients are accumulated")
+    return notes
 
 
 def _show_textbook(num_parameters: float, machine: Machine) -> None:

@@ -93,21 +93,21 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
 
     job, micro_batch = job_of(options)
     job = replace(job, resumes=True)
-    with progress_bar("tune", in_bytes=False, in_lines=True) as tell:
+    with progress_bar("tune", in_bytes=False, in_lines=True) as show_progress:
         paths = [options.nvme_path] if options.nvme_path else []
         ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
         host = measure_host()
         # Exceeds caches, and is a small part of host memory.
         size = min(1 << 30, available_bytes() // 8)
-        measured = offload_bench.measure(size, paths, tell, ranks)
+        measured = offload_bench.measure(size, paths, show_progress, ranks)
         contention = measure_contention(ranks) if not torch.cuda.is_available() else None
         measured = replace(measured, launch=host.launch, boundary=host.boundary, contention=contention)
         offload_bench.save_measured(measured)
-        found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
+        found = _try_settings(job, list(settings), micro_batch, options.max_batch, show_progress)
         done = [trial for trial in found if trial.outcome == "done"]
         best = max(done, key=lambda trial: trial.samples_per_second, default=None)
         if best is not None and not options.no_knobs:
-            best = _tune_knobs(job, best, found, tell)
+            best = _tune_knobs(job, best, found, show_progress)
     rows = [_facts(trial) for trial in found]
     if best is None:
         if options.json:
@@ -131,29 +131,31 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
     return 0
 
 
-def _try_settings(job: TrialJob, settings: list[Setting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
+def _try_settings(
+    job: TrialJob, settings: list[Setting], micro_batch: int, most: int, show_progress: Any
+) -> list[Trial]:
     import torch
 
     found: list[Trial] = []
     for place, setting in enumerate(settings):
-        tell(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
+        show_progress(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
         trial = job.run(setting, micro_batch)
         found.append(trial)
         while torch.cuda.is_available() and trial.outcome == "done" and trial.micro_batch * 2 <= most:
-            tell(f"{setting.name}, micro-batch {trial.micro_batch * 2}", place, len(settings))
+            show_progress(f"{setting.name}, micro-batch {trial.micro_batch * 2}", place, len(settings))
             trial = job.run(setting, trial.micro_batch * 2)
             found.append(trial)
     return found
 
 
-def _tune_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Trial:
+def _tune_knobs(job: TrialJob, best: Trial, found: list[Trial], show_progress: Any) -> Trial:
     """Try each key in turn, starting from the best setting so far."""
     model = RunFile.read(job.folder_of(best.setting, best.micro_batch)).facts["model"]
     zero = load_config(job.config(best.setting, best.micro_batch)).zero_optimization
     knobs = list(knobs_of(best.setting, vars(zero), model["parameters_trained"], model["parameters_frozen"]))
     for place, knob in enumerate(knobs):
         for value in knob.values:
-            tell(f"{knob.key} {value:g}", place, len(knobs))
+            show_progress(f"{knob.key} {value:g}", place, len(knobs))
             trial = job.run(knob.applied_to(best.setting, value), best.micro_batch)
             found.append(trial)
             if trial.outcome == "done" and trial.samples_per_second > best.samples_per_second * _GAIN:

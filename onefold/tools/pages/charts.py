@@ -49,7 +49,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
     operations = list(dict.fromkeys(sent.operation for row in rows for sent in row.traffic))
     num_groups = max((len(row.learning_rates) for row in rows), default=0)
     peak = ("peak so far", lambda row: row.memory.peak)
-    clock = "The device is waited for." if waits_for_device else "Measured on the host; the GPU runs asynchronously."
+    clock = "Synchronized with the device." if waits_for_device else "Host time; the GPU runs asynchronously."
     found = [
         _lines(
             "loss",
@@ -57,7 +57,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             rows,
             {"loss": lambda row: row.loss},
             smoothed=True,
-            note="Mean of the first rank's micro-steps.",
+            note="Mean over the micro-steps of rank 0.",
         ),
         _lines(
             "learning-rate",
@@ -74,7 +74,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             rows,
             {**{kind: _kind_of(kind) for kind in KINDS}, **({rest: _rest_of} if on_device else {})},
             over=peak if on_device else None,
-            note="All tiers, when a backward has ended." + ("" if on_device else " Model state alone."),
+            note="All tiers, at the end of backward." + ("" if on_device else " Model states only."),
         ),
         _stack(
             "memory-by-tier",
@@ -82,7 +82,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             rows,
             {**{f"held in {tier}": _tier_of(tier) for tier in TIERS}, rest: _rest_of},
             over=peak,
-            note="" if on_device else "On a CPU the device is host memory.",
+            note="" if on_device else "On a CPU, the device tier is host memory.",
         ),
         _stack(
             "time",
@@ -97,7 +97,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             "Traffic of a step",
             rows,
             {operation: _sent_by(operation) for operation in operations},
-            note="What the first rank sends to others, or moves between tiers.",
+            note="Bytes that rank 0 sends, or moves between tiers.",
         ),
     ]
     return [chart for chart in found if chart is not None]

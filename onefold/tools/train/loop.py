@@ -101,12 +101,12 @@ def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
 def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOptions, prepared: PreparedConfig) -> None:
     """Print model, data and plan before the first step."""
     for note in (*prepared.notes, *load_config(prepared.document).notices):
-        progress.say(f"config: {note}")
-    progress.say(engine.describe())
-    progress.say(f"data: {task.describe_data()}")
+        progress.print(f"config: {note}")
+    progress.print(engine.describe())
+    progress.print(f"data: {task.describe_data()}")
     batch = engine.batch.train
     epochs = f", {options.steps * batch / task.num_rows:.3g} epochs" if task.num_rows else ""
-    progress.say(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
+    progress.print(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
 
 
 def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
@@ -133,7 +133,7 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
             f"--resume {options.folder}: that run has done {engine.global_steps} of {options.steps} steps. Give "
             "a larger --steps to continue."
         )
-    progress.say(f"resuming after step {engine.global_steps}, from {path}")
+    progress.print(f"resuming after step {engine.global_steps}, from {path}")
     return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
 
 
@@ -183,7 +183,7 @@ def train_steps(
         )
         if options.eval_every and step % options.eval_every == 0 and step < options.steps:
             metrics = replace(metrics, held_out_loss=evaluate(engine, task))
-            progress.say(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
+            progress.print(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
         step_started = time.perf_counter()
         started += step_started - now  # evaluation does not count as training time
         done.append(metrics)
@@ -192,7 +192,7 @@ def train_steps(
         if options.save_every and (step % options.save_every == 0 or step == options.steps or stops):
             save(engine, options, done)
         if stops:
-            progress.say(f"interrupted at step {step}; writing the summary")
+            progress.print(f"interrupted at step {step}; writing the summary")
             break
     return done
 
@@ -202,13 +202,13 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
     folder = options.folder
     saved = "the trained weights were not saved (--no-save)"
     if options.save:
-        progress.say("saving the trained weights")
+        progress.print("saving the trained weights")
         saved = task.save_weights(engine, folder)
-    progress.say("computing the held-out loss")
+    progress.print("computing the held-out loss")
     held_out_loss = evaluate(engine, task)
     engine.eval()
     if options.sample_length:
-        progress.say(f"writing a sample of {options.sample_length} {task.unit}s")
+        progress.print(f"writing a sample of {options.sample_length} {task.unit}s")
     sample = task.sample(engine.module, engine.device) if options.sample_length else ""
     peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
     peaks[dist.get_rank()] = peak_bytes(engine.device)
@@ -238,7 +238,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
         traffic=tuple(engine.ledger.rows()),
         bytes_by_stage={name: found.total for name, found in engine.planned_bytes_by_stage().items()},
     )
-    progress.say("drawing the plot")
+    progress.print("drawing the plot")
     curve = write_files(folder, summary, steps)
     print(flush=True)
     show(summary)

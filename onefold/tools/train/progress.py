@@ -55,7 +55,7 @@ class Progress:
     def update(self, metrics: StepMetrics) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         pass
 
 
@@ -69,13 +69,13 @@ class LineProgress(Progress):
     def update(self, metrics: StepMetrics) -> None:
         if metrics.step in (1, self._num_steps) or metrics.step % self._every == 0:
             left = format_seconds(metrics.seconds / metrics.step * (self._num_steps - metrics.step))
-            self.say(
+            self.print(
                 f"step {metrics.step:>5}/{self._num_steps}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
                 f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
                 f"memory {format_bytes(metrics.memory_bytes)}  {left} left"
             )
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         print(text, flush=True)
 
 
@@ -114,7 +114,7 @@ class LiveProgress(Progress):
         )
         self._bar.update(self._task, completed=metrics.step, loss=f"loss {metrics.loss:.3f}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
 
 
