@@ -1,20 +1,20 @@
-"""What a run holds, as formulas of a few numbers: the arithmetic of the page `docs/what-fits.html`.
+"""Memory of a run as formulas of a few numbers: the arithmetic of the page `docs/what-fits.html`.
 
 [Note: one formula, two languages]
-These functions are written once, here, and `to_javascript` turns them into the page's script. So they are plain:
-numbers and flags of a `Case`, local names, sums and products, comparisons, choices, and calls of each other. The tests
-hold them against the plan (`count_bytes`) and against dry runs of a step; `onefold plan` is exact where this is a
-formula.
+These functions are written in Python only, and `to_javascript` translates them to the page's script. So they are plain:
+numbers and flags of a `Case`, local names, sums and products, comparisons, conditional expressions, and calls of each
+other. The tests compare them with the plan (`count_bytes`) and with dry runs of a step. `onefold plan` is exact where
+these formulas approximate.
 
-[Note: the fullest moment]
-When the loss has been computed, all activations are there, and the logits. When the last block's backward runs, its
-temporaries and the first gradients are there too, and the logits are gone. When backward ends, all gradients are there
-and hardly an activation; in between these grow and shrink in proportion. Stage 0 then gathers gradients for its step.
+[Note: the peak]
+After the loss, all activations and the logits are held. In the backward of the last block, its temporaries and the
+first gradients are held in addition, and the logits are freed. At the end of backward, all gradients are held and
+almost no activations; in between, both change in proportion. Stage 0 then gathers gradients for its step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from case import Case
 
 from onefold.config import Config
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
@@ -31,46 +31,6 @@ TILE_ELEMENTS = TILE["cuda"]
 MAX_IN_CPU = _DEFAULTS.offload_param.max_in_cpu
 
 
-@dataclass(frozen=True)
-class Case:
-    """A decoder out of equal blocks, the nodes that train it with Adam, and how."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    tied: bool
-    gated: bool
-    """Three matrices in an MLP, as Llama has, or two, as GPT has."""
-    gpus: int
-    """On each node."""
-    nodes: int
-    gpu_memory: float
-    """Bytes, as the others:"""
-    host_memory: float
-    nvme: float
-    """both of a node."""
-    shards_parameters: bool
-    shards_gradients: bool
-    shards_states: bool
-    offload_optimizer: str
-    """none, cpu or nvme, as in a config; so is"""
-    offload_param: str
-    micro_batch: int
-    sequence_length: int
-    recompute: bool
-    itemsize: int
-    """Of parameters and activations: 2 for bf16, 4 for fp32."""
-    accumulates: bool
-    """A step takes several micro-steps."""
-    state_itemsize: float
-    """Of moments: 4 for fp32, with its share of a scale for int8."""
-    master_rest: float
-    """Bytes that a master in bf16 weights and more bits has beside the weight; 0: it is in fp32."""
-
-
 # -- shape -------------------------------------------------------------------------------------------------------------
 
 
@@ -79,23 +39,23 @@ def world(case: Case) -> float:
 
 
 def block_weights(case: Case) -> float:
-    """Elements of a block's matrices."""
+    """Return the elements of the matrices of a block."""
     key_value = 2 * case.hidden * case.kv_heads * (case.hidden / case.heads)
     return 2 * case.hidden * case.hidden + key_value + (3 if case.gated else 2) * case.hidden * case.ffn
 
 
 def norm_weights(case: Case) -> float:
-    """Elements of all norms, which stay unsharded."""
+    """Return the elements of all norms, which stay unsharded."""
     return (2 * case.layers + 1) * case.hidden
 
 
 def table_weights(case: Case) -> float:
-    """Elements of the embedding, and of the head again where they are not tied."""
+    """Return the elements of the embedding, which the head has, too."""
     return case.vocabulary * case.hidden
 
 
 def head_weights(case: Case) -> float:
-    """Elements of a head of its own."""
+    """Return the elements of a head that is not tied to the embedding."""
     return 0 if case.tied else table_weights(case)
 
 
@@ -103,16 +63,16 @@ def num_parameters(case: Case) -> float:
     return case.layers * block_weights(case) + norm_weights(case) + table_weights(case) + head_weights(case)
 
 
-# -- model states of one rank, at rest --------------------------------------------------------------------------------
+# -- stored model states of one rank ----------------------------------------------------------------------------------
 
 
 def offloads(case: Case) -> bool:
-    """Whether masters and moments leave the device."""
+    """Return whether masters and moments are offloaded."""
     return case.shards_states and case.offload_optimizer != "none"
 
 
 def offloads_parameters(case: Case) -> bool:
-    """Parameters are cast from masters, so they leave the device only where masters do."""
+    """Return whether parameters are offloaded. They are cast from masters, so masters must be offloaded, too."""
     return case.shards_parameters and offloads(case) and case.offload_param != "none"
 
 
@@ -120,73 +80,75 @@ def shard(case: Case) -> float:
     return num_parameters(case) / world(case)
 
 
-def stepped(case: Case) -> float:
-    """Elements that one rank steps."""
+def updated_elements(case: Case) -> float:
+    """Return the elements that one rank updates."""
     return shard(case) if case.shards_states else num_parameters(case)
 
 
 def splits_masters(case: Case) -> bool:
-    """A master is the 16-bit weight and a rest; fp32 parameters have none."""
+    """Return whether a master is stored as the bf16 weight and further bits; fp32 parameters are not split."""
     return case.itemsize == 2 and case.master_rest > 0
 
 
-def rests_unsharded(case: Case) -> bool:
-    """A single rank has nothing to gather, unless parameters are cast from masters or come from the host."""
+def stored_unsharded(case: Case) -> bool:
+    """Return whether parameters are stored unsharded, as on a single rank that neither casts nor offloads them."""
     casts = case.itemsize == 2 and not offloads(case) and not splits_masters(case)
     return not case.shards_parameters or (world(case) == 1 and not casts and not offloads_parameters(case))
 
 
-def resting_parameters(case: Case) -> float:
-    """Bytes of the device; where fp32 masters are there too, sharded parameters are cast from them."""
+def stored_parameters(case: Case) -> float:
+    """Return the bytes on the device. Sharded parameters next to fp32 masters are cast from them, and not stored."""
     norms = case.itemsize * norm_weights(case)
     is_apart = splits_masters(case) or offloads(case)
     sharded = case.itemsize * shard(case) if is_apart and not offloads_parameters(case) else norms
-    return case.itemsize * num_parameters(case) if rests_unsharded(case) else sharded
+    return case.itemsize * num_parameters(case) if stored_unsharded(case) else sharded
 
 
-def beside_weights(case: Case) -> float:
-    """Elements whose masters rest in the same tier as their weights."""
+def masters_with_weights(case: Case) -> float:
+    """Return the elements whose masters are stored in the same tier as their weights."""
     on_nvme = parameter_elements_on_nvme(case)
-    below = stepped(case) - on_nvme if case.offload_optimizer == "cpu" else on_nvme
+    below = updated_elements(case) - on_nvme if case.offload_optimizer == "cpu" else on_nvme
     offloaded = below if offloads_parameters(case) else 0
-    return offloaded if offloads(case) else stepped(case)
+    return offloaded if offloads(case) else updated_elements(case)
 
 
 def master_bytes(case: Case) -> float:
-    """Wherever they rest. In fp32 the parameter that stays is its own master; of one that is split, the weight is the
-    parameter where both rest in one tier.
+    """Return the bytes of masters in any tier.
+
+    An fp32 parameter that stays unsharded is its own master. The weight of a split master in the same tier counts as
+    parameter.
     """
-    is_parameter = case.itemsize == 4 and rests_unsharded(case) and not offloads(case)
-    whole = 0 if is_parameter else 4 * stepped(case)
-    split = (2 + case.master_rest) * stepped(case) - 2 * beside_weights(case)
+    is_parameter = case.itemsize == 4 and stored_unsharded(case) and not offloads(case)
+    whole = 0 if is_parameter else 4 * updated_elements(case)
+    split = (2 + case.master_rest) * updated_elements(case) - 2 * masters_with_weights(case)
     return split if splits_masters(case) else whole
 
 
 def moment_bytes(case: Case) -> float:
-    return 2 * case.state_itemsize * stepped(case)
+    return 2 * case.state_itemsize * updated_elements(case)
 
 
 def reduced_itemsize(case: Case) -> float:
-    """Sums over ranks or micro-steps are kept in fp32."""
+    """Return bytes per element of a reduced gradient: sums over ranks or micro-steps are in fp32."""
     return case.itemsize if world(case) == 1 and not case.accumulates else 4
 
 
 def keeps_whole_gradient(case: Case) -> bool:
-    """A gradient waits unsharded until the step, and is reduced in its place."""
+    """Return whether gradients stay unsharded until the step, and are reduced in place."""
     waits = not offloads(case) and (not case.shards_gradients or world(case) == 1)
     return waits and (world(case) == 1 or case.accumulates or case.itemsize == 4)
 
 
 def gradient_bytes(case: Case) -> float:
-    """When backward ends, wherever they rest."""
+    """Return the bytes of gradients in any tier at the end of backward."""
     return reduced_itemsize(case) * (num_parameters(case) if keeps_whole_gradient(case) else shard(case))
 
 
-# -- below the device --------------------------------------------------------------------------------------------------
+# -- offloaded ---------------------------------------------------------------------------------------------------------
 
 
-def fills_cpu(case: Case) -> float:
-    """Elements of whole units that `max_in_cpu` holds: all, or the embedding and the first blocks."""
+def elements_in_cpu(case: Case) -> float:
+    """Return the elements of whole units within `max_in_cpu`: all, or the embedding and the first blocks."""
     table = table_weights(case) / world(case)
     block = block_weights(case) / world(case)
     blocks = min(case.layers, (MAX_IN_CPU - table) // block)
@@ -195,10 +157,10 @@ def fills_cpu(case: Case) -> float:
 
 
 def parameter_elements_on_nvme(case: Case) -> float:
-    """Beyond `max_in_cpu`; where the host steps fp32 masters, these are what is gathered."""
+    """Return the elements beyond `max_in_cpu`. Parameters gathered from fp32 masters on the host are not on NVMe."""
     is_master = case.itemsize == 4 and case.offload_optimizer == "cpu"
     wanted = offloads_parameters(case) and case.offload_param == "nvme" and not is_master
-    return shard(case) - fills_cpu(case) if wanted else 0
+    return shard(case) - elements_in_cpu(case) if wanted else 0
 
 
 def parameters_on_host(case: Case) -> float:
@@ -208,12 +170,12 @@ def parameters_on_host(case: Case) -> float:
 
 
 def parameters_on_nvme(case: Case) -> float:
-    """In fp32 a master on the same drive is the parameter."""
+    """Return the bytes of parameters on NVMe. An fp32 parameter is its master there."""
     return case.itemsize * parameter_elements_on_nvme(case) if case.itemsize == 2 else 0
 
 
 def states_on_host(case: Case) -> float:
-    """Masters and moments of one rank."""
+    """Return the bytes of masters and moments of one rank."""
     return master_bytes(case) + moment_bytes(case) if offloads(case) and case.offload_optimizer == "cpu" else 0
 
 
@@ -226,7 +188,7 @@ def gradients_on_host(case: Case) -> float:
 
 
 def host_parameters(case: Case) -> float:
-    """Of a node, as the following."""
+    """Return the host bytes of parameters of a node."""
     return case.gpus * parameters_on_host(case)
 
 
@@ -259,7 +221,7 @@ def nvme_bytes(case: Case) -> float:
 
 
 def host_room(case: Case) -> float:
-    """The host keeps some memory for itself."""
+    """Return the host memory that a job may use."""
     return case.host_memory * HOST_SHARE
 
 
@@ -267,16 +229,14 @@ def host_room(case: Case) -> float:
 
 
 def blocks_kept(case: Case) -> float:
-    """Blocks that stay unsharded from their forward to their backward: the way there and back is short enough, and
-    there is room.
-    """
+    """Return the blocks that stay unsharded from forward to backward, by reuse distance and memory limit."""
     near = max(0, -(-(MAX_REUSE / 2 - head_weights(case)) // block_weights(case)))
     room = max(0, (MAX_LIVE - table_weights(case)) // block_weights(case))
     return min(case.layers, near, room)
 
 
 def blocks_ahead(case: Case) -> float:
-    """Blocks that are gathered before they are needed, beside those that are kept."""
+    """Return the blocks that are prefetched, in addition to those that stay unsharded."""
     wanted = -(-PREFETCH // block_weights(case))
     live = table_weights(case) + blocks_kept(case) * block_weights(case)
     room = max(0, (MAX_LIVE - live) // block_weights(case))
@@ -285,47 +245,48 @@ def blocks_ahead(case: Case) -> float:
 
 def gathered_at_loss(case: Case) -> float:
     elements = table_weights(case) + (blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
-    return 0 if rests_unsharded(case) else case.itemsize * elements
+    return 0 if stored_unsharded(case) else case.itemsize * elements
 
 
 def gathered_in_backward(case: Case) -> float:
-    """The head has been resharded, unless it is the embedding, which the whole model encloses."""
+    """Return the bytes in backward. The head is resharded, unless it is tied to the embedding."""
     blocks = max(1, blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
-    return 0 if rests_unsharded(case) else case.itemsize * (blocks + (table_weights(case) if case.tied else 0))
+    return 0 if stored_unsharded(case) else case.itemsize * (blocks + (table_weights(case) if case.tied else 0))
 
 
 def gathered_at_end(case: Case) -> float:
-    """Of the first two blocks, where there is room for both."""
+    """Return the bytes at the end of backward: the first two blocks, if the limit allows both."""
     blocks = min(2, case.layers) if 2 * block_weights(case) <= MAX_LIVE else 1
     elements = blocks * block_weights(case) + (table_weights(case) if case.tied else 0)
-    return 0 if rests_unsharded(case) else case.itemsize * elements
+    return 0 if stored_unsharded(case) else case.itemsize * elements
 
 
 # -- gradients on the device -------------------------------------------------------------------------------------------
 
 
 def held_from_before(case: Case) -> float:
-    """Of earlier micro-steps, when a forward runs."""
+    """Return the bytes of accumulated gradients during forward."""
     return gradient_bytes(case) if case.accumulates and not offloads(case) else 0
 
 
 def whole_at_end(case: Case) -> float:
-    """Elements of whole gradients when backward ends: of the embedding, the first block and, where a bucket holds it,
-    of the block whose reduction is in flight.
+    """Return the elements of unsharded gradients at the end of backward.
+
+    They are those of the embedding, the first block and, if a bucket holds it, the block whose reduction is in flight.
     """
     last = table_weights(case) + block_weights(case)
     return last + (block_weights(case) if last + block_weights(case) <= REDUCE_BUCKET else 0)
 
 
 def on_device(case: Case, found: float) -> float:
-    """Bytes of gradients: what is offloaded is on the device only while it is on its way."""
+    """Return the bytes of gradients on the device, where offloaded ones are only until they are copied."""
     largest = max(table_weights(case), block_weights(case))
     sent = (COPIES_IN_FLIGHT + 1) * case.itemsize * largest + COPIES_IN_FLIGHT * 4 * largest / world(case)
     return min(found, sent) if offloads(case) else found
 
 
 def gradients_in_backward(case: Case) -> float:
-    """Whole ones of the head and of the block whose backward runs, the first reduced."""
+    """Return the bytes in backward: unsharded gradients of the head and a block, and the first reduced ones."""
     whole = case.itemsize * (table_weights(case) + block_weights(case))
     reduced = 0 if world(case) == 1 else reduced_itemsize(case) * head_weights(case) / world(case)
     first = whole + (held_from_before(case) if case.accumulates else reduced)
@@ -338,12 +299,12 @@ def gradients_at_end(case: Case) -> float:
 
 
 def gathers_gradients(case: Case) -> bool:
-    """Where every rank steps everything, it needs the sums of all ranks."""
+    """Return whether gradients are gathered for the step, because every rank updates all parameters."""
     return not case.shards_states and world(case) > 1
 
 
 def gradients_at_step(case: Case) -> float:
-    """With those that are gathered for it, a unit ahead."""
+    """Return the bytes in the step, with gradients gathered one unit ahead."""
     ahead = 4 * (table_weights(case) + 2 * block_weights(case))
     return gradient_bytes(case) + (ahead if gathers_gradients(case) else 0)
 
@@ -356,13 +317,15 @@ def tokens(case: Case) -> float:
 
 
 def norm_activations(case: Case) -> float:
-    """Bytes a token that autograd keeps of a norm: its input in fp32, what is scaled, and what comes of it."""
+    """Return the bytes per token that a norm saves: its input in fp32, the normalized input, and the output."""
     return (4 + 2 * case.itemsize) * case.hidden + 4
 
 
 def block_activations(case: Case) -> float:
-    """Bytes a token that autograd keeps of a block: two norms; queries, keys and values as wide as queries, what comes
-    of them and a sum a head; and of the MLP what its matrices and its nonlinearity read.
+    """Return the bytes per token that a block saves.
+
+    They are those of two norms; of queries, keys and values (as wide as queries), the output of attention and a sum per
+    head; and of the inputs of the matrices and the nonlinearity of the MLP.
     """
     attention = 4 * case.itemsize * case.hidden + 4 * case.heads
     mlp = (4 if case.gated else 2) * case.itemsize * case.ffn
@@ -370,7 +333,7 @@ def block_activations(case: Case) -> float:
 
 
 def rotary_bytes(case: Case) -> float:
-    """Of a block: sines and cosines, of queries and of keys, the same for all of a batch."""
+    """Return the bytes of sines and cosines of a block, which a batch shares."""
     return 2 * case.itemsize * case.sequence_length * (case.hidden / case.heads)
 
 
@@ -379,12 +342,12 @@ def one_block(case: Case) -> float:
 
 
 def kept_of_blocks(case: Case) -> float:
-    """From forward to backward: all, or inputs alone."""
+    """Return the bytes held from forward to backward: all activations, or only the inputs of blocks."""
     return case.layers * (tokens(case) * case.itemsize * case.hidden if case.recompute else one_block(case))
 
 
 def backward_temporaries(case: Case) -> float:
-    """Bytes while a block's backward runs: gradients of the residual stream and inside the MLP."""
+    """Return the temporary bytes of a block's backward: gradients of the residual stream and inside the MLP."""
     return tokens(case) * case.itemsize * (2 * case.hidden + (3 if case.gated else 2) * case.ffn)
 
 
@@ -393,15 +356,17 @@ def activations_at_loss(case: Case) -> float:
 
 
 def activations_in_backward(case: Case) -> float:
-    """With the head's gradient where it waits for the embedding's, to be added to it."""
+    """Return the bytes in backward, with the head's gradient if it is to be added to the embedding's."""
     recomputed = one_block(case) if case.recompute else 0
     waits = case.itemsize * table_weights(case) if case.tied else 0
     return kept_of_blocks(case) + recomputed + backward_temporaries(case) + waits
 
 
 def activations_at_end(case: Case) -> float:
-    """The first block's; or the embedding's gradient as autograd makes it, and what other ranks send of the last ones.
-    Tied, the head's is added to it.
+    """Return the bytes at the end of backward.
+
+    They are the activations of the first block, or the embedding's gradient (with the head's, if tied) and the received
+    parts of the last gradients.
     """
     table = case.itemsize * table_weights(case)
     block = one_block(case) + backward_temporaries(case) + (table if case.tied else 0)
@@ -411,16 +376,16 @@ def activations_at_end(case: Case) -> float:
 
 
 def activations_at_step(case: Case) -> float:
-    """None: what arrives of a unit while it is gathered, and a tile of a step in fp32."""
+    """Return the temporary bytes of the step: a unit being gathered, and one tile in fp32."""
     return 4 * (block_weights(case) + min(block_weights(case), TILE_ELEMENTS))
 
 
 def logits_at_loss(case: Case) -> float:
-    """In fp32: their logarithms, and in backward two gradients of these."""
+    """Return the bytes of fp32 logits: log-probabilities, and in backward two gradients."""
     return 12 * case.vocabulary * tokens(case)
 
 
-# -- one GPU at its fullest --------------------------------------------------------------------------------------------
+# -- one GPU at its peak -----------------------------------------------------------------------------------------------
 
 
 def peak_at_loss(case: Case) -> float:
@@ -439,32 +404,32 @@ def peak_at_step(case: Case) -> float:
     return gradients_at_step(case) + activations_at_step(case) if gathers_gradients(case) else 0
 
 
-def at_fullest(case: Case, at_loss: float, in_backward: float, at_end: float, at_step: float) -> float:
-    """The one of the moment that is fullest."""
+def at_peak(case: Case, at_loss: float, in_backward: float, at_end: float, at_step: float) -> float:
+    """Return the value of the phase with the peak."""
     before_end = at_loss if peak_at_loss(case) >= peak_in_backward(case) else in_backward
     later = at_end if peak_at_end(case) >= peak_at_step(case) else at_step
     is_before = max(peak_at_loss(case), peak_in_backward(case)) >= max(peak_at_end(case), peak_at_step(case))
     return before_end if is_before else later
 
 
-def fullest_moment(case: Case) -> float:
-    """0: the loss, 1: the last block's backward, 2: the end of backward, 3: the step."""
-    return at_fullest(case, 0, 1, 2, 3)
+def peak_phase(case: Case) -> float:
+    """Return the phase of the peak. 0: loss, 1: last block's backward, 2: end of backward, 3: step."""
+    return at_peak(case, 0, 1, 2, 3)
 
 
 def gathered(case: Case) -> float:
-    return at_fullest(case, gathered_at_loss(case), gathered_in_backward(case), gathered_at_end(case), 0)
+    return at_peak(case, gathered_at_loss(case), gathered_in_backward(case), gathered_at_end(case), 0)
 
 
 def gradients(case: Case) -> float:
-    return at_fullest(
+    return at_peak(
         case, held_from_before(case), gradients_in_backward(case), gradients_at_end(case), gradients_at_step(case)
     )
 
 
 def activations(case: Case) -> float:
-    """With temporaries."""
-    return at_fullest(
+    """Return the bytes of activations and temporaries."""
+    return at_peak(
         case,
         activations_at_loss(case),
         activations_in_backward(case),
@@ -474,7 +439,7 @@ def activations(case: Case) -> float:
 
 
 def logits(case: Case) -> float:
-    return at_fullest(case, logits_at_loss(case), 0, 0, 0)
+    return at_peak(case, logits_at_loss(case), 0, 0, 0)
 
 
 def masters(case: Case) -> float:
@@ -485,38 +450,38 @@ def moments(case: Case) -> float:
     return 0 if offloads(case) else moment_bytes(case)
 
 
-def passing(case: Case) -> float:
-    """Chunks of what rests below the device, on their way through it."""
+def streamed_chunks(case: Case) -> float:
+    """Return the bytes of chunks of offloaded states that are streamed through the GPU."""
     elements = max(table_weights(case), block_weights(case)) / world(case)
     weight = 2 + case.master_rest if splits_masters(case) else 4
     largest = elements * (weight + 2 * case.state_itemsize + reduced_itemsize(case))
     return IN_FLIGHT * min(CHUNK_BYTES, largest) if offloads(case) else 0
 
 
-def beside(case: Case) -> float:
-    """Memory of cuBLAS, and of a step."""
-    return WORKSPACE + passing(case)
+def workspaces(case: Case) -> float:
+    """Return the bytes of the workspace of cuBLAS, and of streamed chunks."""
+    return WORKSPACE + streamed_chunks(case)
 
 
 def allocated(case: Case) -> float:
-    """What `torch.cuda.max_memory_allocated` will say."""
-    states = resting_parameters(case) + masters(case) + moments(case)
-    return states + gathered(case) + gradients(case) + activations(case) + logits(case) + beside(case)
+    """Return the forecast of `torch.cuda.max_memory_allocated`."""
+    states = stored_parameters(case) + masters(case) + moments(case)
+    return states + gathered(case) + gradients(case) + activations(case) + logits(case) + workspaces(case)
 
 
 def reserve(case: Case) -> float:
-    """What the allocator cannot use, as `onefold plan` counts it."""
+    """Return the bytes that the allocator holds and cannot use, as `onefold plan` counts them."""
     return FRAGMENTATION * allocated(case)
 
 
 def context(case: Case) -> float:
-    """Outside the allocator: CUDA's own, and NCCL's buffers."""
+    """Return the bytes of the CUDA context and the buffers of NCCL."""
     return CONTEXT + (NCCL if world(case) > 1 else 0)
 
 
-def reserve_and_context(case: Case) -> float:
-    """All that is not the model's."""
-    return beside(case) + reserve(case) + context(case)
+def overhead(case: Case) -> float:
+    """Return the bytes of everything but the model."""
+    return workspaces(case) + reserve(case) + context(case)
 
 
 def gpu_bytes(case: Case) -> float:
@@ -529,5 +494,5 @@ def fits(case: Case) -> bool:
 
 
 def is_tight(case: Case) -> bool:
-    """It fits, and leaves little of the GPU's memory."""
+    """Return whether the case fits, but leaves little GPU memory."""
     return fits(case) and case.gpu_memory - gpu_bytes(case) < MARGIN * case.gpu_memory

@@ -1,9 +1,9 @@
-"""Plain Python functions of numbers as JavaScript: what `formulas` is written in, and nothing else.
+"""Translate plain Python functions of numbers, as in `formulas.py`, to JavaScript.
 
 The subset: functions with positional parameters, a docstring, assignments to local names and one `return`; numbers,
 strings and flags; + - * / //, comparisons of two sides, `and`, `or`, `not`, conditional expressions; `min`, `max`, and
-calls of each other; attributes of parameters; constants of the module. Everything else is refused, by file and line.
-Numbers are JavaScript's, which are Python's floats.
+calls of each other; attributes of parameters; constants of the module. Anything else raises UntranslatableError with
+its file and line. Numbers in JavaScript are Python's floats.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 
 class UntranslatableError(ValueError):
-    """Something outside the subset; the message says where."""
+    """The source uses something outside the subset. The message says where."""
 
 
 _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "===", ast.NotEq: "!=="}
 _JOINED = {ast.And: "&&", ast.Or: "||"}
 _CALLED = {"min": "Math.min", "max": "Math.max"}
-# Words that mean something else in JavaScript, where Python takes them for names.
+# Names that are reserved in JavaScript, but not in Python.
 _RESERVED = (
     *("arguments", "case", "catch", "class", "const", "default", "delete", "do", "else", "enum", "eval", "export"),
     *("extends", "false", "finally", "function", "if", "import", "in", "instanceof", "interface", "let", "new", "null"),
@@ -34,7 +34,7 @@ _RESERVED = (
 
 
 def translate_module(module: ModuleType) -> str:
-    """All functions of a module, with its constants in capitals as they are now."""
+    """Translate all functions of a module, with the current values of its constants."""
     constants = {
         name: value
         for name, value in vars(module).items()
@@ -44,7 +44,7 @@ def translate_module(module: ModuleType) -> str:
 
 
 def translate(source: str, constants: dict[str, Any], origin: str = "source") -> str:
-    """An expression: an object of the functions of a source, in its order. Classes and imports are left to Python."""
+    """Return an expression for an object with the functions of a source. Classes and imports are ignored."""
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     names = [function.name for function in functions]
     lines = [f"const {_name(name)} = {json.dumps(value, allow_nan=False)};" for name, value in constants.items()]
@@ -54,7 +54,7 @@ def translate(source: str, constants: dict[str, Any], origin: str = "source") ->
 
 
 def _name(name: str) -> str:
-    """A word of JavaScript's gets a tail."""
+    """Append an underscore to names that are reserved in JavaScript."""
     return f"{name}_" if name in _RESERVED else name
 
 
@@ -115,7 +115,7 @@ class _Function:
                 parts = (self._expression(part) for part in (test, then, otherwise))
                 return "({} ? {} : {})".format(*parts)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if self._may_call(name):
-                # min and max of one list are another thing than of several numbers.
+                # In Python, min and max of one argument take a list.
                 if name in _CALLED and len(args) < 2:
                     raise self._refuse(node, f"{name} of one argument")
                 return f"{_CALLED.get(name) or _name(name)}({', '.join(map(self._expression, args))})"

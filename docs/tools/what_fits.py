@@ -45,7 +45,7 @@ STOPS: dict[str, list[int]] = {
     "sequence_length": [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072],
     "accumulation": [1, 2, 4, 8, 16, 32, 64, 128, 256],
 }
-"""Where a slider stops; a number beside it may be any between the first and the last."""
+"""The stops of each slider; its number field takes any value between the first and the last."""
 
 CHOICES: dict[str, list[Any]] = {
     "stage": list(TABLE),
@@ -61,17 +61,17 @@ FORMATS: dict[str, dict[str, float]] = {
     "state_dtype": {"fp32": 4, "int8": sum(part.numel(BLOCK) * part.dtype.itemsize for part in SIGNED.parts) / BLOCK},
     "master_dtype": {"fp32": 0, "bf16_int16": _SPLIT[0], "bf16_int8": _SPLIT[1]},
 }
-"""Bytes an element: of moments, and of a master beside its weight."""
+"""Bytes per element of moments, and of a master in addition to its weight."""
 
 GPU_KINDS = {
-    "parameters": "resting_parameters",
+    "parameters": "stored_parameters",
     "gathered": "gathered",
     "gradients": "gradients",
     "masters": "masters",
     "moments": "moments",
     "activations": "activations",
     "logits": "logits",
-    "reserve and context": "reserve_and_context",
+    "overhead": "overhead",
 }
 HOST_KINDS = {
     "parameters": "host_parameters",
@@ -83,7 +83,7 @@ NVME_KINDS = {"parameters": "nvme_parameters", "masters and moments": "nvme_stat
 
 
 def machines() -> dict[str, dict[str, int]]:
-    """Return the values of the controls for each machine that can be chosen: eight server GPUs, or one of a desk."""
+    """Return the values of the controls for each machine: eight server GPUs, or one desktop GPU."""
     found = {}
     for name in GPUS:
         machine = find_machine(f"8x{name}" if find_machine(name).is_server else name)
@@ -106,7 +106,7 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def page() -> str:
-    """The whole of docs/what-fits.html."""
+    """Return docs/what-fits.html."""
     stages = {stage: [placement is Placement.SHARDED for placement in row] for stage, row in TABLE.items()}
     facts = {
         "shapes": SHAPES,

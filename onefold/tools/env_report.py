@@ -1,4 +1,4 @@
-"""What this machine has and what onefold will use of it: `onefold env`, also `python -m onefold.env_report`."""
+"""Show what this machine has, and which parts onefold will use: `onefold env`, `python -m onefold.env_report`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -29,7 +28,7 @@ OPTIONAL_PACKAGES = ("transformers", "accelerate", "deepspeed", "safetensors", "
 
 
 def collect() -> Report:
-    """Everything, by section. Each value is text for a person."""
+    """Return all facts as text, by section."""
     return {
         "versions": _versions(),
         "devices": _devices(),
@@ -41,7 +40,7 @@ def collect() -> Report:
 
 
 def render(report: Report) -> None:
-    """One table."""
+    """Print the facts as a table."""
     table = Table(show_header=False)
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -54,25 +53,13 @@ def render(report: Report) -> None:
 
 
 def report_environment(options: argparse.Namespace) -> int:
-    """What `onefold env` does."""
+    """Run `onefold env`."""
     report = collect()
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         render(report)
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    asked = list(sys.argv[1:] if arguments is None else arguments)
-    unknown = [argument for argument in asked if argument not in ("--json", "-h", "--help")]
-    if unknown:
-        print(f"onefold: unknown argument {unknown[0]}; there is only --json", file=sys.stderr)
-        return 2
-    if "-h" in asked or "--help" in asked:
-        print(f"{__doc__}\n\n  --json    for programs")
-        return 0
-    return report_environment(argparse.Namespace(json="--json" in asked))
 
 
 def _versions() -> Section:
@@ -177,12 +164,8 @@ def _folder(path: str | Path) -> list[Path]:
 
 
 def _read(path: str | Path) -> str:
-    """The text of a file of the kernel's, or nothing: many exist and cannot be read."""
+    """Return the text of a kernel file, or an empty string if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -73,7 +73,7 @@ def test_what_is_measured_is_shown_kept_and_read_back(bench: Command, cache: Pat
     assert facts.keys() == {"measured", "parameters", "settings", "kept_in"}
     assert facts["kept_in"] == str(cache)
     assert [row["setting"] for row in facts["settings"]] == list(SETTINGS)
-    assert facts["settings"][0].keys() >= {"device_bytes", "host_bytes", "crossing", "seconds", "bound_by"}
+    assert facts["settings"][0].keys() >= {"device_bytes", "host_bytes", "offload_traffic", "seconds", "bound_by"}
     measured = facts["measured"]
     assert measured["adam"] > 0
     assert measured["host_copy"] > 0
@@ -91,11 +91,11 @@ def test_what_is_measured_is_shown_kept_and_read_back(bench: Command, cache: Pat
 def test_without_a_path_the_disk_is_as_it_was_kept(bench: Command) -> None:
     code, out, _ = bench("tiers", "--size", 0.01)
     assert code == 0
-    assert "ask for it with --path" in out
+    assert "give --path" in out
     offload_bench.save_measured(FIXED)
     code, out, _ = bench("tiers", "--size", 0.01)
     assert code == 0
-    assert "kept from 2030-01-01" in out
+    assert "measured 2030-01-01" in out
     kept = offload_bench.load_measured()
     assert kept is not None
     assert kept.disk == FIXED.disk
@@ -135,7 +135,7 @@ def test_sizes_are_read_with_their_units(bench: Command) -> None:
     assert code == 0
     assert json.loads(out)["parameters"] == 7_000_000_000
     code, out, _ = bench("tiers", "--size", "10MB", "--no-save")
-    assert "bus and disk were not measured; one of them may bound" in " ".join(out.split())
+    assert "bus and disk were not measured; one of them may be the bottleneck" in " ".join(out.split())
     assert bench("tiers", "--size", "many")[0] == 2
 
 
@@ -205,7 +205,7 @@ def test_what_a_setting_costs_by_hand(setting: str) -> None:
     rest, ways, seconds, bound_by = BY_HAND[setting]
     cost = offload_bench.cost_of(setting, P, FIXED)
     assert (cost.device_bytes, cost.host_bytes, cost.disk_bytes) == tuple(round(factor * P) for factor in rest)
-    assert cost.crossing == Crossing(*(round(factor * P) for factor in ways))
+    assert cost.offload_traffic == Crossing(*(round(factor * P) for factor in ways))
     assert cost.seconds == pytest.approx(dict(zip(("bus", "host Adam", "disk"), seconds, strict=True)))
     assert cost.bound_by == bound_by
 
@@ -220,7 +220,7 @@ def test_what_was_not_measured_is_unknown_and_not_free() -> None:
     cost = offload_bench.cost_of("optimizer nvme", P, replace(FIXED, bus=None, disk=None))
     # The host steps four tenths, as where there is a bus: bytes and seconds are those of one assumption.
     assert cost.seconds == {"bus": None, "host Adam": pytest.approx(0.8), "disk": None}
-    assert cost.crossing == offload_bench.cost_of("optimizer nvme", P, FIXED).crossing
+    assert cost.offload_traffic == offload_bench.cost_of("optimizer nvme", P, FIXED).offload_traffic
     assert cost.bound_by == "host Adam"
     assert offload_bench.cost_of("optimizer cpu", P, replace(FIXED, disk=None)).seconds["disk"] == 0
 

@@ -370,17 +370,17 @@ def test_rm_keeps_what_is_not_onefolds(checkpoints: Path, ckpt: Command) -> None
     notes = checkpoints / TAGS[1] / "notes.txt"
     notes.write_text("mine")
     _, out, _ = ckpt("rm", checkpoints, TAGS[1], "--yes")
-    assert "notes.txt is not onefold's and stays" in out
+    assert "notes.txt is not a file of onefold and is kept" in out
     assert [entry.name for entry in (checkpoints / TAGS[1]).iterdir()] == ["notes.txt"]
     theirs = make_deepspeeds(checkpoints, "theirs")
     foreign = checkpoints / "web" / "manifest.json"
     foreign.parent.mkdir()
     foreign.write_text("{}")
     for tag, message in (
-        ("theirs", "DeepSpeed's"),
+        ("theirs", "checkpoint of DeepSpeed"),
         ("web", "cannot read"),
         ("never", TAGS[0]),
-        ("..", "no checkpoint"),
+        ("..", "not a checkpoint"),
     ):
         code, _, err = ckpt("rm", checkpoints, TAGS[2], tag, "--yes")
         assert code == 2
@@ -430,14 +430,14 @@ def test_leftovers_go_and_what_is_written_stays(checkpoints: Path, ckpt: Command
         assert ours
         code, out, _ = ckpt("rm", checkpoints, "--leftovers", "--yes")
     assert code == 0
-    assert "under_way: 1.0 kB are being written and stay" in out
+    assert "under_way: 1.0 kB are being written and are kept" in out
     assert not killed.parent.exists()
     assert not beside.exists()
     assert written.exists()
     assert uncertain.exists(), "a damaged manifest may name it"
     assert ckpt("verify", checkpoints)[0] == 0
     assert ckpt("rm", checkpoints, "--leftovers", "--yes")[0] == 0
-    assert "nothing is left over" in ckpt("rm", checkpoints, "--leftovers")[1]
+    assert "there are no leftovers" in ckpt("rm", checkpoints, "--leftovers")[1]
 
 
 def test_rm_of_nothing_is_wrong_use(checkpoints: Path, ckpt: Command) -> None:

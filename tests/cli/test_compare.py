@@ -75,16 +75,16 @@ def test_the_recommendation_is_the_fastest_and_within_the_noise_the_smallest():
     lost = trial("1", 0, 0, "out of memory")
     close = trial("0", 1.0, 400, rounds=(1.0, 0.98, 1.04)), trial("2", 1.01, 300, rounds=(1.02, 1.3, 1.01))
     said = recommend([*close, trial("3", 1.5, 100, rounds=(1.5, 1.45, 1.6)), lost])
-    assert said.startswith("Take 2: 1.020 s/step")
-    assert "no difference in speed beyond the noise between 0, 2; 2 takes the least memory" in said
+    assert said.startswith("Use 2: 1.020 s/step")
+    assert "The speeds of 0, 2 do not differ beyond the noise; 2 takes the least memory" in said
     assert "3 takes 0.2 kB less and 1.47 times as long" in said
     apart = recommend([trial("0", 1.0, 400, rounds=(1.0, 1.01)), trial("2", 1.1, 300, rounds=(1.02, 1.1))])
-    assert apart.startswith("Take 0: 1.005 s/step")
+    assert apart.startswith("Use 0: 1.005 s/step")
     assert "noise" not in apart
     assert "Out of memory: 1" in said
     assert "same loss" in said
     assert "differ" in recommend([trial("0", 1.0, 400), trial("2", 1.0, 300, loss=2.0)])
-    assert recommend([trial("0", 0, 0, "failed")]) == "None of these runs: 0 ended with failed (it said so)"
+    assert recommend([trial("0", 0, 0, "failed")]) == "No setting ran: 0 ended with failed (it said so)"
 
 
 def test_knobs_are_those_that_a_setting_reads_and_that_make_a_difference():

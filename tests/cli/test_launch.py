@@ -192,7 +192,7 @@ def test_ranks_that_cannot_meet_are_one_message() -> None:
     assert done.stdout == "1\n", done.stderr
     lines = [line for line in done.stderr.splitlines() if not line.startswith("[W")]  # of torch's C++
     assert len(lines) == 1
-    assert lines[0].startswith(f"onefold: the ranks cannot meet at localhost:{port}: ")
+    assert lines[0].startswith(f"onefold: the ranks cannot connect to localhost:{port}: ")
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_a_failing_rank_shows_its_traceback_once_and_nothing_else(tmp_path: Path
     assert lines[1].startswith(f'  File "{path}", line 6')
     assert stderr.count("ValueError: the cause") == 1
     assert "the consequence" not in stderr
-    assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: exit code 1", lines[-1])
+    assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: exit code 1", lines[-1])
     assert stderr.count("Traceback") == 1
     assert len(lines) <= 7
 
@@ -255,7 +255,7 @@ def test_a_rank_that_is_killed_while_it_tells_why_is_named_all_the_same(tmp_path
     code, _, stderr = launch("--nproc", "1", path)
     assert code == 128 + 9
     assert "Traceback" not in stderr
-    assert re.search(r"onefold: rank 0 \(host .+, pid \d+\) failed: SIGKILL", stderr)
+    assert re.search(r"onefold: rank 0 \(node .+, pid \d+\) failed: SIGKILL", stderr)
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     code, _, stderr = launch("--nproc", "2", path)
     assert code == 128 + signal.SIGKILL
     line = stderr.partition("\n")[2]
-    assert re.fullmatch(r"onefold: rank 1 \(host .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", line)
+    assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", line)
 
 
 @pytest.mark.parametrize(("earlier", "first"), [(0.5, 1), (2.0, 0)])

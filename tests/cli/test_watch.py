@@ -40,7 +40,7 @@ def test_once_says_what_there_is(tmp_path, capsys):
     assert said["rate"] == "0.001, 0.002"
     assert said["gradient"] == "norm  0.5"
     assert said["speed"].startswith("8 samples/s")
-    assert said["memory"] == "model state: device 18.0 kB; in all 88.0 kB, peak 99.0 kB"
+    assert said["memory"] == "model state: device 18.0 kB; total 88.0 kB, peak 99.0 kB"
     assert said["traffic"] == "gather 3.0 MB"
     assert said["time"] == "forward 250 ms, backward 500 ms, step 125 ms, outside 125 ms"
 

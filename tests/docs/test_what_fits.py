@@ -22,7 +22,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "tools"))  # the generator is not installed
 
 import formulas
-from formulas import Case
+from case import Case
 from to_javascript import UntranslatableError, translate, translate_module
 from what_fits import (
     CHOICES,
@@ -241,7 +241,7 @@ def test_model_states_are_the_plans(seed):
         device, host, disk = plan[Tier.DEVICE], plan[Tier.HOST], plan[Tier.NVME]
         on_device = 0 if formulas.offloads(case) else formulas.gradient_bytes(case)
         for name, said, exact in (
-            ("parameters", formulas.resting_parameters(case), device.parameters),
+            ("parameters", formulas.stored_parameters(case), device.parameters),
             ("gradients", on_device, device.gradients),
             ("masters", formulas.masters(case), device.masters),
             ("moments", formulas.moments(case), device.states),
@@ -260,7 +260,7 @@ def test_split_masters_are_the_plans_in_every_tier(offload_optimizer, offload_pa
     values |= {"offload_optimizer": offload_optimizer, "offload_param": offload_param, "master_dtype": master_dtype}
     case, plan = planned(values)
     for name, said, exact in (
-        ("parameters", formulas.resting_parameters(case), plan[Tier.DEVICE].parameters),
+        ("parameters", formulas.stored_parameters(case), plan[Tier.DEVICE].parameters),
         ("masters", formulas.masters(case), plan[Tier.DEVICE].masters),
         ("host", formulas.host_bytes(case) / case.gpus - PROCESS, plan[Tier.HOST].total),
         ("nvme", formulas.nvme_bytes(case) / case.gpus, plan[Tier.NVME].total),

@@ -184,14 +184,14 @@ def test_the_allocator_splits_reuses_and_joins_blocks():
     allocator.allocate("a", 5 * mib)
     assert (allocator.allocated, allocator.reserved) == (5 * mib, 20 * mib)
     allocator.allocate("b", 14 * mib + mib // 2)  # out of the rest, of which half a MiB is not worth splitting off
-    assert (allocator.allocated, allocator.asked) == (20 * mib, 19 * mib + mib // 2)
+    assert (allocator.allocated, allocator.requested) == (20 * mib, 19 * mib + mib // 2)
     assert allocator.reserved == 20 * mib
     allocator.free("a")
     allocator.allocate("c", 19 * mib + mib // 2)  # larger than what is free: a segment of its own
     assert (allocator.allocated, allocator.reserved) == (35 * mib, 40 * mib)
     allocator.free("b")
     allocator.free("c")
-    assert (allocator.allocated, allocator.asked, allocator.reserved) == (0, 0, 40 * mib)
+    assert (allocator.allocated, allocator.requested, allocator.reserved) == (0, 0, 40 * mib)
     allocator.allocate("whole", 20 * mib)  # neighbours have joined
     assert (allocator.allocated, allocator.reserved) == (20 * mib, 40 * mib)
     allocator.free("whole")
@@ -211,7 +211,7 @@ def test_the_allocator_never_loses_a_byte():
         else:
             allocator.allocate(number, size)
             live[number] = size
-        assert allocator.asked == sum(live.values()) <= allocator.allocated <= allocator.reserved
+        assert allocator.requested == sum(live.values()) <= allocator.allocated <= allocator.reserved
     for key in live:
         allocator.free(key)
     assert allocator.allocated == 0
@@ -412,7 +412,7 @@ def test_the_whole_batch_of_a_config_is_kept(tmp_path, capsys):
     assert 4 * chosen.train_micro_batch_size_per_gpu * chosen.gradient_accumulation_steps == 48
     given.write_text(json.dumps({"train_batch_size": 50, "train_micro_batch_size_per_gpu": 25}))
     assert main(["plan", "--params", "1e9", "--machine", "4xA100", "--config", str(given)]) == 2
-    assert "train_batch_size 50 is no multiple" in capsys.readouterr().err
+    assert "train_batch_size 50 is not a multiple" in capsys.readouterr().err
 
 
 def test_the_command_as_json_and_from_a_number(capsys):
@@ -484,9 +484,9 @@ def test_small_models_are_shown_in_mb(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--params", "7e9", "--machine", "8xZ100"], "known are"),
-        (["--params", "7e9", "--machine", "8*A100"], "known are"),
-        (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a shape"),
+        (["--params", "7e9", "--machine", "8xZ100"], "Known GPUs are"),
+        (["--params", "7e9", "--machine", "8*A100"], "Known GPUs are"),
+        (["--params", "7e9", "--machine", "H100", "--batch", "2"], "need a model with a forward"),
         (["--params", "-1", "--machine", "H100"], "--params -1: must be above 0"),
         (["--params", "7e30", "--machine", "H100"], "--params 7e30: is too large"),
         (["--params", "nan", "--machine", "H100"], "--params nan: must be above 0"),
@@ -496,15 +496,15 @@ def test_small_models_are_shown_in_mb(capsys):
         (["--params", "7B", "--machine", "H100", "--nvme=-1"], "--nvme -1: must be 0 or more"),
         (["--params", "7B", "--machine", "H100", "--link", "50Gb/s"], "write a number with a unit, as in 50GB/s"),
         (["--params", "7B", "--machine", "8xH100", "--nodes", "1000000"], "--nodes 1000000: is too large"),
-        (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs: at most 65,536"),
-        (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "a file cannot be written there"),
+        (["--params", "7B", "--machine", "8xH100", "--nodes", "60000"], "480,000 GPUs are too many"),
+        (["--params", "7B", "--machine", "H100", "--write", "/nowhere/x.json"], "the file cannot be written"),
         (["--params", "7B", "--machine", "H100", "--config", "/dev/zero"], "so it is not a config"),
         (["--model", "nowhere", "--machine", "H100"], "no such file or folder"),
         (["--model", "/dev/zero", "--machine", "H100"], "it is a device, not a regular file"),
         (["--model", "test_estimate:nothing", "--machine", "H100"], "test_estimate"),
         (["--model", "test_estimate:broken", "--machine", "H100"], "the model cannot be built (KeyError: 'no model')"),
-        (["--model", "25m", "--machine", "H100", "--seq", "4096"], "knows 256 positions"),
-        (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora goes with models of transformers"),
+        (["--model", "25m", "--machine", "H100", "--seq", "4096"], "has 256 positions"),
+        (["--model", "25m", "--machine", "H100", "--lora", "4"], "--lora needs a model of transformers"),
         (["--model", "llama-7b", "--machine", "H100", "--lora", "0"], "--lora 0: must be above 0"),
     ],
 )
@@ -553,7 +553,7 @@ def test_a_config_that_is_wrong_is_told_by_its_file(text, says, tmp_path, capsys
 
 def test_files_that_are_no_model_are_told(tmp_path, capsys):
     (tmp_path / "notes.json").write_text("{}")
-    for model, says in ((tmp_path, "holds neither a config.json"), (tmp_path / "notes.json", "it has no model_type")):
+    for model, says in ((tmp_path, "holds neither a config.json"), (tmp_path / "notes.json", "has no model_type")):
         assert main(["plan", "--model", str(model), "--machine", "H100"]) == 2
         assert says in capsys.readouterr().err
 

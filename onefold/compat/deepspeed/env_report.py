@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.tools.env_report import main
+from onefold.env_report import main
 
 
 def cli_main() -> None:

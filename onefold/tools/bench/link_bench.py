@@ -1,6 +1,4 @@
-"""Measures the links between ranks of this machine: a gather and a reduce-scatter of the engine's own, in processes of
-their own.
-"""
+"""Measure the links between ranks of this machine with the engine's gather and reduce-scatter."""
 
 from __future__ import annotations
 
@@ -16,28 +14,28 @@ import torch
 
 from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, init_distributed, local_device, make_collective
 
-# Values of a collective so small that only its call counts, and how often each is repeated.
+# Elements per rank of a collective whose time is its latency, and repetitions of each collective.
 _SMALL, _ROUNDS = 1024, 5
 _TIMEOUT = 300
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Between so many ranks of one node: bytes/s that each sends in a gather and a reduce-scatter, and the seconds that
-    one of them takes however small it is.
-    """
+    """Rates between the ranks of one node."""
 
     ranks: int
     sent: float
+    """Bytes/s that a rank sends in a gather and a reduce-scatter."""
     call: float
+    """Seconds of the smallest collective."""
 
 
 class LinkError(Exception):
-    """The ranks that were to measure have failed."""
+    """The measuring ranks failed."""
 
 
 def measure_links(ranks: int, num_bytes: int) -> LinkRates:
-    """Start the ranks, on GPUs where there are any."""
+    """Measure the links between `ranks` new processes, on GPUs if there are any."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -56,30 +54,30 @@ def measure_links(ranks: int, num_bytes: int) -> LinkRates:
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=_TIMEOUT)[0] for process in started]
+        output = [process.communicate(timeout=_TIMEOUT)[0] for process in started]
     finally:
         for process in started:
             process.kill()
     if any(process.returncode for process in started):
-        raise LinkError(f"{ranks} ranks could not measure their links: {said[0][-500:]}")
-    rates = json.loads(said[0].splitlines()[-1])
+        raise LinkError(f"{ranks} ranks could not measure their links: {output[0][-500:]}")
+    rates = json.loads(output[0].splitlines()[-1])
     return LinkRates(ranks, rates["sent"], rates["call"])
 
 
 def _measure(num_bytes: int) -> dict[str, float]:
-    """One rank's part: every collective starts when all ranks have ended the one before."""
+    """Measure as one rank. A collective starts after all ranks have finished the previous one."""
     init_distributed()
     group, device, ledger = data_group(), local_device(), Ledger()
     collective = make_collective("auto", group, ledger, device)
     numel = max(num_bytes // 4 // group.size, _SMALL) * group.size
 
-    def run(line: torch.Tensor) -> float:
-        length, best = line.numel() // group.size, float("inf")
-        own = line.narrow(0, group.rank * length, length)
+    def run(full: torch.Tensor) -> float:
+        length, best = full.numel() // group.size, float("inf")
+        own = full.narrow(0, group.rank * length, length)
         for _ in range(_ROUNDS):
             began = time.perf_counter()
-            collective.start_gather([AllGatherOp(line)]).finish()
-            collective.start_reduce_scatter([Reduction(line, own.clone(), torch.float32, False)]).finish()
+            collective.start_gather([AllGatherOp(full)]).finish()
+            collective.start_reduce_scatter([Reduction(full, own.clone(), torch.float32, False)]).finish()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             best = min(best, time.perf_counter() - began)

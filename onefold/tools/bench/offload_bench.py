@@ -1,9 +1,9 @@
-"""Measures bus, host and disk of this machine, and computes what each offload setting would cost a step.
+"""Measure bus, host and disk of this machine, and compute what each offload setting would cost per step.
 
 [Note: what a step costs]
-The plan's own arithmetic gives the bytes that cross the bus and go to the disk; the measured rates turn them into
-seconds. Bus, host and disk work beside each other and beside the device, so a step takes at least as long as the
-slowest of them needs. Whatever the device computes in longer than that hides them all.
+The plan counts the host-device and disk traffic of a step, and the measured rates turn it into seconds. Bus, host and
+disk work at the same time as the device, so a step takes at least as long as the slowest of them. If the device
+computes longer than that, it hides all of them.
 """
 
 from __future__ import annotations
@@ -47,75 +47,77 @@ from onefold.plan.layout import Segment
 from onefold.plan.memory import SharedStep, passes_device
 from onefold.tools.bench.link_bench import LinkRates, measure_links
 
-Tell = Callable[[str, int, int], None]
-"""Hears what is measured now, how many parts are done, and how many there are."""
+Progress = Callable[[str, int, int], None]
+"""Called with the current measurement, the number of measurements done, and their total."""
 
 _ROUNDS = 3
-# Seconds after which a slow part is not repeated.
+# Seconds after which a slow measurement is not repeated.
 _PATIENCE = 2.0
 _PIECES = 8
 
 
 @dataclass(frozen=True)
 class BusRates:
-    """GB/s between the device and page-locked memory: each way alone, and the sum of both at once."""
+    """GB/s between the device and page-locked memory: in each direction alone, and in total with both at once."""
 
     down: float
     up: float
     both: float
 
-    def seconds(self, crossing: Crossing) -> float:
-        return _seconds(crossing.down, self.down, crossing.up, self.up, self.both)
+    def seconds(self, traffic: Crossing) -> float:
+        """Return the seconds that a step's traffic takes."""
+        return _seconds(traffic.down, self.down, traffic.up, self.up, self.both)
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """GB/s between files and host memory, as swapped tensors travel: each way alone, and the sum of both at once."""
+    """GB/s between swap files and host memory: reading, writing, and in total with both at once."""
 
     paths: tuple[str, ...]
     read: float
     write: float
     both: float
     direct: bool
-    """False: some file system does not take O_DIRECT, so these are rates of the page cache."""
+    """Whether the files were opened with O_DIRECT; otherwise the rates are those of the page cache."""
     free_bytes: int
     when: str
 
-    def seconds(self, crossing: Crossing) -> float:
-        return _seconds(crossing.read, self.read, crossing.written, self.write, self.both)
+    def seconds(self, traffic: Crossing) -> float:
+        """Return the seconds that a step's traffic takes."""
+        return _seconds(traffic.read, self.read, traffic.written, self.write, self.both)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One machine, at one time. None: there is no such thing here, or nobody asked."""
+    """Measured rates of a machine. None: not present, or not measured."""
 
     host: str
     when: str
     num_threads: int
     host_free_bytes: int
     host_copy: float
-    """GB/s, of what is copied."""
+    """GB/s of copied bytes."""
     adam: float
-    """Parameters a second: gradients of 16 bits, masters and moments of 32."""
+    """Parameters per second, with 16-bit gradients and fp32 masters and moments."""
     device: str | None = None
     device_bytes: int | None = None
     page_lock: float | None = None
-    """GB/s of memory that is made, touched and locked."""
+    """GB/s of allocating and locking memory."""
     bus: BusRates | None = None
     disk: DiskRates | None = None
     products: float | None = None
-    """FLOP/s of products in bf16, on the device where there is one; in fp32 on a CPU."""
+    """FLOP/s of matrix products: bf16 on a GPU, otherwise fp32 on the CPU."""
     launch: float | None = None
-    """Seconds that the host takes to have one small op run, forward and backward,"""
+    """Host seconds per small op, in forward and backward."""
     boundary: float | None = None
-    """and to have one flat parameter stepped."""
+    """Host seconds per flat parameter of an optimizer step."""
     contention: float | None = None
-    """Ranks on CPUs: how many times as long ops take while all of them compute."""
+    """Time of ops while all CPU ranks compute, relative to their time alone."""
     links: LinkRates | None = None
 
     @staticmethod
     def of(facts: dict[str, Any]) -> Measured:
-        """From JSON. Raises where something is missing, unknown, or no rate."""
+        """Build from JSON. Raise if a key is missing or unknown, or a rate is not positive."""
         bus = BusRates(**facts["bus"]) if facts["bus"] else None
         disk = DiskRates(**{**facts["disk"], "paths": tuple(facts["disk"]["paths"])}) if facts["disk"] else None
         links = LinkRates(**facts["links"]) if facts.get("links") else None
@@ -125,12 +127,12 @@ class Measured:
         rates += [bus.down, bus.up, bus.both] if bus else []
         rates += [disk.read, disk.write, disk.both] if disk else []
         if not all(rate > 0 for rate in rates):
-            raise ValueError("a rate that is not above zero")
+            raise ValueError("a rate is not positive")
         return found
 
 
 def _seconds(first: int, first_rate: float, second: int, second_rate: float, both_rate: float) -> float:
-    """The ways share what both reach together, and neither is faster than alone."""
+    """Return the seconds of traffic in two directions, which share `both_rate` and have a limit each."""
     return max(first / first_rate, second / second_rate, (first + second) / both_rate) / 1e9
 
 
@@ -138,10 +140,11 @@ def _seconds(first: int, first_rate: float, second: int, second_rate: float, bot
 
 
 def measure(
-    num_bytes: int, paths: Sequence[str] = (), tell: Tell = lambda now, done, total: None, ranks: int = 1
+    num_bytes: int, paths: Sequence[str] = (), show_progress: Progress = lambda now, done, total: None, ranks: int = 1
 ) -> Measured:
-    """All of it, each part on about so many bytes. `paths`: folders on the drives to measure; `ranks`: between how many
-    links are.
+    """Measure this machine, with about `num_bytes` in each measurement.
+
+    `paths` are folders on the drives to measure, and `ranks` is the number of processes between which links are.
     """
     parts: dict[str, Callable[[], object]]
     parts = {"host_copy": lambda: measure_copy(num_bytes), "adam": lambda: measure_adam(num_bytes)}
@@ -158,20 +161,20 @@ def measure(
         parts["links"] = lambda: measure_links(ranks, num_bytes)
     free = available_bytes()
     for done, (name, work) in enumerate(parts.items()):
-        tell(name.replace("_", " "), done, len(parts))
+        show_progress(name.replace("_", " "), done, len(parts))
         found[name] = work()
     threads = torch.get_num_threads()
     return Measured(socket.gethostname(), _now(), num_threads=threads, host_free_bytes=free, **found)
 
 
 def measure_copy(num_bytes: int) -> float:
-    """GB/s from host memory to host memory, on all threads."""
+    """Measure GB/s from host memory to host memory, on all threads."""
     source, target = _memory(num_bytes // 2), _memory(num_bytes // 2)
     return _best(lambda: target.copy_(source), source.nbytes) / 1e9
 
 
 def measure_adam(num_bytes: int) -> float:
-    """Parameters a second of the host's step: tiles of a gradient in bf16, master and moments in fp32."""
+    """Measure parameters per second of the host step, with bf16 gradients and fp32 masters and moments."""
     numel, rule = max(num_bytes // 14 // PAGE, 1) * PAGE, AdamRule()
     hyper = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled_weight_decay": True}
     names = rule.state_names([hyper])
@@ -180,26 +183,28 @@ def measure_adam(num_bytes: int) -> float:
     states = {name: Buffer.of(moment) for name, moment in zip(names, moments, strict=True)}
     window = StateWindow(0, numel, Buffer.of(master), states)
     tiler = Tiler([rule], TILE if torch.get_num_threads() > 2 else None)
-    # Scaled, as with clipping or a loss scale.
+    # The gradient is scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():
         return _best(lambda: tiler.step(OneGroup(), gradient, step, window, 0, numel, None), numel)
 
 
 class OneGroup:
-    """Elements of one optimizer group, none of them frozen: what the tiler asks of an optimizer shard."""
+    """A shard of one optimizer group without frozen elements, as far as `Tiler` needs it."""
 
     compared_model_weight = None
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
+        """Return one segment of group 0."""
         return [Segment(0, first, last)]
 
     def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]:
+        """Return one range without stochastic rounding."""
         return [(first, last, None)]
 
 
 def measure_products() -> float:
-    """FLOP/s of a product as large as those of a layer."""
+    """Measure FLOP/s of a matrix product of the size of a layer."""
     on_gpu = torch.cuda.is_available()
     size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
     left = torch.zeros(size, size, dtype=dtype, device="cuda" if on_gpu else "cpu")
@@ -215,7 +220,7 @@ def measure_products() -> float:
 
 
 def measure_launch() -> float:
-    """Seconds of the host for each op of a chain of small ones under autograd, its backward among them."""
+    """Measure host seconds per op in the forward and backward of a chain of small ops."""
     num, device = 500, "cuda" if torch.cuda.is_available() else "cpu"
     start = torch.zeros(16, device=device, requires_grad=True)
 
@@ -231,12 +236,12 @@ def measure_launch() -> float:
 
 
 def measure_page_lock(num_bytes: int) -> float:
-    """GB/s of page-locked memory that is made from nothing: what a start pays."""
+    """Measure GB/s of allocating page-locked memory, which `initialize` does."""
     return _best(lambda: page_aligned(num_bytes, pinned=True), num_bytes) / 1e9
 
 
 def measure_bus(num_bytes: int, device: torch.device) -> BusRates:
-    """Down and up by the streams that steps use."""
+    """Measure copies between device and host, on the streams that steps use."""
     half = max(num_bytes // 2, PAGE)
     low = page_aligned(2 * half, pinned=True).split(half)
     high = torch.zeros(2 * half, dtype=torch.uint8, device=device).split(half)
@@ -255,11 +260,11 @@ def measure_bus(num_bytes: int, device: torch.device) -> BusRates:
 
 
 def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
-    """Through a swap like that of a job. Whatever happens, its files are removed."""
+    """Measure reads and writes of swap files like those of a job. The files are always removed."""
     num_pieces = _PIECES * len(paths)
     size = max(num_bytes // num_pieces // PAGE, 1) * PAGE
     memory = _memory(num_pieces * size).split(size)
-    # Drives and file systems may pack zeros.
+    # Drives and file systems may compress zeros.
     noise = torch.randint(0, 256, (min(size, 1 << 24),), dtype=torch.uint8)
     for piece in memory:
         for part in piece.split(len(noise)):
@@ -268,7 +273,7 @@ def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
     on_disk = [swap.reserve(size, torch.uint8) for _ in memory]
 
     def transfer(*reads: bool) -> None:
-        """Each drive reads or writes its pieces as `reads` says in turn."""
+        """Read or write the pieces of each drive, alternating as in `reads`."""
         turns = [reads[index // len(paths) % len(reads)] for index in range(num_pieces)]
         pairs = zip(on_disk, memory, turns, strict=True)
         started = [disk.start_load(host) if read else disk.start_store(host) for disk, host, read in pairs]
@@ -306,7 +311,7 @@ def _best(work: Callable[[], object], amount: int) -> float:
 
 
 def _memory(num_bytes: int) -> torch.Tensor:
-    """Like that of a job, and touched."""
+    """Return host memory like that of a job, with all pages touched."""
     return page_aligned(max(num_bytes, PAGE)).zero_()
 
 
@@ -314,16 +319,16 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# -- keeping ---------------------------------------------------------------------------------------------------------
+# -- storing ---------------------------------------------------------------------------------------------------------
 
 
 def cache_file() -> Path:
-    """Where measurements are kept, by host: home folders are shared."""
+    """Return the file of the measurements of all nodes, which may share a home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "onefold" / "tiers.json"
 
 
 def load_measured(host: str | None = None) -> Measured | None:
-    """What was kept of this host, or of another. None where there is nothing, or nothing that can be read."""
+    """Return the stored measurements of a node, by default this one, or None if they are missing or unreadable."""
     facts = _load_hosts().get(host or socket.gethostname())
     if facts is None:
         return None
@@ -335,7 +340,7 @@ def load_measured(host: str | None = None) -> Measured | None:
 
 
 def save_measured(measured: Measured) -> Path:
-    """Keep it beside what is kept of other hosts. Whoever reads meanwhile sees the old file or the new one."""
+    """Store measurements next to those of other nodes. The file is replaced atomically."""
     file = cache_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**_load_hosts(), measured.host: asdict(measured)}, indent=2) + "\n"
@@ -353,7 +358,7 @@ def _load_hosts() -> dict[str, Any]:
         hosts = json.loads(cache_file().read_text())
         if isinstance(hosts, dict):
             return hosts
-        raise TypeError("no JSON object")
+        raise TypeError("not a JSON object")
     except FileNotFoundError:
         return {}
     except (OSError, TypeError, ValueError) as error:
@@ -369,7 +374,7 @@ def _warn_damaged(error: Exception) -> None:
 # -- arithmetic ------------------------------------------------------------------------------------------------------
 
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/"}
-# What is written under `zero_optimization`.
+# The section `zero_optimization` of each setting.
 SETTINGS: dict[str, dict[str, Any]] = {
     "all on the device": {"stage": 2},
     "optimizer cpu, ratio 0.3": {"stage": 2, "offload_optimizer": {**_CPU, "ratio": 0.3}},
@@ -380,35 +385,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
 }
 _MOMENTS = KeptStates(tuple(AdamRule().state_names([{}])))
-# A model is offloaded by units; so many make a ratio of tenths exact.
+# Models are offloaded by units; with this many, a ratio of tenths is exact.
 _NUM_UNITS = 20
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a setting takes of one rank: bytes at rest, bytes that move in a step, and seconds, by resource."""
+    """The cost of a setting for one rank: bytes stored by tier, traffic per step, and seconds by resource."""
 
     setting: str
     device_bytes: int
     host_bytes: int
     disk_bytes: int
-    crossing: Crossing
+    offload_traffic: Crossing
     seconds: dict[str, float | None]
-    """0.0: not used; None: used, but its rate is not known."""
+    """Seconds by resource. 0.0: not used; None: used, but not measured."""
 
     @property
     def bound_by(self) -> str | None:
-        """The slowest of those that are known."""
+        """The slowest measured resource."""
         known = {name: value for name, value in self.seconds.items() if value}
         return max(known, key=known.__getitem__) if known else None
 
 
 def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
-    """A setting by its name, for a model in bf16 with Adam, on one rank, with one micro-step."""
+    """Return the cost of a setting for a bf16 model with Adam, on one rank, with one micro-step."""
     own = {"offloaded_step": "host"} if "stepped by the host" in setting else {}
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": SETTINGS[setting], "onefold": own})
     plan = make_plan(config, world_size=1)
-    # All of it, whatever the host could keep.
+    # All of it, independent of the memory of this host.
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
     spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=_MOMENTS)
@@ -416,21 +421,21 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     units = [replace(spec, given_to_device=shared.gives_to_device(layout.numel)) for _ in range(_NUM_UNITS)]
     specs = assign_tiers(units, plan)
     bus, disk = measured.bus, measured.disk
-    crossing = count_crossing(specs, plan, 1, device_casts=True)
+    traffic = count_crossing(specs, plan, 1, device_casts=True)
     below = [spec for spec in specs if spec.residency.offloads_states]
     stepped = sum(spec.layout.numel for spec in below if not passes_device(plan, spec))
-    uses_bus, uses_disk = crossing.down or crossing.up, crossing.read or crossing.written
+    uses_bus, uses_disk = traffic.down or traffic.up, traffic.read or traffic.written
     device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
     seconds = {
-        "bus": (bus.seconds(crossing) if bus else None) if uses_bus else 0.0,
+        "bus": (bus.seconds(traffic) if bus else None) if uses_bus else 0.0,
         "host Adam": stepped / measured.adam,
-        "disk": (disk.seconds(crossing) if disk else None) if uses_disk else 0.0,
+        "disk": (disk.seconds(traffic) if disk else None) if uses_disk else 0.0,
     }
-    return Cost(setting, device, host, on_disk, crossing, seconds)
+    return Cost(setting, device, host, on_disk, traffic, seconds)
 
 
 def shortages(cost: Cost, measured: Measured) -> list[str]:
-    """What this machine has too little of, in words."""
+    """Return sentences about the resources of which a setting needs more than this machine has."""
     on_disk = measured.disk.free_bytes if measured.disk else None
     checks = (
         ("device memory", cost.device_bytes, measured.device_bytes),
@@ -438,7 +443,7 @@ def shortages(cost: Cost, measured: Measured) -> list[str]:
         ("disk", cost.disk_bytes, on_disk),
     )
     return [
-        f"{cost.setting} needs {needed / 1e9:.1f} GB of {what}, and {free / 1e9:.1f} GB are there"
+        f"{cost.setting} needs {needed / 1e9:.1f} GB of {what}, but only {free / 1e9:.1f} GB are available"
         for what, needed, free in checks
         if free is not None and needed > free
     ]

@@ -1,4 +1,4 @@
-"""What `onefold bench tiers` does: measure this machine, keep the numbers, show the cost of each offload setting."""
+"""Run `onefold bench tiers`: measure this machine, store the rates, and show the cost of each offload setting."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from onefold.tools.cli.usage import UsageError, read_number
 if TYPE_CHECKING:
     from onefold.tools.bench.offload_bench import Cost, Measured
 
-# What is larger is a typing error.
+# Larger numbers are refused as typing errors.
 _MOST_PARAMETERS, _MOST_BYTES = 1e15, 1e18
 
 
 @fails_on(OSError)
 def bench_tiers(options: argparse.Namespace) -> int:
+    """Run `onefold bench tiers`."""
     size = options.size
     paths = _check(options)
     from onefold.offload.host_memory import HostShortage, available_bytes
@@ -33,10 +34,10 @@ def bench_tiers(options: argparse.Namespace) -> int:
 
     free = available_bytes()
     if options.size > free / 2:
-        raise UsageError(f"--size {size}: {free / 1e9:.1f} GB of host memory are available; ask for half of that")
+        raise UsageError(f"--size {size}: {free / 1e9:.1f} GB of host memory are available. Give at most half of it.")
     try:
-        with progress_bar("bench tiers", in_bytes=False, in_lines=True) as tell:
-            measured = offload_bench.measure(options.size, paths, tell)
+        with progress_bar("bench tiers", in_bytes=False, in_lines=True) as show_progress:
+            measured = offload_bench.measure(options.size, paths, show_progress)
     except HostShortage as error:
         raise UsageError(f"--size {size}: {error}") from error
     if measured.disk is None and (kept := offload_bench.load_measured()) is not None:
@@ -57,12 +58,12 @@ def bench_tiers(options: argparse.Namespace) -> int:
             print_text(f"{name:<14}{text}", " " * 14)
         _show_costs(costs, measured, options.parameters)
         if file is not None:
-            print(f"\nkept in {file}")
+            print(f"\nstored in {file}")
     return fail(problem) if problem is not None else 0
 
 
 def _check(options: argparse.Namespace) -> list[str]:
-    """Check what was typed before torch is imported, and put numbers in place of what has a unit."""
+    """Check the arguments before torch is imported, replace texts by numbers, and return the paths."""
     options.size = read_number(options, "size", parse_bytes, "500MB", _MOST_BYTES)
     options.parameters = read_number(options, "parameters", parse_count, "7B", _MOST_PARAMETERS)
     for path in options.path:
@@ -74,40 +75,40 @@ def _check(options: argparse.Namespace) -> list[str]:
 
 
 def _lines(measured: Measured, *, is_fresh: bool) -> Iterator[tuple[str, str]]:
+    threads = measured.num_threads
     yield "host", f"{measured.host}, {measured.host_free_bytes / 1e9:.1f} GB of memory available"
     yield "host copy", f"{measured.host_copy:.1f} GB/s"
-    yield "host Adam", f"{measured.adam / 1e9:.3f} billion parameters/s on {_threads(measured.num_threads)}"
+    yield "host Adam", f"{measured.adam / 1e9:.3f} billion parameters/s on {threads} thread{'s' * (threads > 1)}"
     if measured.products is not None and measured.launch is not None:
         yield "matmul", f"{measured.products / 1e12:.2f} TFLOP/s"
         yield "op launch", f"{measured.launch * 1e6:.1f} us of overhead"
     bus, disk = measured.bus, measured.disk
     if bus is None:
-        yield "bus", "torch sees no GPU here, so neither bus nor page-locking is measured"
+        yield "bus", "not measured: torch sees no GPU here"
     else:
         yield "device", f"{measured.device}, {(measured.device_bytes or 0) / 1e9:.1f} GB"
         yield "page-locking", f"{measured.page_lock:.1f} GB/s"
         yield "bus", f"{bus.down:.1f} GB/s down, {bus.up:.1f} up, {bus.both:.1f} both at once"
     if disk is None:
-        yield "disk", "not measured: ask for it with --path DIR, a folder on the drive"
+        yield "disk", "not measured: give --path DIR, a folder on the drive"
         return
     yield "disk", f"{disk.read:.2f} GB/s read, {disk.write:.2f} written, {disk.both:.2f} both at once"
     yield "", f"{', '.join(disk.paths)}: {disk.free_bytes / 1e9:.1f} GB free"
     if not is_fresh:
-        yield "", f"kept from {disk.when}: --path measures it again"
+        yield "", f"measured {disk.when}; --path measures it again"
     if not disk.direct:
-        yield "", "NOT the drive: there is no O_DIRECT there, and these are rates of the page cache"
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'s' * (number > 1)}"
+        yield "", "NOT the drive: without O_DIRECT these are rates of the page cache"
 
 
 def _show_costs(costs: Sequence[Cost], measured: Measured, num_parameters: float) -> None:
     from onefold.tools.bench.offload_bench import shortages
 
     def moved(cost: Cost) -> Iterator[str]:
-        ways = cost.crossing.down, cost.crossing.up, cost.crossing.read, cost.crossing.written
-        values = cost.device_bytes, cost.host_bytes, cost.disk_bytes, *ways
+        traffic = cost.offload_traffic
+        values = (
+            *(cost.device_bytes, cost.host_bytes, cost.disk_bytes),
+            *(traffic.down, traffic.up, traffic.read, traffic.written),
+        )
         return (f"{value / 1e9:.1f}" if value else "-" for value in values)
 
     def busy(cost: Cost) -> Iterator[Text]:
@@ -128,12 +129,12 @@ def _show_costs(costs: Sequence[Cost], measured: Measured, num_parameters: float
         "Seconds per step, at least",
     )
     print()
-    print_text("Gathered parameters, activations and the buffers of disk transfers come on top of what is stored.")
-    print_text("The GPU steps six tenths of the optimizer states that are offloaded, except where the host steps all.")
+    print_text("Gathered parameters, activations and the buffers of disk transfers are not included.")
+    print_text("The GPU updates six tenths of the offloaded optimizer states, except where the host updates all.")
     unknown = sorted({name for cost in costs for name, value in cost.seconds.items() if value is None})
     if unknown:
         several = len(unknown) > 1
         text = f"{' and '.join(unknown)} {'were' if several else 'was'} not measured"
-        print_text(f"?: {text}; {'one of them' if several else 'it'} may bound such a row instead.")
+        print_text(f"?: {text}; {'one of them' if several else 'it'} may be the bottleneck of such a row.")
     for line in (line for cost in costs for line in shortages(cost, measured)):
         print_text(f"does not fit: {line}", "  ")

@@ -1,4 +1,4 @@
-"""What `onefold export`, `onefold import-deepspeed` and `onefold ckpt` do with checkpoints on disk."""
+"""Run `onefold export`, `onefold import-deepspeed` and `onefold ckpt`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from onefold.log import format_bytes
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
 from onefold.tools.cli.usage import UsageError
 
-# Damages of one file that are printed.
+# The most damages of one file that are printed.
 _SHOWN_DAMAGES = 10
 
 
 @fails_on(CheckpointError, OSError)
 def export(options: argparse.Namespace) -> int:
-    with progress_bar("export") as tell:
+    """Run `onefold export`."""
+    with progress_bar("export") as show_progress:
         exported = exporting.export(
             options.checkpoint,
             options.out,
@@ -40,7 +41,7 @@ def export(options: argparse.Namespace) -> int:
             file_format=options.format,
             max_shard_size=options.max_shard_size,
             exclude_frozen=options.exclude_frozen,
-            progress=tell,
+            progress=show_progress,
         )
     size = f"{format_bytes(exported.nbytes)} of {options.dtype}"
     print(f"{exported.num_tensors} tensors of {exported.checkpoint}, {size}:", *exported.files, sep="\n  ")
@@ -49,8 +50,9 @@ def export(options: argparse.Namespace) -> int:
 
 @fails_on(ValueError, OSError)
 def import_checkpoint(options: argparse.Namespace) -> int:
-    with progress_bar("import") as tell:
-        found = import_deepspeed(options.source, options.out, options.tag, tell)
+    """Run `onefold import-deepspeed`."""
+    with progress_bar("import") as show_progress:
+        found = import_deepspeed(options.source, options.out, options.tag, show_progress)
     counters = found.source.state["counters"]
     print(
         f"{found.folder}: step {counters['global_steps']}, {len(found.source.parameters)} parameters, "
@@ -63,6 +65,7 @@ def import_checkpoint(options: argparse.Namespace) -> int:
 
 @fails_on(CheckpointError, OSError)
 def list_checkpoints(options: argparse.Namespace) -> int:
+    """Run `onefold ckpt ls`."""
     path = Path(options.dir)
     latest, problem = folder.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
     rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
@@ -92,12 +95,13 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
 
 
 def _when(saved: str | None) -> str:
-    """In the time of this place."""
+    """Return a time stamp in the local time zone."""
     return "" if saved is None else f"{datetime.fromisoformat(saved).astimezone():%Y-%m-%d %H:%M}"
 
 
 @fails_on(CheckpointError, OSError)
 def inspect_checkpoint(options: argparse.Namespace) -> int:
+    """Run `onefold ckpt inspect`."""
     found = find_checkpoint(Path(options.dir), options.tag)
     if found.manifest is None:
         raise CheckpointError("; ".join(found.problems))
@@ -153,7 +157,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _named(state: Any) -> str:
-    """Spell a state on one line: of an object its names and values."""
+    """Format a state on one line, a dictionary as its names and values."""
     if isinstance(state, dict) and not any(str(key).startswith("$") for key in state):
         return ", ".join(f"{key} {spell(value)}" for key, value in state.items()) or "empty"
     return spell(state)
@@ -161,6 +165,7 @@ def _named(state: Any) -> str:
 
 @fails_on(CheckpointError, OSError)
 def verify_checkpoints(options: argparse.Namespace) -> int:
+    """Run `onefold ckpt verify`."""
     path = Path(options.dir)
     is_one = options.tag is not None or folder.is_tag_folder(path)
     for left in reversed(range(TRIES)):
@@ -172,7 +177,7 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
         try:
             results = _verify(chosen)
             break
-        except RemovedError:  # by a job's retention: what is the latest now, or what there is now
+        except RemovedError:  # a job removed an old checkpoint; look again
             if is_one or not left:
                 raise
     is_fine = not problem and not any(damages for _, damages in results)
@@ -202,7 +207,7 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _by_file(damages: Sequence[Damage]) -> Iterator[str]:
-    """Yield each damaged file once, and below it where."""
+    """Yield each damaged file, followed by its damages."""
     for file, found in groupby(damages, key=lambda damage: damage.file):
         inside = list(found)
         yield f"{file}:"
@@ -219,15 +224,15 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
     total = sum(found.manifest.nbytes for found in chosen if found.manifest is not None)
     done = 0
     results = []
-    with progress_bar("verify") as tell:
+    with progress_bar("verify") as show_progress:
 
         def advance(nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            tell(found.tag, done, total)
+            show_progress(found.tag, done, total)
 
         for found in chosen:
-            # Among others, data that no manifest names is not damaged: it was never published.
+            # A folder without a manifest is not damaged among others, because it was never published.
             unpublished = len(chosen) > 1 and not folder.is_tag_folder(found.folder)
             results.append((found, [] if unpublished else list(audit.verify(found, advance))))
     return results
@@ -235,21 +240,21 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
 
 @fails_on(CheckpointError, OSError)
 def remove_checkpoints(options: argparse.Namespace) -> int:
-    """Everything that is to be refused is refused before anything is removed."""
+    """Run `onefold ckpt rm`. All arguments are checked before anything is removed."""
     save_dir = Path(options.dir)
     if not options.tags and not options.leftovers:
-        raise UsageError("rm: name the tags to remove, or say --leftovers")
+        raise UsageError("rm: name the tags to remove, or give --leftovers")
     latest, _ = folder.latest_of(save_dir)
     found = {entry.tag: entry for entry in list_tags(save_dir)}
     for tag in options.tags:
         _check_removable(save_dir, tag, found)
     if latest in options.tags and not options.force:
-        raise UsageError(f"{latest} is what `latest` names, where a job would go on from: --force removes it")
+        raise UsageError(f"{latest} is what `latest` names, from which a job would resume. Give --force to remove it.")
     chosen = [found[tag] for tag in dict.fromkeys(options.tags)]
     staying = [entry for entry in found.values() if entry.tag not in options.tags]
     unclean = [entry for entry in staying if unpublished_bytes(entry)] if options.leftovers else []
     if not chosen and not unclean:
-        print(f"{save_dir}: nothing is left over")
+        print(f"{save_dir}: there are no leftovers")
         return 0
     for entry in chosen:
         print(f"{entry.tag}: {format_bytes(bytes_under(entry.folder))}{', damaged' if entry.problems else ''}")
@@ -259,7 +264,7 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
         print("nothing was removed")
         return 1
     if latest in options.tags:
-        _name_another(save_dir, [entry.tag for entry in staying if not entry.problems])
+        _move_latest(save_dir, [entry.tag for entry in staying if not entry.problems])
     for entry in chosen:
         _remove(entry)
     for entry in unclean:
@@ -269,21 +274,21 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
 
 def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
     if tag not in found:
-        why = "is DeepSpeed's" if is_deepspeeds(save_dir / tag) else "is no checkpoint of onefold's"
+        why = "is a checkpoint of DeepSpeed" if is_deepspeeds(save_dir / tag) else "is not a checkpoint of onefold"
         there = f"; there are: {', '.join(found)}" if found else ""
         raise UsageError(f"{save_dir / tag} {why}: not touched{there}")
     if found[tag].manifest is None and not data_folders(found[tag].folder):
         raise UsageError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
 
 
-def _name_another(save_dir: Path, complete: Sequence[str]) -> None:
-    """Before the tag goes, so that `latest` never names what is not there."""
+def _move_latest(save_dir: Path, complete: Sequence[str]) -> None:
+    """Let `latest` name another tag, before its tag is removed."""
     if complete:
         replace_file(save_dir / LATEST, complete[0].encode())
-        print(f"{LATEST}: names {complete[0]} now")
+        print(f"{LATEST}: now names {complete[0]}")
     else:
         (save_dir / LATEST).unlink()
-        print(f"{LATEST}: removed, for no complete checkpoint stays")
+        print(f"{LATEST}: removed, because no complete checkpoint is left")
 
 
 def _remove(found: FoundCheckpoint) -> None:
@@ -291,8 +296,8 @@ def _remove(found: FoundCheckpoint) -> None:
     print(f"{found.tag}: removed")
     stays = sorted(entry.name for entry in found.folder.iterdir()) if found.folder.exists() else []
     for name in stays:
-        why = "is being written" if name in data_folders(found.folder) else "is not onefold's"
-        print(f"{found.tag}: {name} {why} and stays")
+        why = "is being written" if name in data_folders(found.folder) else "is not a file of onefold"
+        print(f"{found.tag}: {name} {why} and is kept")
 
 
 def _clean(found: FoundCheckpoint) -> None:
@@ -301,7 +306,7 @@ def _clean(found: FoundCheckpoint) -> None:
     after = unpublished_bytes(found)
     print(f"{found.tag}: {format_bytes(before - after)} removed")
     if after:
-        print(f"{found.tag}: {format_bytes(after)} are being written and stay")
+        print(f"{found.tag}: {format_bytes(after)} are being written and are kept")
     if found.manifest is None:
         with suppress(OSError):  # not empty
             found.folder.rmdir()
@@ -309,7 +314,7 @@ def _clean(found: FoundCheckpoint) -> None:
 
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("there is nobody to ask: say --yes")
+        raise UsageError("rm needs a confirmation, but there is no terminal. Give --yes.")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

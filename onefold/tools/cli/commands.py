@@ -10,7 +10,9 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from onefold.tools.cli import checkpoint_arguments, job_arguments, machine_arguments
+from onefold.tools.cli import checkpoint_arguments as checkpoint
+from onefold.tools.cli import job_arguments as job
+from onefold.tools.cli import machine_arguments as machine
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -26,75 +28,32 @@ class Command(NamedTuple):
     """Whether importing the function loads torch, so that a notice has to be printed first."""
 
 
+_CLI = "onefold.tools.cli"
+_CKPT = "onefold.tools.cli.checkpoint_commands"
 COMMANDS = {
-    "train": Command(
-        "fine-tune a Hugging Face model, or train a small GPT", job_arguments.train, "onefold.tools.cli.train:train"
-    ),
-    "launch": Command("start your script on every GPU", job_arguments.launch, "onefold.tools.cli.launch:launch"),
-    "plan": Command(
-        "forecast memory, traffic and time, and recommend a setting",
-        machine_arguments.plan,
-        "onefold.tools.cli.plan:plan",
-    ),
-    "compare": Command(
-        "run a job in several settings and recommend one", job_arguments.compare, "onefold.tools.cli.compare:compare"
-    ),
-    "tune": Command("find the fastest setting by short real runs", job_arguments.tune, "onefold.tools.cli.tune:tune"),
-    "watch": Command(
-        "show a running job from its record", job_arguments.watch, "onefold.tools.cli.watch_run:watch_run"
-    ),
-    "report": Command(
-        "write one page about a run: curves, memory, time, traffic",
-        job_arguments.report,
-        "onefold.tools.cli.reports:report",
-    ),
-    "export": Command(
-        "write a checkpoint's weights for other tools",
-        checkpoint_arguments.export,
-        "onefold.tools.cli.checkpoint_commands:export",
-        loads_torch=True,
-    ),
-    "ckpt": Command("list, inspect, verify and remove checkpoints", checkpoint_arguments.ckpt),
-    "ckpt ls": Command(
-        "list the checkpoints of a folder",
-        checkpoint_arguments.ckpt_ls,
-        "onefold.tools.cli.checkpoint_commands:list_checkpoints",
-        loads_torch=True,
-    ),
+    "train": Command("fine-tune a Hugging Face model, or train a small GPT", job.train, f"{_CLI}.train:train"),
+    "launch": Command("start your script on every GPU", job.launch, f"{_CLI}.launch:launch"),
+    "plan": Command("forecast memory, traffic and time, and recommend a setting", machine.plan, f"{_CLI}.plan:plan"),
+    "compare": Command("run a job in several settings and recommend one", job.compare, f"{_CLI}.compare:compare"),
+    "tune": Command("find the fastest setting by short real runs", job.tune, f"{_CLI}.tune:tune"),
+    "watch": Command("show a running job from its record", job.watch, f"{_CLI}.watch_run:watch_run"),
+    "report": Command("write one page about a run: curves, memory, time", job.report, f"{_CLI}.reports:report"),
+    "export": Command("write a checkpoint's weights for other tools", checkpoint.export, f"{_CKPT}:export", True),
+    "ckpt": Command("list, inspect, verify and remove checkpoints", checkpoint.ckpt),
+    "ckpt ls": Command("list the checkpoints of a folder", checkpoint.ckpt_ls, f"{_CKPT}:list_checkpoints", True),
     "ckpt inspect": Command(
-        "show what a checkpoint holds",
-        checkpoint_arguments.ckpt_inspect,
-        "onefold.tools.cli.checkpoint_commands:inspect_checkpoint",
-        loads_torch=True,
+        "show what a checkpoint holds", checkpoint.ckpt_inspect, f"{_CKPT}:inspect_checkpoint", True
     ),
     "ckpt verify": Command(
-        "check every byte against its checksum",
-        checkpoint_arguments.ckpt_verify,
-        "onefold.tools.cli.checkpoint_commands:verify_checkpoints",
-        loads_torch=True,
+        "check every byte against its checksum", checkpoint.ckpt_verify, f"{_CKPT}:verify_checkpoints", True
     ),
     "ckpt rm": Command(
-        "remove checkpoints, or the leftovers of killed saves",
-        checkpoint_arguments.ckpt_rm,
-        "onefold.tools.cli.checkpoint_commands:remove_checkpoints",
-        loads_torch=True,
+        "remove checkpoints, or the leftovers of killed saves", checkpoint.ckpt_rm, f"{_CKPT}:remove_checkpoints", True
     ),
     "import-deepspeed": Command(
-        "convert a DeepSpeed checkpoint to onefold's format",
-        checkpoint_arguments.import_deepspeed,
-        "onefold.tools.cli.checkpoint_commands:import_checkpoint",
-        loads_torch=True,
+        "convert a DeepSpeed checkpoint", checkpoint.import_deepspeed, f"{_CKPT}:import_checkpoint", True
     ),
-    "bench": Command("measure this machine, and estimate the cost of offloading", machine_arguments.bench),
-    "bench tiers": Command(
-        "measure bus, host Adam and disk, and estimate each offload setting",
-        machine_arguments.bench_tiers,
-        "onefold.tools.cli.bench:bench_tiers",
-    ),
-    "env": Command(
-        "show what this machine has",
-        machine_arguments.env,
-        "onefold.tools.env_report:report_environment",
-        loads_torch=True,
-    ),
+    "bench": Command("measure this machine, and estimate the cost of offloading", machine.bench),
+    "bench tiers": Command("measure bus, host Adam and disk", machine.bench_tiers, f"{_CLI}.bench:bench_tiers"),
+    "env": Command("show what this machine has", machine.env, "onefold.tools.env_report:report_environment", True),
 }

@@ -1,4 +1,4 @@
-"""What `onefold compare` does: run the same job in several settings, and say which to take."""
+"""Run `onefold compare`: run the same job in several settings, and recommend one."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from onefold.log import format_bytes
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
 from onefold.tools.cli.trials import Trial, TrialJob, split_settings
 from onefold.tools.cli.usage import CPU_RANKS, UsageError
+from onefold.tools.pages.plots import new_figure
 from onefold.tools.train.options import TrainOptions, check_inputs, prepare_config
 
 
 @fails_on(OSError)
 def compare(options: argparse.Namespace) -> int:
+    """Run `onefold compare`."""
     check_inputs(train_options(options))
     settings = split_settings(options.stages, options.nvme_path)
     import torch
 
     if options.largest_batch and not torch.cuda.is_available():
-        raise UsageError("--largest-batch needs GPUs: on a CPU a batch that is too large takes the machine's memory")
+        raise UsageError("--largest-batch needs GPUs: on a CPU it could exhaust the memory of this machine")
     job, micro_batch = job_of(options)
     found: list[Trial] = []
-    with progress_bar("compare", in_bytes=False, in_lines=True) as tell:
-        # Round by round, so that a machine that is busy for a while is so for all settings.
+    with progress_bar("compare", in_bytes=False, in_lines=True) as show_progress:
+        # Rounds alternate between settings, so that other load on the machine affects all of them.
         total = len(settings) * options.rounds
         for place, setting in enumerate(settings):
-            tell(f"{setting.name}, round 1 of {options.rounds}", place, total)
+            show_progress(f"{setting.name}, round 1 of {options.rounds}", place, total)
             if options.largest_batch:
                 found.append(job.run_with_largest_batch(setting, micro_batch, options.max_batch))
             else:
                 found.append(job.run(setting, micro_batch))
         for round in range(2, options.rounds + 1):
             for place, trial in enumerate(found):
-                tell(
+                show_progress(
                     f"{trial.setting.name}, round {round} of {options.rounds}", (round - 1) * len(found) + place, total
                 )
                 if trial.outcome == "done":
@@ -53,13 +55,13 @@ def compare(options: argparse.Namespace) -> int:
         show(found)
         print(f"\n{facts['recommendation']}\n")
         plot = draw(found, job.folder)
-        print(f"plot: {plot}" if plot else "no plot: it needs matplotlib (pip install 'onefold[plots]')")
+        print(f"plot: {plot}" if plot else "no plot: install matplotlib (pip install 'onefold[plots]')")
         print(f"logs, records and compare.json in {job.folder}")
     return 0 if any(each.outcome == "done" for each in found) else 1
 
 
 def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
-    """What all runs share, and the micro-batch that was asked for."""
+    """Return the job of all runs, and the micro-batch."""
     flags: list[str] = []
     for name in ("preset", "model", "lora", "sequence_length"):
         value = getattr(options, name)
@@ -76,6 +78,7 @@ def job_of(options: argparse.Namespace) -> tuple[TrialJob, int]:
 
 
 def train_options(options: argparse.Namespace) -> TrainOptions:
+    """Return the options for `onefold train`."""
     return TrainOptions(
         config=options.config,
         preset=options.preset or TrainOptions.preset,
@@ -87,7 +90,7 @@ def train_options(options: argparse.Namespace) -> TrainOptions:
 
 
 def _facts(trial: Trial) -> dict[str, Any]:
-    found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "said": trial.said}
+    found: dict[str, Any] = {"setting": trial.setting.name, "outcome": trial.outcome, "message": trial.message}
     if trial.outcome == "done":
         found |= {
             "step_seconds": trial.step_seconds,
@@ -106,7 +109,7 @@ def show(found: Sequence[Trial]) -> None:
     rows = []
     for trial in found:
         if trial.outcome != "done":
-            rows.append((trial.setting.name, "-", "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.said}"))
+            rows.append((trial.setting.name, "-", "-", "-", "-", "-", "-", f"{trial.outcome}: {trial.message}"))
             continue
         low, high = trial.spread
         rows.append((
@@ -119,48 +122,43 @@ def show(found: Sequence[Trial]) -> None:
     heads = ("stage", ">s/step", ">min..max", ">samples/s", ">peak", ">sent/step", ">last loss", "")
     rounds = max((len(trial.rounds) for trial in found), default=0)
     over = f"median and spread of {rounds} rounds" if rounds > 1 else "median and spread of the steps of one round"
-    print_table(heads, rows, f"the first rank, without its first steps: {over}")
+    print_table(heads, rows, f"Measurements of rank 0 without the first steps: {over}")
 
 
 def recommend(found: Sequence[Trial]) -> str:
-    """Name the fastest setting that ran; of those that the noise does not tell from it, the smallest."""
+    """Recommend the fastest setting; among those within the noise, the one with the least memory."""
     done = [trial for trial in found if trial.outcome == "done"]
     if not done:
-        return f"None of these runs: {found[0].setting.name} ended with {found[0].outcome} ({found[0].said})"
+        return f"No setting ran: {found[0].setting.name} ended with {found[0].outcome} ({found[0].message})"
     fastest = min(done, key=lambda trial: trial.step_seconds)
     close = [trial for trial in done if trial.spread[0] <= fastest.spread[1]]
     best = min(close, key=lambda trial: trial.peak)
-    text = f"Take {best.setting.name}: {best.step_seconds:.3f} s/step and {format_bytes(best.peak)} at the peak"
+    text = f"Use {best.setting.name}: {best.step_seconds:.3f} s/step and {format_bytes(best.peak)} at peak"
     if len(close) > 1:
         names = ", ".join(trial.setting.name for trial in close)
-        text += f". There is no difference in speed beyond the noise between {names}; {best.setting.name} takes the "
-        text += "least memory of them"
+        text += f". The speeds of {names} do not differ beyond the noise; {best.setting.name} takes the least memory"
     others = [trial for trial in done if trial is not best]
     if others:
         smallest = min(others, key=lambda trial: trial.peak)
         if smallest.peak < best.peak * 0.97:
             less, longer = format_bytes(best.peak - smallest.peak), smallest.step_seconds / best.step_seconds
-            text += f". Where memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
+            text += f". If memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
     lost = [trial.setting.name for trial in found if trial.outcome == "out of memory"]
     if lost:
         text += f". Out of memory: {', '.join(lost)}"
     losses = {trial.steps[-1].loss for trial in done}
     if len(done) > 1:
         same = len(losses) == 1
-        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not explain"
+        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not cause"
     return f"{text}."
 
 
 def draw(found: Sequence[Trial], folder: Path) -> Path | None:
     """Plot memory over time and samples per second of all runs. Return None if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(10, 4)
+    if figure is None:
         return None
     done = [trial for trial in found if trial.outcome == "done"]
-    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     memory, speed = figure.subplots(1, 2)
     for trial in done:
         held = [(row.memory.device_allocated or row.memory.host_resident) / 1e6 for row in trial.steps]

@@ -1,4 +1,4 @@
-"""What `onefold launch` does: find this node's place in the job, then start its ranks.
+"""Run `onefold launch`: find this node's rank in the job, then start its ranks.
 
 Hostfiles, `--include` and `--exclude` are in DeepSpeed's formats. A node is a machine, and a slot one of its GPUs.
 """
@@ -27,8 +27,9 @@ LINE = re.compile(r"^(?P<node>\S+)\s+slots=(?P<slots>\d+)$")
 
 
 def launch(options: argparse.Namespace) -> int:
+    """Run `onefold launch`."""
     if options.module and options.no_python:
-        raise UsageError("--module is for Python and --no_python is for everything else: give one of them")
+        raise UsageError("--module and --no_python exclude each other. Give one of them.")
     if not options.module and not options.no_python and not Path(options.script).is_file():
         raise UsageError(f"{options.script}: there is no such script (a module needs --module)")
     if options.module and not _is_importable(options.script.partition(".")[0]):
@@ -46,13 +47,13 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def _is_importable(package: str) -> bool:
-    """Whether the ranks will find this package: in the folder that they are started in, or where Python looks."""
+    """Return whether the ranks can import this package, from the current folder or Python's path."""
     names = (*sys.builtin_module_names, *sys.stdlib_module_names)
     return package in names or PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
 
 
 def check_port(job: Job) -> None:
-    """Raise where the ranks cannot meet at the port that was given, because another process of this node has it."""
+    """Raise UsageError if the given port cannot be opened on this node."""
     if job.master_port is None or job.node_rank != 0:
         return
     if not 0 < job.master_port < 65536:
@@ -71,7 +72,7 @@ def check_port(job: Job) -> None:
 
 
 def job_of_this_node(options: argparse.Namespace) -> Job:
-    """From the flags, and the hostfile where there is one."""
+    """Return the ranks that this node starts, from the flags and the hostfile."""
     for flag in ("num_gpus", "num_nodes"):
         value = getattr(options, flag)
         if value is not None and value < 1:
@@ -84,8 +85,8 @@ def job_of_this_node(options: argparse.Namespace) -> Job:
         return _alone(options)
     if options.node_rank is None or options.master_addr is None:
         raise UsageError(
-            f"--num_nodes {num_nodes} needs --node_rank (0 to {num_nodes - 1}, another on each node) and "
-            "--master_addr (node 0), or a --hostfile to find them in"
+            f"--num_nodes {num_nodes} needs --node_rank (0 to {num_nodes - 1}, different on each node) and "
+            "--master_addr (node 0), or a --hostfile"
         )
     _check_node_rank(options.node_rank, num_nodes)
     if options.include or options.exclude:
@@ -112,9 +113,9 @@ def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
     master_addr = options.master_addr or (names[0] if len(names) > 1 else None)
     if len(names) > 1 and node_rank in (None, 0):
         others = "\n".join(f"  {name}: {_command_for(rank, master_addr)}" for rank, name in enumerate(names))
-        print(f"onefold: {len(names)} nodes take part; run on each of them:\n{others}", file=sys.stderr, flush=True)
+        print(f"onefold: {len(names)} nodes take part. Run on each of them:\n{others}", file=sys.stderr, flush=True)
     if node_rank is None:
-        raise UsageError(f"this node is none of {', '.join(names)}; say which it is with --node_rank")
+        raise UsageError(f"this node is none of {', '.join(names)}. Give its --node_rank.")
     _check_node_rank(node_rank, len(names))
     slots = nodes[names[node_rank]]
     port = options.master_port or (DEFAULT_PORT if len(names) > 1 else None)
@@ -123,7 +124,7 @@ def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
 
 
 def _command_for(node_rank: int, master_addr: str | None) -> str:
-    """This command as node `node_rank` should run it."""
+    """Return the command line for node `node_rank`."""
     given = sys.argv[sys.argv.index("launch") + 1 :] if "launch" in sys.argv else sys.argv[1:]
     added = [] if "--master_addr" in given else ["--master_addr", str(master_addr)]
     if "--node_rank" in given:
@@ -145,7 +146,7 @@ def _num_devices() -> int:
 
 
 def read_hostfile(path: str | Path) -> Nodes:
-    """Nodes in the order of the file, each with slots 0 to n-1. A line reads `node1 slots=8`; `#` starts a comment."""
+    """Read the nodes of a hostfile with their slots. A line is `node1 slots=8`; `#` starts a comment."""
     if Path(path).exists() and not Path(path).is_file():
         raise UsageError(f"hostfile {path}: not a file")
     try:
@@ -158,6 +159,7 @@ def read_hostfile(path: str | Path) -> Nodes:
 
 
 def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
+    """Return the nodes of a hostfile in order, each with slots 0 to n-1."""
     nodes: Nodes = {}
     for number, line in enumerate(lines, start=1):
         line = line.split("#", 1)[0].strip()
@@ -167,7 +169,7 @@ def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
         if match is None:
             raise UsageError(f"{name}, line {number}: `{line}` is not of the form `node1 slots=8`")
         if match["node"] in nodes:
-            raise UsageError(f"{name}, line {number}: {match['node']} stands there twice")
+            raise UsageError(f"{name}, line {number}: {match['node']} is listed twice")
         if len(match["slots"]) > 4:
             raise UsageError(f"{name}, line {number}: {match['slots'][:20]} slots are more than a node has")
         nodes[match["node"]] = tuple(range(int(match["slots"])))
@@ -177,7 +179,7 @@ def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
 
 
 def parse_choice(text: str) -> dict[str, Slots | None]:
-    """`node1:0,2@node2` as {node1: (0, 2), node2: None}; None stands for every slot."""
+    """Parse `node1:0,2@node2` to {node1: (0, 2), node2: None}; None means every slot."""
     choice: dict[str, Slots | None] = {}
     for part in text.split("@"):
         node, colon, slots = part.strip().partition(":")
@@ -192,9 +194,9 @@ def parse_choice(text: str) -> dict[str, Slots | None]:
 
 
 def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> Nodes:
-    """The nodes and slots that stay, in the order of the hostfile."""
+    """Return the chosen nodes and slots, in the order of the hostfile."""
     if include and exclude:
-        raise UsageError("--include and --exclude say the same thing in two ways: give one of them")
+        raise UsageError("--include and --exclude exclude each other. Give one of them.")
     choice = parse_choice(include or exclude) if include or exclude else {}
     for node, slots in choice.items():
         if node not in nodes:
@@ -213,7 +215,7 @@ def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> 
 
 
 def limit(nodes: Mapping[str, Slots], num_nodes: int | None, num_slots: int | None) -> Nodes:
-    """The first `num_nodes` nodes and of each the first `num_slots` slots."""
+    """Return the first `num_nodes` nodes, each with its first `num_slots` slots."""
     if num_nodes is not None and num_nodes > len(nodes):
         raise UsageError(f"--num_nodes {num_nodes}, but there are only {len(nodes)} nodes: {', '.join(nodes)}")
     kept = dict(list(nodes.items())[:num_nodes])
@@ -224,14 +226,14 @@ def limit(nodes: Mapping[str, Slots], num_nodes: int | None, num_slots: int | No
 
 
 def find_this_node(nodes: Mapping[str, Slots]) -> int | None:
-    """The place of this node in the list: by its name, else by an address a name stands for; None if not there."""
+    """Return the index of this node by its name or one of its addresses, or None if it is not listed."""
     own_names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
     tests = (own_names.__contains__, _is_own_address)
     return next((place for is_this_node in tests for place, node in enumerate(nodes) if is_this_node(node)), None)
 
 
 def _is_own_address(node: str) -> bool:
-    """A socket can be bound to an address only on the node that has it."""
+    """Return whether an address of `node` belongs to this machine: only then can a socket be bound to it."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(node, 0, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,6 +1,6 @@
-"""What `onefold plan` does: a dry run of a step in every setting, and a table of what fits.
+"""Run `onefold plan`: run a step of every setting dry, and show what fits.
 
-What was typed is checked before torch is imported, so a typing error is told at once.
+Arguments are checked before torch is imported, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 SEQUENCE_LENGTH = 2048
 MB = 1_000_000
-# What is larger is a typing error, or would not end.
+# Larger numbers are refused as typing errors.
 _MOST_PARAMETERS, _MOST_BYTES = 1e15, 1e18
 _MOST_BATCH, _MOST_LENGTH, _MOST_RANK = 1 << 20, 1 << 24, 1 << 16
 
 
 @fails_on(OSError)
 def plan(options: argparse.Namespace) -> int:
+    """Run `onefold plan`."""
     set_up_logging("warning", speaks=True)
     name = options.model or f"{options.params} parameters"
     check(options)
@@ -48,8 +49,8 @@ def plan(options: argparse.Namespace) -> int:
     from onefold.tools.estimate.question import settings_for
 
     question = ask(options)
-    with progress_bar("plan", in_bytes=False) as tell:
-        found = forecast(question, settings_for(question.machine), tell, timer=_timer(question.machine))
+    with progress_bar("plan", in_bytes=False) as show_progress:
+        found = forecast(question, settings_for(question.machine), show_progress, timer=_timer(question.machine))
     advice = advise(question, found)
     if options.json:
         print(json.dumps(facts_of(question, found, advice), indent=2))
@@ -69,7 +70,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _timer(machine: Machine) -> OpTimer | None:
-    """Ops are timed here where this is the machine that is asked about, and `onefold tune` has measured the rest."""
+    """Return a timer of ops if the forecast is for this machine and `onefold tune` has measured it."""
     import torch
 
     from onefold.tools.estimate.op_times import OpTimer
@@ -80,7 +81,7 @@ def _timer(machine: Machine) -> OpTimer | None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check what was typed, as far as that needs no torch, and put numbers in place of what has a unit."""
+    """Check the arguments as far as possible without torch, and replace texts by numbers."""
     options.params = read_number(options, "params", parse_count, "7B", _MOST_PARAMETERS)
     for name, example, most in (
         ("batch", "4", _MOST_BATCH),
@@ -96,27 +97,25 @@ def check(options: argparse.Namespace) -> None:
         setattr(options, name, read_number(options, name, parse_rate, "50GB/s", _MOST_BYTES))
     if options.params is not None:
         if options.lora or options.recompute:
-            raise UsageError("--lora and --recompute go with --model")
+            raise UsageError("--lora and --recompute need --model")
         if options.batch or options.seq:
-            raise UsageError("--batch and --seq are about activations, which need a shape: give --model with a forward")
+            raise UsageError("--batch and --seq need a model with a forward. Give --model.")
     else:
         classify_model(options.model)
     machine = find_machine(options.machine) if options.machine is not None else None
     gpus = options.gpus or (machine.gpus if machine else 1)
     if gpus * options.nodes > MAX_GPUS:
-        raise UsageError(
-            f"{gpus * options.nodes:,} GPUs: at most {MAX_GPUS:,} can be planned; give fewer nodes or GPUs"
-        )
+        raise UsageError(f"{gpus * options.nodes:,} GPUs are too many. Give at most {MAX_GPUS:,}.")
     if options.config:
         load_config(options.config)
     if options.write:
         folder = Path(options.write).parent
         if Path(options.write).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise UsageError(f"--write {options.write}: a file cannot be written there")
+            raise UsageError(f"--write {options.write}: the file cannot be written")
 
 
 def ask(options: argparse.Namespace) -> Question:
-    """Return what was typed as a question, checked against the model and the machine."""
+    """Return the question that the arguments ask, checked against the model and the machine."""
     from onefold.config import solve_batch
     from onefold.tools.estimate.question import DEFAULT_CONFIG, Question
 
@@ -128,26 +127,23 @@ def ask(options: argparse.Namespace) -> Question:
     source, machine = _source(options), _machine(options)
     micro_batch = length = None
     if source.loss_of is not None:
-        micro_batch = options.batch or (solve_batch(settings, machine.world).micro if _has_batch(settings) else 1)
+        has_batch = settings.train_batch_size is not None or settings.train_micro_batch_size_per_gpu is not None
+        micro_batch = options.batch or (solve_batch(settings, machine.world).micro if has_batch else 1)
         length = options.seq or min(source.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
         if source.sequence_length is not None and length > source.sequence_length:
-            raise UsageError(f"--seq {length}: {source.name} knows {source.sequence_length} positions")
+            raise UsageError(f"--seq {length}: {source.name} has {source.sequence_length} positions")
     elif options.batch or options.seq:
-        raise UsageError("--batch and --seq are about activations, which need a shape: give --model with a forward")
+        raise UsageError("--batch and --seq need a model with a forward. Give --model.")
     if settings.train_batch_size is not None:
-        # The whole batch stays as the config has it, and the accumulation follows from it.
+        # The global batch of the config is kept, and the accumulation follows from it.
         together = (micro_batch or 1) * machine.world
         if settings.train_batch_size % together:
             raise UsageError(
-                f"--config {options.config}: train_batch_size {settings.train_batch_size} is no multiple of a "
-                f"micro-batch of {micro_batch or 1} on {machine.world} GPUs ({together}); give another --batch"
+                f"--config {options.config}: train_batch_size {settings.train_batch_size} is not a multiple of a "
+                f"micro-batch of {micro_batch or 1} on {machine.world} GPUs ({together}). Give another --batch."
             )
         document["gradient_accumulation_steps"] = settings.train_batch_size // together
     return Question(source, machine, document, micro_batch, length)
-
-
-def _has_batch(settings: Any) -> bool:
-    return settings.train_batch_size is not None or settings.train_micro_batch_size_per_gpu is not None
 
 
 def _source(options: argparse.Namespace) -> ModelSource:
@@ -167,7 +163,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         import torch
 
         if not torch.cuda.is_available() and options.gpu_memory is None:
-            raise UsageError("torch sees no GPU here: name a machine (--machine 8xH100), or give --gpu-memory")
+            raise UsageError("torch sees no GPU here. Name a machine (--machine 8xH100), or give --gpu-memory.")
         machine = this_machine()
     return adjust(
         machine,
@@ -182,7 +178,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def facts_of(question: Question, found: list[Forecast], advice: Advice) -> dict[str, Any]:
-    """Return the same for programs."""
+    """Return the results for JSON output."""
     from onefold.tools.estimate.forecast import assumptions
 
     rows = []
@@ -206,6 +202,7 @@ def facts_of(question: Question, found: list[Forecast], advice: Advice) -> dict[
 
 
 def show(question: Question, found: list[Forecast], advice: Advice, options: argparse.Namespace) -> None:
+    """Print the tables and the recommendation."""
     from onefold.tools.estimate.forecast import assumptions
 
     machine = question.machine
@@ -228,16 +225,16 @@ def show(question: Question, found: list[Forecast], advice: Advice, options: arg
         print()
         _show_textbook(options.params, machine)
     print()
-    for said in (*_same_rows(found, machine), *assumptions(question)):
-        print_text(f"* {said}", "  ")
+    for note in (*_same_rows(found, machine), *assumptions(question)):
+        print_text(f"* {note}", "  ")
     if not options.wide:
-        print_text("* --wide shows every kind of memory, traffic, and seconds by resource", "  ")
+        print_text("* --wide adds tables of memory by kind, traffic, and seconds by resource", "  ")
     print()
     print_text(f"take {advice.setting}: {advice.reason}" if advice.setting else advice.reason)
 
 
 def _show_settings(found: list[Forecast], machine: Machine) -> None:
-    """Show what everybody wants to know, in 80 columns."""
+    """Print the main table, in 80 columns."""
     from onefold.tools.estimate.forecast import LARGEST_BATCH
 
     unit = _unit([value for each in found for value in (each.device.total, each.host_node, each.nvme)])
@@ -309,7 +306,7 @@ def _show_seconds(found: list[Forecast]) -> None:
 
 
 def _unit(values: Sequence[int]) -> int:
-    """Return the unit of a table: MB where models are so small that GB would say 0.0."""
+    """Return the unit of a table: MB if some values would be 0.0 GB."""
     return MB if max(values) < 10 * GB and any(0 < value < GB // 20 for value in values) else GB
 
 
@@ -326,27 +323,27 @@ def _seconds(value: float) -> str:
 
 
 def _print_filled(heads: Sequence[str], rows: Sequence[Sequence[str | Text]], title: str) -> None:
-    """Print a table without the columns in which no row has anything."""
+    """Print a table without its empty columns."""
     filled = [place for place in range(len(heads)) if any(str(row[place]) != "-" for row in rows)]
     print_table([heads[place] for place in filled], [[row[place] for place in filled] for row in rows], title)
 
 
 def _same_rows(found: list[Forecast], machine: Machine) -> list[str]:
-    """Say why rows are the same, where they are."""
+    """Explain rows that are equal."""
     groups: dict[Any, list[Forecast]] = {}
     for each in found:
         facts = (each.device, each.host, each.host_node, each.nvme, each.traffic, each.offload_traffic, each.step)
         groups.setdefault(facts, []).append(each)
-    said = []
+    notes = []
     for same in (group for group in groups.values() if len(group) > 1):
         names = f"{', '.join(each.setting.name for each in same[:-1])} and {same[-1].setting.name} are the same here"
         if any("offload_param" in each.setting.zero for each in same):
-            said.append(f"{names}: parameters fill host memory first, up to max_in_cpu (1e9 elements per rank)")
+            notes.append(f"{names}: parameters fill host memory first, up to max_in_cpu (1e9 elements per rank)")
         elif machine.world == 1:
-            said.append(f"{names}: one GPU has nothing to shard")
+            notes.append(f"{names}: one GPU has nothing to shard")
         else:
-            said.append(f"{names}: with one micro-batch per step no gradients are accumulated")
-    return said
+            notes.append(f"{names}: with one micro-batch per step no gradients are accumulated")
+    return notes
 
 
 def _show_textbook(num_parameters: float, machine: Machine) -> None:

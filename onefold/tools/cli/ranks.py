@@ -39,9 +39,9 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def python_command(name: str, *arguments: str, is_module: bool, local_rank: bool = False) -> list[str]:
-    """A Python script, or a module as `python -m` runs it; its traceback is kept for the launcher.
+    """Return the command that runs a script or a module in a rank, with its traceback recorded for the launcher.
 
-    With `local_rank` the script's first argument is `--local_rank=N`, as DeepSpeed's launcher has it.
+    With `local_rank` the script's first argument is `--local_rank=N`, as with DeepSpeed's launcher.
     """
     flags = [*(["--local_rank"] if local_rank else []), *(["--module"] if is_module else [])]
     return [sys.executable, "-u", "-m", "onefold.tools.cli.ranks", *flags, name, *arguments]
@@ -49,7 +49,7 @@ def python_command(name: str, *arguments: str, is_module: bool, local_rank: bool
 
 @dataclass(frozen=True)
 class Job:
-    """How many ranks this node starts, which node it is, and where all ranks meet."""
+    """The ranks that this node starts, its rank among the nodes, and the address of the rendezvous."""
 
     num_ranks: int
     num_nodes: int = 1
@@ -57,25 +57,25 @@ class Job:
     master_addr: str | None = None
     master_port: int | None = None
     visible_devices: str | None = None
-    """What CUDA_VISIBLE_DEVICES is set to; None leaves it as it is."""
+    """The value of CUDA_VISIBLE_DEVICES; None leaves it unchanged."""
     max_restarts: int = 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody but this node need know where ranks meet."""
+        """Whether the rendezvous is local to this node."""
         return self.num_nodes == 1 and self.master_port is None
 
     def launch_config(self, log_dir: str) -> LaunchConfig:
-        """The same job in torchrun's terms."""
+        """Return the job as a configuration of torch's elastic agent."""
         from torch.distributed.launcher.api import LaunchConfig
 
         alone = self.is_alone
-        # With static rendezvous restarted ranks would find the addresses of the dead ones in the old store; with c10d
-        # they meet anew, and the node ranks follow from that.
+        # With a static rendezvous, restarted ranks would find the addresses of dead ones in the old store. With c10d
+        # they synchronize again, and the ranks of nodes follow from that.
         backend = "c10d" if alone or self.max_restarts > 0 else "static"
         configs: dict[str, Any] = {"rank": self.node_rank} if backend == "static" else {}
-        # Alone, agents meet in a file, and no port is open but the ranks' own; with others, everybody must know the
-        # address beforehand.
+        # On one node the agent uses a file, so that only the ranks open a port. Several nodes need an address that all
+        # of them know beforehand.
         endpoint = f"{self.master_addr or 'localhost'}:{self.master_port or 29500}"
         if alone:
             endpoint, configs = os.path.join(log_dir, "rendezvous"), {"store_type": "file"}
@@ -87,7 +87,7 @@ class Job:
             rdzv_backend=backend,
             rdzv_endpoint=endpoint,
             rdzv_configs=configs,
-            # A node often cannot resolve its own name, and alone it need not.
+            # A node often cannot resolve its own hostname.
             local_addr="localhost" if self.num_nodes == 1 else None,
             max_restarts=self.max_restarts,
             logs_specs=_attempt_logs(log_dir, self.max_restarts),
@@ -95,19 +95,19 @@ class Job:
 
 
 def run_ranks(command: Sequence[str], job: Job) -> int:
-    """Run a command in every rank of this node until all are done; the exit code the command should end with."""
+    """Run a command in every rank of this node until all end, and return the exit code of the launcher."""
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    _quiet_the_agent()
+    _silence_agent()
     if job.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_devices
     if job.max_restarts > 0 or job.is_alone:
-        # Else the restarted ranks find the addresses of the dead ones in the store that they share with the agent; and
-        # the agent's listens on all interfaces, that of the ranks where the job is.
+        # Otherwise restarted ranks would find the addresses of dead ones in the store that they share with the agent,
+        # which also listens on all interfaces.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.num_ranks)))
@@ -121,19 +121,19 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
             return _report_signal(stopped.sigval)
         except (DistNetworkError, DistStoreError, RendezvousError) as error:
             where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
-            _say(f"onefold: the ranks cannot meet at {where}: {str(error).splitlines()[0]}")
+            _print_error(f"onefold: the ranks cannot connect to {where}: {str(error).splitlines()[0]}")
             return EXIT_FAILED
-        except KeyboardInterrupt:  # before the agent had its own handler
+        except KeyboardInterrupt:  # before the agent installed its handler
             return _report_signal(signal.SIGINT)
         finally:
-            # The agent leaves its handlers behind, and they raise.
+            # The agent does not remove its signal handlers, which raise.
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return 0
 
 
 def _attempt_logs(log_dir: str, max_restarts: int) -> LogsSpecs:
-    """Asked for the error files of each attempt, it first shows what ended the one before: otherwise nobody would."""
+    """Return log settings that report the failure of an attempt before the next one starts. The agent does not."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -150,9 +150,9 @@ def _attempt_logs(log_dir: str, max_restarts: int) -> LogsSpecs:
                 }
                 if failures:
                     rank = first_failure(failures)
-                    _say(_traceback(failures[rank]).rstrip())
-                    _say(f"onefold: rank {rank} failed")
-                _say(f"onefold: starting the ranks again, restart {attempt} of {max_restarts}")
+                    _print_error(_traceback(failures[rank]).rstrip())
+                    _print_error(f"onefold: rank {rank} failed")
+                _print_error(f"onefold: restarting all ranks, restart {attempt} of {max_restarts}")
             destination = super().reify(envs)
             self.error_files = destination.error_files
             return destination
@@ -161,13 +161,13 @@ def _attempt_logs(log_dir: str, max_restarts: int) -> LogsSpecs:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
-    """The rank that failed by itself; the others failed because it was gone, or were ended by the agent."""
+    """Return the rank that failed first. The others failed because it was gone, or were ended by the agent."""
 
     def order(rank: int) -> tuple[bool, float]:
         failure = failures[rank]
         when = float(_extra_information(failure).get("exact_timestamp", failure.timestamp))
         ended_by_agent = failure.exitcode == -signal.SIGTERM
-        # A killed process writes no file, so its time is when the agent looked, up to a second after its peers noticed.
+        # A killed process writes no file. The agent notices it up to a second after its peers failed.
         return ended_by_agent, when - 1 if failure.exitcode < 0 else when
 
     return min(failures, key=order)
@@ -179,23 +179,23 @@ def _report_failure(failures: Mapping[int, ProcessFailure]) -> int:
     if failure.exitcode in (EXIT_INTERRUPTED, EXIT_BROKEN_PIPE):
         return int(failure.exitcode)
     if failure.exitcode == EXIT_USAGE and isinstance(failure.message, dict):
-        _say(f"onefold: {failure.message['message']}")
+        _print_error(f"onefold: {failure.message['message']}")
         return EXIT_USAGE
-    _say(_traceback(failure).rstrip())
+    _print_error(_traceback(failure).rstrip())
     reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGKILL:
-        reason += " (perhaps the host ran out of memory)"
-    _say(f"onefold: rank {rank} (host {socket.gethostname()}, pid {failure.pid}) failed: {reason}")
+        reason += " (perhaps the node ran out of memory)"
+    _print_error(f"onefold: rank {rank} (node {socket.gethostname()}, pid {failure.pid}) failed: {reason}")
     return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
 
 
 def _report_signal(number: signal.Signals) -> int:
-    _say(f"onefold: stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}; all ranks have ended")
+    _print_error(f"onefold: stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}; all ranks have ended")
     return 128 + number
 
 
 def _extra_information(failure: ProcessFailure) -> dict[str, Any]:
-    # The annotation says `str`; with an error file it is the dictionary that was written there.
+    # Despite its annotation, the message is the dictionary of the error file if there is one.
     message: Any = failure.message
     return message.get("extraInfo", {}) if isinstance(message, dict) else {}
 
@@ -204,13 +204,13 @@ def _traceback(failure: ProcessFailure) -> str:
     return str(_extra_information(failure).get("py_callstack", ""))
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     if text:
         print(text, file=sys.stderr, flush=True)
 
 
-def _quiet_the_agent() -> None:
-    """The agent logs every death, also those it brings about; ask for it with LOGLEVEL or TORCH_LOGS."""
+def _silence_agent() -> None:
+    """Suppress the log of the agent, which also reports ranks that it ends, unless LOGLEVEL or TORCH_LOGS is set."""
     if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
@@ -224,9 +224,9 @@ OWN_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An excepthook: the traceback, without the frames of this file, in torch's error-file format."""
+    """Write the traceback without the frames of this file to torch's error file. This is an excepthook."""
     if issubclass(kind, KeyboardInterrupt):
-        return  # the launcher was interrupted too, and says so once
+        return  # the launcher was interrupted too, and reports it once
     while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(kind, error, trace))
@@ -235,9 +235,9 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         sys.stderr.write(text)
         return
     now = time.time()
-    # torch reads whole seconds; ranks fail within milliseconds of each other, so the launcher needs the rest.
+    # torch stores whole seconds, but ranks fail within milliseconds of each other.
     extra = {"py_callstack": text, "timestamp": str(int(now)), "exact_timestamp": now}
-    # The agent may end this rank at any moment, and cannot read half a file.
+    # Rename a complete file, because the agent may end this rank at any time.
     part = f"{error_file}.part"
     with open(part, "w") as file:
         json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
@@ -255,7 +255,7 @@ def run_script(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        # As for `python SCRIPT`: imports are looked up beside the script, not in the folder it was started from.
+        # As with `python SCRIPT`, imports are resolved next to the script, not in the current folder.
         sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""What `onefold report` does."""
+"""Run `onefold report`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from onefold.tools.pages.plots import write_pngs
 
 @fails_on(OSError)
 def report(options: argparse.Namespace) -> int:
+    """Run `onefold report`."""
     page = write_page(options.dir, options.out)
     print(f"report: {page}")
     if options.png:

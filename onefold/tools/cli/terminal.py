@@ -1,4 +1,4 @@
-"""What commands print: tables, a progress bar on stderr, one line for an error of the file system."""
+"""Terminal output of commands: tables, progress on stderr, one-line errors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from rich.text import Text
 from onefold.log import format_bytes
 
 Run = Callable[[argparse.Namespace], int]
-Tell = Callable[[str, int, int], None]
-# Of lines that go to a pipe or a file, where COLUMNS says nothing else.
+Progress = Callable[[str, int, int], None]
+# The width of output to a pipe or a file, unless COLUMNS is set.
 PIPE_WIDTH = 120
-# Text in the last column of a table is wrapped where so many columns are left for it.
+# Text in the last column of a table is wrapped if at least this many columns are left for it.
 _WRAPPED = 24
-
-
-# Where stderr is no terminal, a line is printed at most this often while the same thing is done.
+# Seconds between two lines about the same part of the work, if stderr is not a terminal.
 _LINE_SECONDS = 5.0
 
 
 def fail(error: Exception) -> int:
-    """Print one line for what went wrong with files. Return 2 for an input that is not there, and 1 otherwise."""
-    if isinstance(error, BrokenPipeError):  # the reader of the output has seen enough; `main` ends quietly
+    """Print one line about an error of the file system. Return 2 if an input is missing, otherwise 1."""
+    if isinstance(error, BrokenPipeError):  # `main` handles a reader that ends early
         raise error
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -41,7 +39,7 @@ def fail(error: Exception) -> int:
 
 
 def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
-    """Let a command end with one line and an exit code for these errors, see `fail`."""
+    """Decorate a command: on these errors it prints one line and returns an exit code, see `fail`."""
 
     def decorate(work: Run) -> Run:
         @wraps(work)
@@ -49,7 +47,7 @@ def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
             try:
                 return work(options)
             except BrokenPipeError:
-                raise  # whoever read the output has ended: no error of this command
+                raise
             except kinds as error:
                 return fail(error)
 
@@ -59,9 +57,11 @@ def fails_on(*kinds: type[Exception]) -> Callable[[Run], Run]:
 
 
 @contextmanager
-def progress_bar(title: str, *, in_bytes: bool = True, in_lines: bool = False) -> Iterator[Tell]:
-    """Show progress on stderr: a bar on a terminal, plain lines otherwise. Call what is yielded with what is done now,
-    how much is done, and how much there is. `in_lines`: print a line for each part of the work, because it takes long.
+def progress_bar(title: str, *, in_bytes: bool = True, in_lines: bool = False) -> Iterator[Progress]:
+    """Show progress on stderr, as a bar on a terminal and as lines otherwise.
+
+    Yields a function of the current part of the work, the amount done and the total. With `in_lines` a line is printed
+    for each part, for work whose parts take long.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -79,7 +79,7 @@ def progress_bar(title: str, *, in_bytes: bool = True, in_lines: bool = False) -
 
 
 class _Lines:
-    """Progress for logs and pipes: a line for each part of the work, or a line every few seconds."""
+    """Progress in lines, for logs and pipes: one for each part of the work, or one every few seconds."""
 
     def __init__(self, title: str, *, in_bytes: bool, in_lines: bool) -> None:
         self._title, self._in_bytes, self._in_lines = title, in_bytes, in_lines
@@ -95,12 +95,12 @@ class _Lines:
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; of a pipe `PIPE_WIDTH`, or what COLUMNS says."""
+    """Return the columns of the terminal, or of COLUMNS; `PIPE_WIDTH` for a pipe."""
     return max(shutil.get_terminal_size((PIPE_WIDTH, 24)).columns, 20)
 
 
 def print_text(text: str, indent: str = "") -> None:
-    """Print prose, wrapped at the terminal's width; `indent` is that of the lines after the first."""
+    """Print prose, wrapped at the terminal's width, with `indent` before all lines but the first."""
     wrapped = textwrap.wrap(
         text, terminal_width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -108,8 +108,9 @@ def print_text(text: str, indent: str = "") -> None:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str | None = None) -> None:
-    """Print a table in which no name and no number is ever cut. A head that begins with > is over numbers. Where the
-    terminal is narrow, columns move together, heads break, and at last the first cell stands on a line of its own.
+    """Print a table without cutting any cell. A head that begins with > aligns its column to the right.
+
+    On a narrow terminal the gaps shrink, heads are broken, and finally the first cell of a row gets a separate line.
     """
     console = Console(highlight=False, soft_wrap=True)
     table = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]

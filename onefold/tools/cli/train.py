@@ -1,4 +1,4 @@
-"""What `onefold train` does: check what was asked, then start ranks that run `python -m onefold.train`."""
+"""Run `onefold train`: check the options, then start ranks that run the built-in trainer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from onefold.tools.train.tokens import check_first_rows
 
 
 def train(arguments: argparse.Namespace) -> int:
+    """Run `onefold train`."""
     options = TrainOptions.from_arguments(arguments)
-    if "RANK" in os.environ:  # some other launcher has started the ranks, and this is one of them
+    if "RANK" in os.environ:  # another launcher started this process as a rank
         from onefold.tools.train.__main__ import run_rank
 
         return run_rank(options)
-    # Mistakes are reported here, once: first those that need no torch, then the others, before any rank starts.
+    # Report mistakes once, before ranks start: first those that can be found without torch.
     check_inputs(options)
     if options.model is not None:
         check_first_rows(options.data)

@@ -1,10 +1,10 @@
-"""What `onefold tune` does: measure this machine, try settings by short real runs, write the config of the best.
+"""Run `onefold tune`: measure this machine, run settings briefly, and write the config of the fastest.
 
 [Note: what is tried]
-First every setting with the micro-batch that was asked for; on GPUs then larger ones, doubled until one fails. Of the
-setting with the most samples a second the keys that move launches are tried one after the other, each with what was
-best so far: buckets, prefetch, and for states on the host how many of them stay on the device. Each run is kept in the
-folder, so that a search that was stopped goes on where it was.
+First every setting runs with the given micro-batch; on GPUs, the micro-batch is then doubled until a run fails. For the
+setting with the most samples per second, the keys that change the schedule are tried one after the other, starting from
+the best values so far: bucket sizes, prefetching, and for offloaded states the share that stays on the device. Each run
+is stored in the folder, so that a search can be resumed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from onefold.tools.train.options import check_inputs
 if TYPE_CHECKING:  # arguments are checked before torch is loaded
     from onefold.tools.estimate.question import Setting
 
-# A change must gain so much to be taken: less is noise.
+# The gain at which a change is kept; smaller ones are noise.
 _GAIN = 1.02
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A key of `zero_optimization` and values to try."""
+    """A key of `zero_optimization`, and the values to try."""
 
     key: str
     values: tuple[Any, ...]
 
     def applied_to(self, setting: Setting, value: Any) -> Setting:
+        """Return a setting with this key changed."""
         zero = dict(setting.zero)
         if self.key == "ratio":
             zero["offload_optimizer"] = {**zero["offload_optimizer"], "ratio": value}
@@ -49,16 +50,16 @@ class Knob:
         return replace(setting, name=f"{setting.name} {self.key}={value:g}", zero=zero)
 
 
-# Values to try of each key that counts parameters.
+# Values to try for keys that count parameters.
 _BUCKETS = {"reduce_bucket_size": (5e7, 2e8)}
 _STAGE3_BUCKETS = {"stage3_prefetch_bucket_size": (0, 2e8), "stage3_max_live_parameters": (1e8, 3e9)}
 
 
 def knobs_of(setting: Setting, zero: Mapping[str, Any], trained: int, frozen: int = 0) -> Iterator[Knob]:
-    """Yield what is worth trying: the keys that this setting reads, with values that make a difference.
+    """Yield the keys that this setting reads, with values that make a difference.
 
-    `zero` has the values of the setting now, `trained` and `frozen` count the model's parameters. A bucket that holds
-    all of them is the same as any larger one.
+    `zero` has the current values, `trained` and `frozen` count the model's parameters. All buckets that hold the whole
+    model are equivalent.
     """
     for key, values in (_BUCKETS | (_STAGE3_BUCKETS if setting.shards_parameters else {})).items():
         num_parameters = trained if key in _BUCKETS else trained + frozen
@@ -72,8 +73,9 @@ def knobs_of(setting: Setting, zero: Mapping[str, Any], trained: int, frozen: in
 
 @fails_on(OSError)
 def tune(options: argparse.Namespace) -> int:
+    """Run `onefold tune`."""
     if options.steps < 4:
-        raise UsageError(f"--steps {options.steps}: give at least 4, of which the first two are not timed")
+        raise UsageError(f"--steps {options.steps}: too few. Give at least 4, of which the first two are not timed.")
     check_inputs(train_options(options))
     settings = split_settings(options.stages, options.nvme_path)
     from onefold.tools.bench.link_bench import LinkError
@@ -91,28 +93,28 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
 
     job, micro_batch = job_of(options)
     job = replace(job, resumes=True)
-    with progress_bar("tune", in_bytes=False, in_lines=True) as tell:
+    with progress_bar("tune", in_bytes=False, in_lines=True) as show_progress:
         paths = [options.nvme_path] if options.nvme_path else []
         ranks = options.ranks or torch.cuda.device_count() or CPU_RANKS
         host = measure_host()
-        # More than caches hold, and not much of a small host.
+        # Exceeds caches, and is a small part of host memory.
         size = min(1 << 30, available_bytes() // 8)
-        measured = offload_bench.measure(size, paths, tell, ranks)
+        measured = offload_bench.measure(size, paths, show_progress, ranks)
         contention = measure_contention(ranks) if not torch.cuda.is_available() else None
         measured = replace(measured, launch=host.launch, boundary=host.boundary, contention=contention)
         offload_bench.save_measured(measured)
-        found = _try_settings(job, list(settings), micro_batch, options.max_batch, tell)
+        found = _try_settings(job, list(settings), micro_batch, options.max_batch, show_progress)
         done = [trial for trial in found if trial.outcome == "done"]
         best = max(done, key=lambda trial: trial.samples_per_second, default=None)
         if best is not None and not options.no_knobs:
-            best = _turn_knobs(job, best, found, tell)
+            best = _tune_knobs(job, best, found, show_progress)
     rows = [_facts(trial) for trial in found]
     if best is None:
         if options.json:
             print(json.dumps({"best": None, "trials": rows, "written": None}, indent=2))
         else:
             show(found)
-        print(f"\nnone of these runs: {found[0].said}; logs are in {job.folder}", file=sys.stderr)
+        print(f"\nno setting ran: {found[0].message}; logs are in {job.folder}", file=sys.stderr)
         return 1
     written = Path(options.write or job.folder / "ds_config.json")
     written.write_text(json.dumps(job.config(best.setting, best.micro_batch), indent=2) + "\n")
@@ -124,34 +126,36 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
     print(
         f"\nbest: {best.setting.name}, micro-batch {best.micro_batch}, {best.steps[-1].batch_samples} samples per "
         f"step: {best.samples_per_second:.1f} samples/s, {format_bytes(best.peak)} at the peak\nwritten: {written}\n"
-        f"trials in {job.folder}; this machine's rates are kept in {offload_bench.cache_file()} for `onefold plan`"
+        f"trials in {job.folder}; this machine's rates are stored in {offload_bench.cache_file()} for `onefold plan`"
     )
     return 0
 
 
-def _try_settings(job: TrialJob, settings: list[Setting], micro_batch: int, most: int, tell: Any) -> list[Trial]:
+def _try_settings(
+    job: TrialJob, settings: list[Setting], micro_batch: int, most: int, show_progress: Any
+) -> list[Trial]:
     import torch
 
     found: list[Trial] = []
     for place, setting in enumerate(settings):
-        tell(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
+        show_progress(f"{setting.name}, micro-batch {micro_batch}", place, len(settings))
         trial = job.run(setting, micro_batch)
         found.append(trial)
         while torch.cuda.is_available() and trial.outcome == "done" and trial.micro_batch * 2 <= most:
-            tell(f"{setting.name}, micro-batch {trial.micro_batch * 2}", place, len(settings))
+            show_progress(f"{setting.name}, micro-batch {trial.micro_batch * 2}", place, len(settings))
             trial = job.run(setting, trial.micro_batch * 2)
             found.append(trial)
     return found
 
 
-def _turn_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Trial:
-    """One after the other, each from what was best so far."""
+def _tune_knobs(job: TrialJob, best: Trial, found: list[Trial], show_progress: Any) -> Trial:
+    """Try each key in turn, starting from the best setting so far."""
     model = RunFile.read(job.folder_of(best.setting, best.micro_batch)).facts["model"]
     zero = load_config(job.config(best.setting, best.micro_batch)).zero_optimization
     knobs = list(knobs_of(best.setting, vars(zero), model["parameters_trained"], model["parameters_frozen"]))
     for place, knob in enumerate(knobs):
         for value in knob.values:
-            tell(f"{knob.key} {value:g}", place, len(knobs))
+            show_progress(f"{knob.key} {value:g}", place, len(knobs))
             trial = job.run(knob.applied_to(best.setting, value), best.micro_batch)
             found.append(trial)
             if trial.outcome == "done" and trial.samples_per_second > best.samples_per_second * _GAIN:
@@ -161,7 +165,7 @@ def _turn_knobs(job: TrialJob, best: Trial, found: list[Trial], tell: Any) -> Tr
 
 def _facts(trial: Trial) -> dict[str, Any]:
     facts: dict[str, Any] = {"setting": trial.setting.name, "zero_optimization": trial.setting.zero}
-    facts |= {"micro_batch": trial.micro_batch, "outcome": trial.outcome, "said": trial.said}
+    facts |= {"micro_batch": trial.micro_batch, "outcome": trial.outcome, "message": trial.message}
     if trial.outcome == "done":
         facts |= {
             "samples_per_second": trial.samples_per_second,
@@ -172,11 +176,12 @@ def _facts(trial: Trial) -> dict[str, Any]:
 
 
 def show(found: list[Trial]) -> None:
+    """Print a table of all runs."""
     rows = []
     for trial in found:
         if trial.outcome == "done":
             numbers = f"{trial.step_seconds:.3f}", f"{trial.samples_per_second:.1f}", format_bytes(trial.peak), ""
         else:
-            numbers = "-", "-", "-", f"{trial.outcome}: {trial.said}"
+            numbers = "-", "-", "-", f"{trial.outcome}: {trial.message}"
         rows.append((trial.setting.name, str(trial.micro_batch), *numbers))
-    print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", ""), rows, "tried here")
+    print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", ""), rows, "Runs on this machine")

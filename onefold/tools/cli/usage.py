@@ -1,4 +1,4 @@
-"""What commands share: errors of use, checks of arguments, defaults. No torch is imported here."""
+"""Shared parts of commands: usage errors, checks of arguments, defaults. No torch is imported here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `onefold watch` does: a running job in the terminal, from the record that it writes."""
+"""Run `onefold watch`: show a running job in the terminal, from the record that it writes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from onefold.tools.pages.page import duration, title_of
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 48
-# Steps that speed and time left are taken from.
+# Steps from which speed and remaining time are computed.
 _LAST = 20
-# Without a terminal a line comes so often.
+# Seconds between two lines if there is no terminal.
 _LINE_SECONDS = 10.0
-# A run is said to be silent after so long, and after so many of its steps.
+# Seconds, and multiples of a step, after which a record that does not grow is reported.
 _SILENT_SECONDS, _SILENT_STEPS = 10.0, 5.0
 
 
 @fails_on(OSError)
 def watch_run(options: argparse.Namespace) -> int:
+    """Run `onefold watch`."""
     run = RunFile(options.dir)
     if options.once:
         if not _update(run):
-            raise UsageError(f"no run in {_shown(run.path.parent)}: there is no {run.path.name}, or nothing in it yet")
+            raise UsageError(f"no run in {_shown(run.path.parent)}: {run.path.name} is missing or empty")
         print("\n".join(f"{name:<14} {value}" for name, value in rows_of(run, time.time())))
         return 0
     console = Console(highlight=False)
@@ -57,8 +58,8 @@ def _watch_live(run: RunFile, console: Console, every: float) -> None:
 
 
 def _watch_lines(run: RunFile, every: float) -> None:
-    """Plain text: a line now and then, when there is news."""
-    said, last_step, was_silent = -math.inf, -1, False
+    """Print a line when there are new steps, at most every `_LINE_SECONDS`."""
+    printed, last_step, was_silent = -math.inf, -1, False
     if not _update(run):
         print(_no_run(run), flush=True)
     while True:
@@ -66,9 +67,9 @@ def _watch_lines(run: RunFile, every: float) -> None:
             now, ended = time.time(), run.end is not None
             step = run.steps[-1].step if run.steps else 0
             is_silent = silence(run, now) is not None
-            if ended or (step != last_step and now - said >= _LINE_SECONDS) or (is_silent and not was_silent):
+            if ended or (step != last_step and now - printed >= _LINE_SECONDS) or (is_silent and not was_silent):
                 print(line_of_now(run, now), flush=True)
-                said, last_step = now, step
+                printed, last_step = now, step
             was_silent = is_silent
             if ended:
                 return
@@ -76,7 +77,7 @@ def _watch_lines(run: RunFile, every: float) -> None:
 
 
 def _update(run: RunFile) -> bool:
-    """Whether there is a run by now."""
+    """Read new lines of the record, and return whether the run has started."""
     try:
         run.update()
     except FileNotFoundError:
@@ -90,11 +91,11 @@ def _no_run(run: RunFile) -> str:
     return f"no run in {_shown(run.path.parent)} yet: waiting for {run.path.name}"
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(run: RunFile, now: float) -> list[tuple[str, str]]:
-    """What there is to say of a run, line by line."""
+    """Return names and values that describe the state of a run."""
     found = [("run", _shown(title_of(run))), ("state", _state(run, now))]
     if not run.steps:
         return found
@@ -121,7 +122,7 @@ def rows_of(run: RunFile, now: float) -> list[tuple[str, str]]:
 
 
 def line_of_now(run: RunFile, now: float) -> str:
-    """The same in one line."""
+    """Describe the state of a run in one line."""
     if not run.steps:
         return f"{_shown(title_of(run))}: {_state(run, now)}"
     last = run.steps[-1]
@@ -133,7 +134,7 @@ def line_of_now(run: RunFile, now: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The last values, each a block; the mean of several where there are many. What is not finite is a cross."""
+    """Return a line of blocks for values, or for means of several. Values that are not finite are crosses."""
     size = max(1, math.ceil(len(values) / _SPARKS))
     means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
     finite = [value for value in means if math.isfinite(value)]
@@ -145,7 +146,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def silence(run: RunFile, now: float) -> float | None:
-    """For how many seconds nothing has come, where that is longer than this run's steps explain."""
+    """Return the seconds since the last line, if they are more than the run's steps explain, otherwise None."""
     if run.end is not None:
         return None
     last = run.steps[-1].time if run.steps else float(run.facts["time"])
@@ -182,11 +183,11 @@ def _memory(row: StepRow) -> str:
     memory = row.memory
     held = ", ".join(f"{tier} {format_bytes(value)}" for tier, value in memory.by_tier().items() if value)
     whole = memory.host_resident if memory.device_allocated is None else memory.device_allocated
-    return f"model state: {held}; in all {format_bytes(whole)}, peak {format_bytes(memory.peak)}"
+    return f"model state: {held}; total {format_bytes(whole)}, peak {format_bytes(memory.peak)}"
 
 
 def _shown(value: object) -> str:
-    """Text of a file on a terminal: nothing in it may move the cursor."""
+    """Return text of a file for the terminal, without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 

@@ -128,14 +128,11 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
         text += f" onefold.state_dtype int8 takes {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states off {where}."
     # Given these options, the command finds that the setting fits.
     options = {"GPU": "--gpu-memory", "host": "--host-memory", "NVMe": "--nvme"}
-    wanted = _listed(f"{-(-each.needed // GB)} GB of {_name(each.resource)}" for each in closest.shortages)
+    names = {"GPU": "memory per GPU", "host": "host memory per node", "NVMe": "NVMe per node"}
+    wanted = _listed(f"{-(-each.needed // GB)} GB of {names[each.resource]}" for each in closest.shortages)
     flags = " ".join(f"{options[each.resource]} {-(-each.needed // GB)}" for each in closest.shortages)
     more = "more GPUs to shard over" if lack else "more nodes"
     return f"{text} It fits with {wanted} ({flags}), or with {more}."
-
-
-def _name(resource: str) -> str:
-    return {"GPU": "memory per GPU", "host": "host memory per node", "NVMe": "NVMe per node"}[resource]
 
 
 def _listed(parts: Iterable[str]) -> str:

@@ -1,10 +1,10 @@
-"""torch's caching allocator of CUDA memory, without the memory: what is allocated, and what is reserved for it.
+"""Simulate torch's caching allocator for CUDA: the allocated and the reserved bytes.
 
 [Note: blocks and segments]
-Requests are rounded up to 512 bytes. Those of at most 1 MiB come out of segments of 2 MiB, larger ones out of segments
-of 20 MiB, and of 10 MiB and more out of segments of their own, a multiple of 2 MiB. A request takes the smallest free
-block that is large enough, whose rest is split off if it is worth it: in large segments more than 1 MiB. What is not
-split off counts as allocated. Neighbours that are free join again; segments are kept.
+Requests are rounded up to 512 bytes. Those of at most 1 MiB are served from segments of 2 MiB, larger ones from
+segments of 20 MiB, and those of at least 10 MiB from separate segments of a multiple of 2 MiB. A request takes the
+smallest free block that is large enough. The rest of the block is split off if it is large enough, in large segments
+more than 1 MiB; otherwise it counts as allocated. Adjacent free blocks are merged. Segments are never freed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class _MemoryBlock:
 
 
 class CachingAllocator:
-    """One device, one stream."""
+    """The allocator of one device and one stream."""
 
     def __init__(self) -> None:
-        self.asked = self.allocated = self.reserved = 0
+        self.requested = self.allocated = self.reserved = 0
         self._next = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: dict[int, _MemoryBlock] = {}
         self._taken: dict[Hashable, tuple[_MemoryBlock, int]] = {}
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
+        """Allocate bytes under a key."""
         if not num_bytes:
             return
         size = -(-num_bytes // _ROUNDING) * _ROUNDING
@@ -47,14 +48,15 @@ class CachingAllocator:
         self._split(block, size)
         block.is_free = False
         self._taken[key] = block, num_bytes
-        self.asked += num_bytes
+        self.requested += num_bytes
         self.allocated += block.size
 
     def free(self, key: Hashable) -> None:
+        """Free the allocation of a key, if there is one."""
         if key not in self._taken:
             return
         block, num_bytes = self._taken.pop(key)
-        self.asked -= num_bytes
+        self.requested -= num_bytes
         self.allocated -= block.size
         block.is_free = True
         for neighbour in (block.before, block.after):
@@ -83,7 +85,7 @@ class CachingAllocator:
         self.reserved += segment
         block = _MemoryBlock(self._next, segment, is_small)
         self._blocks[block.start] = block
-        self._next += 2 * segment  # segments are no neighbours
+        self._next += 2 * segment  # segments are not adjacent
         return block
 
     def _split(self, block: _MemoryBlock, size: int) -> None:

@@ -88,7 +88,7 @@ def dry_run(
             return DryRun(engine.plan, units, None, None)
         trace, traffic, tape, account = None, Ledger(), Tape(), MemoryAccount(CachingAllocator())
         for tensor in _stored_tensors(engine, with_states=not offloads):
-            record_allocation(tape, account, "rest", tensor.nbytes, is_resting=True)
+            record_allocation(tape, account, "stored", tensor.nbytes, is_stored=True)
         for _ in range(2):  # the first step negotiates the order; the second is like all later ones
             before = engine.ledger.copy()
             trace = _step_with_passes(engine, loss_of, account, tape, vocabulary, offloads=offloads)

@@ -151,20 +151,20 @@ class Forecast:
 
 def assumptions(question: Question) -> list[str]:
     """Return the assumptions behind a forecast, as sentences for the user."""
-    said = [*question.model.notes]
+    notes = [*question.model.notes]
     if question.model.loss_of is not None:
-        said += [ATTENTION, "data-dependent checks in forward (e.g. on masks) are assumed to pass"]
-    said.append(
+        notes += [ATTENTION, "data-dependent checks in forward (e.g. on masks) are assumed to pass"]
+    notes.append(
         f"outside torch's allocator: {CONTEXT / GB:.1f} GB of CUDA"
         f"{f' and {NCCL / GB:.1f} GB of NCCL' if question.machine.world > 1 else ''} (as on an H200)"
     )
-    return said
+    return notes
 
 
 def forecast(
     question: Question,
     settings: Sequence[Setting],
-    tell: Callable[[str, int, int], None] = lambda now, done, of: None,
+    show_progress: Callable[[str, int, int], None] = lambda now, done, of: None,
     *,
     uses_nccl: bool = True,
     finds_batch: bool = True,
@@ -183,7 +183,7 @@ def forecast(
         zero = {key: value for key, value in setting.zero.items() if not key.startswith("offload")}
         key = f"{zero} {offloads} {micro_batch}"
         if key not in dry_runs:
-            tell(f"{setting.name}, micro-batch {micro_batch}", len(found), len(settings))
+            show_progress(f"{setting.name}, micro-batch {micro_batch}", len(found), len(settings))
             dry_runs[key] = _dry_run(question, setting, micro_batch, uses_nccl=uses_nccl)
         return dry_runs[key]
 
@@ -193,7 +193,7 @@ def forecast(
             largest = _largest_batch(question, each, lambda batch, of=setting: dry_run_of(of, batch))  # type: ignore[misc]
             each = replace(each, largest_batch=largest)
         found.append(each)
-    tell("", len(settings), len(settings))
+    show_progress("", len(settings), len(settings))
     return found
 
 
@@ -255,7 +255,7 @@ def _place(question: Question, config: Config, found: DryRun) -> tuple[Plan, lis
 
 
 def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
-    rest = count_bytes(specs, plan)
+    stored = count_bytes(specs, plan)
     on_device = plan.gradients.tier is Tier.DEVICE
     # Offloaded gradients are on the device only until they are copied to the host.
     largest = max((spec.layout.total * spec.dtype.itemsize for spec in specs if spec.trainable), default=0)
@@ -266,22 +266,22 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
 
     def gradients_of(moment: MemoryMoment) -> int:
         if question.machine.is_cpu:  # CPU ranks keep gradient buffers in pools
-            return rest.gradients + found.pools
+            return stored.gradients + found.pools
         return moment.gradients if on_device else min(moment.gradients, in_flight)
 
     if found.trace is None or not found.trace.moments:
         peak = MemoryMoment(0, 0, 0, 0, 0)
-        gradients, activations = rest.gradients + rest.largest_slot, 0
+        gradients, activations = stored.gradients + stored.largest_slot, 0
     else:
         peak = max(found.trace.moments, key=lambda moment: moment.total - moment.gradients + gradients_of(moment))
         gradients = gradients_of(peak)
         activations = peak.live - peak.gradients - peak.logits + peak.unsplit
     kinds = {
-        "parameters": rest.parameters,
+        "parameters": stored.parameters,
         "gathered": peak.gathered,
         "gradients": gradients,
-        "masters": rest.masters,
-        "states": rest.states + found.matrix_bytes,
+        "masters": stored.masters,
+        "states": stored.states + found.matrix_bytes,
         "activations": activations,
         "logits": peak.logits,
         "workspace": (WORKSPACE if found.trace is not None else 0) + _streamed_chunks(question.machine, plan, specs),

@@ -1,6 +1,6 @@
-"""Machines to plan for: what a GPU, its host and its links are held to do, by name or by what the user says.
+"""Machines to plan for: memory and rates of GPUs, hosts and links, by name or as given by the user.
 
-No torch here, so that a machine that is not known is refused at once.
+This module does not import torch, so that an unknown machine is refused at once.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 GB = 1_000_000_000
 MAX_GPUS = 1 << 16
-"""The largest job that is planned."""
+"""The number of GPUs of the largest job that can be planned."""
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned; the message says why, and what to give instead."""
+    """A model or a machine cannot be planned. The message says why, and what to give instead."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as its data sheet has it: bytes of memory, products in bf16 (FLOP/s), memory and links in bytes/s."""
+    """The data sheet of a GPU: bytes of memory, FLOP/s of bf16 matrix products, bytes/s of memory and links."""
 
     memory: int
     flops: float
     bandwidth: float
     link: float
-    """To the other GPUs of its node, each way."""
+    """Bytes/s to the other GPUs of its node, in each direction."""
     bus: float
-    """To its host, each way, as page-locked copies reach it."""
+    """Bytes/s to its host in each direction, with page-locked memory."""
 
 
-# GPUs of this much memory are found in data centers.
+# GPUs with at least this much memory are assumed to be in a data center.
 _SERVER = 40 * GB
 GPUS: dict[str, Gpu] = {
     "B200": Gpu(180 * GB, 2250e12, 8000e9, 900e9, 50e9),
@@ -55,51 +55,56 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of GPUs. `efficiency`: the share of a data sheet's products that a training step reaches; of bandwidths
-    four fifths are taken.
-    """
+    """Nodes of GPUs. A step is assumed to reach four fifths of each bandwidth."""
 
     name: str
     gpu: Gpu
     gpus: int = 1
-    """On each node."""
+    """GPUs per node."""
     nodes: int = 1
     host_memory: int = 0
-    """Bytes on each node."""
+    """Bytes per node."""
     nvme: int = 0
-    """Bytes of fast disk on each node; 0: none."""
+    """Bytes of NVMe per node; 0: none."""
     across: float = 50e9
-    """Bytes/s that leave a node, each way."""
+    """Bytes/s between a node and the others, in each direction."""
     disk: float = 6e9
-    """Bytes/s of a node's drives, read and written."""
+    """Bytes/s of the drives of a node, reading and writing."""
     adam: float = 2e9
-    """Parameters a second that the host of a node steps."""
+    """Parameters per second that Adam updates on the CPUs of a node."""
     efficiency: float = 0.5
+    """The share of the data sheet's FLOP/s that a training step reaches."""
     launch: float = 10e-6
-    """Seconds that the host takes to have one op run, in a forward or a backward,"""
+    """Host seconds per op of a forward or backward."""
     boundary: float = 0.0
-    """and to have one flat parameter stepped."""
+    """Host seconds per flat parameter of an optimizer step."""
     measured: bool = False
-    """Rates are of this machine, and no data sheet's."""
+    """Whether the rates were measured on this machine."""
     call: float = 0.0
-    """Seconds of a collective however small it is."""
+    """Seconds of the smallest collective."""
     contention: float = 1.0
-    """How many times as long ops take while all ranks compute, as each by itself."""
+    """Time of an op while all ranks compute, relative to its time alone."""
     is_cpu: bool = False
-    """Ranks compute on the host itself: its memory and its cores are what stands for GPUs here."""
+    """Whether ranks compute on the CPU, so that `gpu` describes a rank's share of the host."""
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.gpus * self.nodes
 
     @property
     def is_server(self) -> bool:
-        """Whether hosts are taken to be those of a data center."""
+        """Whether the nodes are assumed to be in a data center."""
         return self.gpu.memory >= _SERVER
 
     def describe(self) -> str:
+        """Describe the machine, and where its rates are from."""
         gpu = self.gpu
-        origin = "measured here where it was, else from data sheets" if self.measured else "estimates from data sheets"
+        origin = (
+            "measured here where available, otherwise from data sheets"
+            if self.measured
+            else "estimates from data sheets"
+        )
         disk = f"{self.nvme / GB:.0f} GB of NVMe at {self.disk / GB:g} GB/s" if self.nvme else "no NVMe"
         links = f", {gpu.link / GB:.0f} GB/s between GPUs" if self.gpus > 1 else ""
         links += f", {self.across / GB:g} GB/s between nodes" if self.nodes > 1 else ""
@@ -112,12 +117,14 @@ class Machine:
 
 
 def find_machine(text: str) -> Machine:
-    """Return one node: `8xH100`, `H100` or `one 4090`. The host is a usual one for this number of GPUs."""
+    """Return the machine that a text such as `8xH100`, `H100` or `one 4090` names, with a typical host."""
     found = re.fullmatch(r"(?:([0-9]{1,9})\s*x\s*|one\s+)?(.+)", text.strip(), re.IGNORECASE)
     number, name = (int(found[1] or 1), found[2].upper().removeprefix("RTX").strip(" -")) if found else (0, "")
     names = {"A100": "A100-80", "V100": "V100-32", **{known: known for known in GPUS}}
     if name not in names or number < 1:
-        raise PlanError(f"--machine {text}: expected a number and a GPU, as in 8xH100; known are {', '.join(GPUS)}")
+        raise PlanError(
+            f"--machine {text}: expected a number and a GPU, as in 8xH100. Known GPUs are {', '.join(GPUS)}"
+        )
     gpu = GPUS[names[name]]
     is_server = gpu.memory >= _SERVER
     host = (256 if is_server else 64) * GB * max(number, 1) if number < 8 or not is_server else 2048 * GB
@@ -135,8 +142,9 @@ def find_machine(text: str) -> Machine:
 
 
 def this_machine() -> Machine:
-    """The GPUs that torch sees here, with this host's memory; rates are the data sheet's of the GPU with that name, and
-    of bus, host and disk what `onefold bench tiers` has measured here.
+    """Return this machine: its GPUs, and the memory of its host.
+
+    Rates are those that `onefold bench tiers` and `onefold tune` measured here, otherwise those of data sheets.
     """
     import torch
 
@@ -149,7 +157,7 @@ def this_machine() -> Machine:
         known = next((known for known in GPUS if known.split("-")[0] in name), None)
         if known is None:
             known_ones = ", ".join(GPUS)
-            raise PlanError(f"the rates of a {name} are not known: name a machine like it, --machine of {known_ones}")
+            raise PlanError(f"the rates of a {name} are not known. Name a similar machine with --machine: {known_ones}")
         machine = find_machine(f"{torch.cuda.device_count()}x{known}")
         machine = replace(machine, gpu=replace(machine.gpu, memory=torch.cuda.mem_get_info()[1]))
     machine = replace(machine, host_memory=available_bytes(), nvme=0)
@@ -171,7 +179,7 @@ def this_machine() -> Machine:
 
 
 def cpu_ranks(ranks: int, measured: Measured) -> Machine:
-    """Ranks on the cores of this host, by what `onefold tune` has measured here."""
+    """Return CPU ranks on this host, with the rates that `onefold tune` measured."""
     links, products = measured.links, measured.products or 1e11
     share = measured.host_free_bytes // ranks
     sent = links.sent if links is not None else 1e9
@@ -192,7 +200,7 @@ def cpu_ranks(ranks: int, measured: Measured) -> Machine:
 
 
 def adjust(machine: Machine, **given: float | int | None) -> Machine:
-    """With what the user knows better; memory and rates in bytes."""
+    """Return the machine with the values that the user gave, in bytes and bytes/s, in place of its own."""
     gpu = {name: given.pop(name) for name in ("memory", "bus", "link", "flops") if name in given}
     machine = replace(machine, gpu=replace(machine.gpu, **{k: v for k, v in gpu.items() if v is not None}))  # type: ignore[arg-type]
     return replace(machine, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Models to be planned for, without their values: from a number, a config of transformers, a factory, a checkpoint."""
+"""Models to plan for, on the meta device: from a number, a config of transformers, a factory or a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from onefold.tools.estimate.dry_run import META, LossOf
 from onefold.tools.estimate.machines import PlanError
 from onefold.tools.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
 
-# Of a model that is only a number of parameters.
+# The blocks of a model of which only the number of parameters is known.
 _NUM_BLOCKS = 32
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built on the meta device as often as it is needed."""
+    """A model that can be built on the meta device repeatedly."""
 
     name: str
     build: Callable[[], nn.Module]
     loss_of: Callable[[int, int], LossOf] | None
-    """For a batch of so many sequences of so many tokens; None: nobody knows what a forward takes."""
+    """Return the loss function for a number of sequences and tokens. None: the inputs of the forward are unknown."""
     vocabulary: int | None = None
     sequence_length: int | None = None
     notes: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class ModelSource:
 
 
 def from_number(num_parameters: int) -> ModelSource:
-    """So many parameters, of which nothing else is known: model states alone, in equal blocks."""
+    """Return a model of this many parameters in equal blocks, for model states alone."""
     sizes = [num_parameters // _NUM_BLOCKS + (place < num_parameters % _NUM_BLOCKS) for place in range(_NUM_BLOCKS)]
     note = (
         f"model states alone, in {_NUM_BLOCKS} equal blocks: activations, logits, what stage 3 gathers, traffic and "
@@ -52,7 +52,7 @@ def from_number(num_parameters: int) -> ModelSource:
 
 
 def from_shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *notes: str) -> ModelSource:
-    """Parameters by name and shape, of which nobody knows the forward."""
+    """Return a model with these parameters and without a forward."""
 
     def build() -> nn.Module:
         with META:
@@ -62,20 +62,20 @@ def from_shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *notes: str) -
 
 
 def from_checkpoint(folder: Path) -> ModelSource:
-    """The parameters that a checkpoint of onefold holds: their shapes, from its manifest."""
+    """Return a model with the parameters of a checkpoint, by the shapes in its manifest."""
     try:
         with CheckpointReader.open(folder) as checkpoint:
             shapes = {name: tuple(checkpoint.stored(f"model/{name}").shape) for name in checkpoint.names("model/")}
     except (OSError, CheckpointError) as error:
         raise PlanError(
-            f"--model {folder}: it holds neither a config.json of transformers nor a checkpoint of onefold ({error})."
+            f"--model {folder}: holds neither a config.json of transformers nor a checkpoint of onefold ({error})."
         ) from error
-    note = "a checkpoint has shapes and no forward: model states alone (--model for activations)"
+    note = "model states alone: a checkpoint has no forward (for activations, name a model)"
     return from_shapes(f"checkpoint {folder}", shapes, note)
 
 
 def _tree_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Modules named as the parameters are. Children with numbers for names are a list, as blocks are."""
+    """Build modules from the names of parameters. Children with numbers for names become a list, as blocks are."""
     children: dict[str, dict[str, tuple[int, ...]]] = {}
     own: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -94,8 +94,9 @@ def _tree_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
-    """`module:function` that returns a model. Its forward takes tokens, tokens and targets, or what `example_inputs`
-    of the model returns for a batch and a length.
+    """Return the model that `module:function` builds.
+
+    Its forward takes tokens, tokens and targets, or what the model's `example_inputs(batch, length)` returns.
     """
     name, _, attribute = spec.partition(":")
     if not attribute:
@@ -103,7 +104,7 @@ def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
     sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(name), attribute)
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise PlanError(f"--model {spec}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
@@ -118,24 +119,24 @@ def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
         return model
 
     def loss_of(batch: int, length: int) -> LossOf:
-        return lambda call: _scalar(_call_with_tokens(call, _module_of(call), batch, length))
+        return lambda call: _scalar(_call_with_tokens(call, batch, length))
 
     return ModelSource(spec, build, loss_of, vocabulary=_vocabulary_of(build_once(spec, build)), recomputes=recompute)
 
 
 def build_once(name: str, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model, and turn whatever that raises into an error for the person who named it."""
+    """Build a model, and raise PlanError if that fails."""
     try:
         return build()
     except PlanError:
         raise
-    except Exception as error:  # whatever the code of a model, or transformers, may raise
+    except Exception as error:  # a model's code and transformers may raise anything
         text = " ".join(str(error).split())
         raise PlanError(f"{name}: the model cannot be built ({type(error).__name__}: {text}).") from error
 
 
 def from_transformers(given: str, config: Mapping[str, Any], *, lora: int = 0, recompute: bool = False) -> ModelSource:
-    """Plan for a model by its config.json; nothing is downloaded and no weight is read. `given` is its name."""
+    """Return the model of a config.json. Nothing is downloaded, and no weights are read. `given` is for messages."""
     try:
         import transformers
         from transformers import AutoConfig
@@ -143,7 +144,7 @@ def from_transformers(given: str, config: Mapping[str, Any], *, lora: int = 0, r
         raise PlanError(f"--model {given} needs transformers: pip install 'onefold[huggingface]' ({error})") from error
     try:
         settings: Any = AutoConfig.for_model(**config)
-    except Exception as error:  # of transformers, huggingface_hub or Python, by the key that is wrong
+    except Exception as error:  # its type depends on the key that is wrong
         text = " ".join(str(error).split())
         raise PlanError(f"--model {given}: transformers refuses this config ({text}).") from error
     takes_pairs = bool(getattr(settings, "is_encoder_decoder", False))
@@ -180,7 +181,7 @@ def from_transformers(given: str, config: Mapping[str, Any], *, lora: int = 0, r
 
 
 def from_preset(name: str, *, recompute: bool = False) -> ModelSource:
-    """A GPT of `onefold train`."""
+    """Return a GPT of `onefold train`."""
     from onefold.tools.train.gpt import GPT, PRESETS
 
     shape = PRESETS[name]
@@ -200,7 +201,7 @@ def from_preset(name: str, *, recompute: bool = False) -> ModelSource:
 
 
 def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSource:
-    """Return what `--model` names: a preset, module:function, a config of transformers, a known shape, a checkpoint."""
+    """Return the model that `--model` names."""
     kind, path = classify_model(text), Path(text)
     if kind is ModelKind.CONFIG:
         config = read_config(path / "config.json" if path.is_dir() else path)
@@ -209,21 +210,17 @@ def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSou
         name = known_shape(text)
         assert name is not None
         return from_transformers(name, transformers_config(name), lora=lora, recompute=recompute)
-    _refuse_lora(lora, text)
+    if lora:
+        raise PlanError(
+            f"--lora needs a model of transformers, and {text} is not one. Freeze parameters in its factory instead."
+        )
     if kind is ModelKind.PRESET:
         return from_preset(text, recompute=recompute)
     return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(path)
 
 
-def _refuse_lora(lora: int, text: str) -> None:
-    if lora:
-        raise PlanError(
-            f"--lora goes with models of transformers; {text} is none: freeze what is frozen in its factory"
-        )
-
-
 def recompute_blocks(model: nn.Module) -> None:
-    """Activation checkpointing around every block that would be a unit."""
+    """Wrap every block that would be a unit in activation checkpointing."""
     for found in cut(model):
         if found.module:
             _recompute(model.get_submodule(found.module))
@@ -238,13 +235,8 @@ def _recompute(block: nn.Module) -> None:
     )
 
 
-def _module_of(call: Callable[..., Any]) -> nn.Module:
-    inside = getattr(call, "module", call)
-    assert isinstance(inside, nn.Module)
-    return inside
-
-
-def _call_with_tokens(call: Callable[..., Any], model: nn.Module, batch: int, length: int) -> Any:
+def _call_with_tokens(call: Callable[..., Any], batch: int, length: int) -> Any:
+    model: Any = getattr(call, "module", call)
     example = getattr(model, "example_inputs", None)
     if example is not None:
         with META:
@@ -261,7 +253,7 @@ def _call_with_tokens(call: Callable[..., Any], model: nn.Module, batch: int, le
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    """The loss, where the forward returns one; otherwise as from logits."""
+    """Return the loss of an output, or compute one from logits."""
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss  # type: ignore[no-any-return]
@@ -275,7 +267,7 @@ def _scalar(output: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(output.float().flatten(0, 1), targets.flatten())
     if isinstance(output, torch.Tensor):
         return output.float().pow(2).mean()
-    raise PlanError(f"the model returned a {type(output).__name__}: neither a loss nor logits")
+    raise PlanError(f"the model returned a {type(output).__name__}. Return a loss or logits.")
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:

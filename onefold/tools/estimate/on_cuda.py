@@ -1,4 +1,4 @@
-"""Functions whose kernels on CUDA keep other tensors than torch's plain formulas do, as they are on CUDA."""
+"""Attention and dropout on the meta device, with the tensors that their CUDA kernels save."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 from onefold.tools.estimate.work import OpCall, Work
 
-ATTENTION = "flash attention: no matrix of scores is kept"
+ATTENTION = "flash attention is assumed: the scores are not stored"
 
 
 @contextmanager
 def as_on_cuda(work: Work) -> Iterator[None]:
-    """Functions whose kernels on CUDA keep other tensors than torch's plain formulas do: attention, and dropout with
-    its mask of bytes. They are replaced themselves: a mode of torch's would not see what autograd recomputes.
+    """Replace attention and dropout by versions that save the same tensors as their CUDA kernels.
+
+    The functions themselves are patched, because a torch function mode would not see recomputed forwards.
     """
     before = F.scaled_dot_product_attention, F.dropout
     F.scaled_dot_product_attention, F.dropout = partial(_attend, work), _drop_out
@@ -56,7 +57,7 @@ class _Attention(torch.autograd.Function):
         out = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)
         sums = query.new_empty(*batch, heads, rows, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
-        # Two products of rows x columns x width, half of it below the diagonal.
+        # Two products of rows x columns x width; a causal mask leaves half of them.
         ctx.flops = 4 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
         ctx.work, ctx.is_causal, work.is_inside = work, is_causal, False
         work.flops += ctx.flops
@@ -79,12 +80,12 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Attention by itself."""
+    """Run the forward of attention."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def attend_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> Any:
-    """The same with its backward: what the forward takes is subtracted."""
+    """Run the forward and backward of attention. `OpTimer` subtracts the time of the forward."""
     inputs = [each.detach().requires_grad_() for each in (query, key, value)]
     with torch.enable_grad():
         found = attend(inputs[0], inputs[1], inputs[2], is_causal)

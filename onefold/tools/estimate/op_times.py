@@ -1,10 +1,10 @@
-"""How long the ops of a dry run take on this machine: each distinct one is run here, on tensors of its shapes.
+"""Time the ops of a dry run on this machine: each distinct op is run on tensors of its shapes.
 
 [Note: seconds of a pass]
-A GPU computes what its host has launched, so a pass takes as long as the slower of them. The device's seconds are those
-of its ops, one by one. The host's are the number of ops, each with its share of Python, autograd and the engine, as a
-small model's real step takes it (`step_bench.py`). A CPU launches by computing. An op that cannot be run by itself
-counts as long as its bytes take.
+The host launches ops and the GPU runs them, so a pass takes as long as the slower of the two. The GPU's seconds are the
+sum over its ops. The host's are the number of ops times the seconds per op of a small model's real step, with Python,
+autograd and the engine included (`step_bench.py`). On CPU ranks there are no launches. The time of an op that cannot be
+run alone is estimated from its bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from onefold.tools.estimate.on_cuda import attend, attend_backward
 from onefold.tools.estimate.work import OpCall
 
-# Repetitions of one op, and seconds after which a slow one is not repeated.
+# Repetitions of one op, and seconds after which a slow op is not repeated.
 _REPEATS, _PATIENCE = 12, 0.1
-# Cycles for which a GPU is kept busy, so that ops queue behind each other and their launches do not count.
+# Cycles for which the GPU is kept busy, so that ops queue up and the time of launches is hidden.
 _SLEEP = 4_000_000
 
 
 @dataclass
 class OpTimer:
-    """Runs ops on a device and remembers what they took. `bandwidth`: bytes/s, for what cannot be run."""
+    """A cache of measured times of ops. `bandwidth` (bytes/s) is used for ops that cannot be run."""
 
     device: torch.device
     bandwidth: float
     known: dict[OpCall, float] = field(default_factory=dict)
 
     def seconds_of(self, calls: Counter[OpCall]) -> float:
-        """What the device takes for all of them."""
+        """Return the device seconds of all calls."""
         with torch.no_grad():
             return sum(number * self._time(call) for call, number in calls.items())
 
@@ -68,7 +68,7 @@ def _device_seconds(run: Callable[[], Any]) -> float:
 
 
 def _host_seconds(run: Callable[[], Any]) -> float:
-    """The median. What an op makes is kept until the end, as in a forward: the next one gets other memory."""
+    """Return the median. Results are kept until the end, as in a forward, so that every call allocates new memory."""
     made = [run()]
     began, taken = time.perf_counter(), list[float]()
     while len(taken) < _REPEATS and time.perf_counter() - began < _PATIENCE:

@@ -1,4 +1,4 @@
-"""What `onefold plan` forecasts: a model on a machine, in a list of settings."""
+"""The input of a forecast: a model on a machine, in a list of settings."""
 
 from __future__ import annotations
 
@@ -69,14 +69,8 @@ class Question:
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CHOSEN = (
-    "stage",
-    "overlap_comm",
-    "offload_optimizer",
-    "offload_param",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
+    *("stage", "overlap_comm", "offload_optimizer", "offload_param", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
 )
 DEFAULT_CONFIG: dict[str, Any] = {
     "bf16": {"enabled": True},

@@ -1,6 +1,6 @@
 """Shapes of well-known models by name, and the config.json of a model on disk.
 
-No torch here, so that a model that cannot be read is refused at once.
+This module does not import torch, so that a model that cannot be read is refused at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SHAPES = {
     "Llama 13B": _shape(40, 5120, 40, 40, 13824, 32000, tied=False, gated=True),
     "Llama 70B": _shape(80, 8192, 64, 8, 28672, 32000, tied=False, gated=True),
 }
-"""By the names of the page's buttons."""
+"""Shapes by the names that docs/what-fits.html shows."""
 
-# Positions of the models of that name; the page has no such limit.
+# Maximum positions of these models; the page ignores them.
 _POSITIONS = {"GPT 125M": 1024, "GPT 1.3B": 2048, "Llama 1B": 131072, "Llama 8B": 8192}
 _RELEASES = {
     "llama-2-7b": "Llama 7B", "llama-2-13b": "Llama 13B", "llama-2-70b": "Llama 70B", "llama-3-8b": "Llama 8B",
@@ -46,7 +46,7 @@ _RELEASES = {
 
 
 def known_shape(text: str) -> str | None:
-    """Return the key of `SHAPES` that a person means by 7b, llama-7b, Llama 7B, llama2-7b or meta-llama/Llama-3-8B."""
+    """Return the key of `SHAPES` for 7b, llama-7b, Llama 7B, llama2-7b, meta-llama/Llama-3-8B and the like."""
     name = re.sub(r"^(meta-llama/)?(meta-)?", "", text.strip().lower())
     name = re.sub(r"[ _-]+", "-", name)
     name = re.sub(r"^llama-?(?=[23][.-])", "llama-", name)
@@ -56,7 +56,7 @@ def known_shape(text: str) -> str | None:
 
 
 def transformers_config(name: str) -> dict[str, Any]:
-    """Return the config.json of a known shape, as transformers has it."""
+    """Return the config.json of a known shape for transformers."""
     shape = SHAPES[name]
     if not shape["gated"]:
         config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": shape["layers"]}
@@ -71,7 +71,7 @@ def transformers_config(name: str) -> dict[str, Any]:
 
 
 class ModelKind(Enum):
-    """What `--model` can name."""
+    """The kinds of models that `--model` can name."""
 
     PRESET = "a preset of onefold train"
     CONFIG = "a folder or config.json of transformers"
@@ -81,7 +81,7 @@ class ModelKind(Enum):
 
 
 def classify_model(text: str) -> ModelKind:
-    """Return what `--model` names, and refuse what names nothing; files are looked at, and nothing is imported."""
+    """Return the kind of model that `--model` names, or raise PlanError. Reads files, and imports nothing."""
     path = Path(text)
     try:
         exists, is_folder = path.exists(), path.is_dir()
@@ -97,7 +97,7 @@ def classify_model(text: str) -> ModelKind:
         return ModelKind.CONFIG
     if is_folder:
         return ModelKind.CHECKPOINT
-    raise PlanError(f"--model {text}: it has no model_type, so it is no config of transformers.")
+    raise PlanError(f"--model {text}: has no model_type, so it is not a config of transformers.")
 
 
 def _classify_name(text: str) -> ModelKind:
@@ -115,7 +115,7 @@ def _classify_name(text: str) -> ModelKind:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json, and check what would take a dry run forever; transformers checks the rest."""
+    """Read a config.json. Only limits that keep a dry run short are checked; transformers checks the rest."""
     try:
         text = read_small(path, _MOST_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Measures what a step asks of this machine beside its ops: real steps of small models, in processes of their own.
+"""Measure the host's share of a step with real steps of small models, in separate processes.
 
-Where a GPU computes, the model is so small that it waits for its host in every op. Its ops are those of a transformer,
-so the time of one holds what Python, modules, autograd and the engine's hooks take for it. Where CPUs compute, a larger
-one shows how much longer ops take while all ranks compute, on the same memory, than each by itself.
+With a GPU, the model is so small that the GPU waits for the host in every op. Its ops are those of a transformer, so
+the time per op includes Python, modules, autograd and the hooks of the engine. On CPU ranks, a larger model shows how
+much longer ops take while all ranks compute than alone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _STEPS, _WARMUP, _TIMEOUT = 10, 3, 300
 
 
 class StepBenchError(Exception):
-    """A process that was to measure has failed."""
+    """A measuring process failed."""
 
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """Of the host, for one op of a pass, and for one flat parameter of a step."""
+    """Host seconds per op of a pass, and per flat parameter of a step."""
 
     launch: float
     boundary: float
@@ -49,20 +49,23 @@ class HostSeconds:
 
 @dataclass(frozen=True)
 class BenchModel:
-    """Blocks of a transformer, and a sequence for them."""
+    """A small transformer, and the length of its input."""
 
     width: int
     blocks: int
     tokens: int
 
     def build(self) -> nn.Module:
+        """Return the model."""
         return nn.Sequential(*(_TransformerBlock(self.width) for _ in range(self.blocks)))
 
     def inputs(self, device: torch.device | str) -> torch.Tensor:
+        """Return a batch of one sequence."""
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         return torch.zeros(1, self.tokens, self.width, dtype=dtype, device=device)
 
     def dry_run(self) -> DryRun:
+        """Run a step of the model dry, on one rank."""
         with torch.device("meta"):
             model = self.build()
 
@@ -91,6 +94,7 @@ class _TransformerBlock(nn.Module):
 
 
 def measure_host() -> HostSeconds:
+    """Measure the host seconds per op and per flat parameter."""
     found = SMALL.dry_run()
     assert found.trace is not None
     passes, step = _steps_of(SMALL, processes=1)
@@ -98,7 +102,7 @@ def measure_host() -> HostSeconds:
 
 
 def measure_contention(ranks: int) -> float:
-    """How many times as long ops take while so many ranks compute on the cores of this host, as each by itself."""
+    """Measure the time of ops while `ranks` processes compute on this host, relative to their time alone."""
     threads, before = max(1, (os.cpu_count() or 1) // ranks), torch.get_num_threads()
     found = MIDDLE.dry_run()
     assert found.trace is not None
@@ -112,7 +116,7 @@ def measure_contention(ranks: int) -> float:
 
 
 def _steps_of(model: BenchModel, processes: int, **environment: str) -> tuple[float, float]:
-    """Passes and step of the slowest of so many processes, which know nothing of each other."""
+    """Return the seconds of passes and step of the slowest of several independent processes."""
     command = [sys.executable, "-m", "onefold.tools.estimate.step_bench", json.dumps(asdict(model))]
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     started = [
@@ -126,18 +130,18 @@ def _steps_of(model: BenchModel, processes: int, **environment: str) -> tuple[fl
         for _ in range(processes)
     ]
     try:
-        said = [process.communicate(timeout=_TIMEOUT) for process in started]
+        output = [process.communicate(timeout=_TIMEOUT) for process in started]
     finally:
         for process in started:
             process.kill()
     if any(process.returncode for process in started):
-        raise StepBenchError(f"steps of a small model could not be measured: {said[0][1][-500:]}")
-    passes, ends = zip(*(json.loads(out.splitlines()[-1]) for out, _ in said), strict=True)
+        raise StepBenchError(f"steps of a small model could not be measured: {output[0][1][-500:]}")
+    passes, ends = zip(*(json.loads(out.splitlines()[-1]) for out, _ in output), strict=True)
     return max(passes), max(ends)
 
 
 def _run(model: BenchModel) -> tuple[float, float]:
-    """Medians of the passes of a step, and of its end."""
+    """Return the median seconds of forward and backward, and of the optimizer step."""
     import onefold
 
     engine, *_ = onefold.initialize(model=model.build(), config=CONFIG)

@@ -1,10 +1,10 @@
-"""What a forward and a backward allocate and compute, op by op, on tensors without memory.
+"""Trace the allocations and ops of a forward and backward on meta tensors.
 
 [Note: activations without a device]
 Ops on the meta device compute shapes alone, but autograd saves and frees tensors as it would on a GPU. So the live
-storages at each op are the activations, gradients and temporaries of a real pass. What kernels allocate inside does not
-show; the one that matters is attention, which stands here as the flash kernel: it saves its inputs, its output and one
-number a row, and its backward adds up dQ in fp32.
+storages at each op are the activations, gradients and temporaries of a real pass. Allocations inside kernels are not
+visible. Those of attention matter, so it is modelled as the flash kernel: it saves its inputs, its output and one
+number per row, and its backward accumulates dQ in fp32.
 """
 
 from __future__ import annotations
@@ -23,60 +23,62 @@ from onefold.tools.estimate.work import OpCall, Work
 
 
 class MemoryMoment(NamedTuple):
-    """Bytes of one rank's device beside what rests there, when an op has run: as they were asked for."""
+    """Requested bytes on one rank's device after an op, in addition to its stored model states."""
 
     live: int
-    """Activations, temporaries and gradients of all kinds,"""
+    """Activations, temporaries and gradients."""
     gradients: int
-    """of which so many are flat gradients, whole or reduced,"""
+    """The part of `live` that is flat gradients, unsharded or reduced."""
     logits: int
-    """and so many have the vocabulary as their last dimension."""
+    """The part of `live` whose last dimension is the vocabulary."""
     gathered: int
-    """Parameters that are unsharded for a while."""
+    """Temporarily unsharded parameters."""
     unsplit: int
-    """What the allocator hands out beyond that, as it is not worth splitting off."""
+    """Bytes that the allocator hands out in addition, because it does not split small rests off."""
 
     @property
     def total(self) -> int:
+        """All bytes."""
         return self.live + self.gathered + self.unsplit
 
 
 class FlatStorage(Protocol):
-    """A flat parameter, of which this asks nothing but its memory."""
+    """A flat parameter, of which only the storage is used."""
 
     full: torch.Tensor
 
 
 @dataclass
 class PassTrace:
-    """The moments of a pass that are larger than all before them, and its work."""
+    """The successive peaks of a pass, and its work."""
 
     moments: list[MemoryMoment] = field(default_factory=list)
     work: Work = field(default_factory=Work)
 
     def peak(self) -> int:
+        """Return the bytes at the peak."""
         return max((moment.total for moment in self.moments), default=0)
 
 
 class Tape:
-    """The allocations of a dry run in their order, so that they can be repeated with other sizes.
+    """The allocations of a dry run in order, to be replayed with other sizes.
 
     [Note: another batch without another dry run]
     Two dry runs that differ in the micro-batch alone allocate the same tensors in the same order, and the size of each
     is affine in the micro-batch. So the sizes of any other micro-batch follow from two of them, and its peak follows by
-    repeating the events of one with these sizes. Where ops differ (a batch of one
-    needs fewer copies), the tapes differ in length or ops, and `sizes_at` returns None.
+    replaying the events of one with these sizes. Where ops differ (a batch of one needs fewer copies), the tapes
+    differ, and `sizes_at` returns None.
     """
 
     def __init__(self) -> None:
         self.ops: list[str] = []
-        """What made each allocation."""
+        """The op that made each allocation."""
         self.sizes: list[int] = []
         self.events: list[tuple[Any, ...]] = []
-        """The name of a method of `MemoryAccount` with its arguments; `allocate` is given the place of a size."""
+        """Calls of `MemoryAccount`: the method and its arguments. `allocate` has the index of a size."""
 
     def sizes_at(self, batch: int, other: Tape, other_batch: int, wanted: int) -> list[int] | None:
-        """Return the sizes at the batch that is `wanted`, where this tape is of `batch` and `other` of another."""
+        """Return the sizes at the batch `wanted`, from this tape (of `batch`) and `other` (of `other_batch`)."""
         if self.ops != other.ops:
             return None
         away, found = other_batch - batch, []
@@ -88,7 +90,7 @@ class Tape:
         return found
 
     def replay(self, sizes: Sequence[int]) -> list[MemoryMoment]:
-        """Return the moments of the last step with these sizes."""
+        """Return the successive peaks of the last step with these sizes."""
         account = MemoryAccount(CachingAllocator())
         for name, *arguments in self.events:
             if name == "allocate":
@@ -99,44 +101,48 @@ class Tape:
 
 
 class MemoryAccount:
-    """Count what is live on a device by kind, and keep the samples that are larger than all before them."""
+    """A count of the live bytes on a device by kind, with its successive peaks."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what was counted. The allocator keeps what it has, as a real one does from step to step."""
+        """Reset the counts. The allocator keeps its segments, as a real one does from step to step."""
         self.moments: list[MemoryMoment] = []
         self._live: dict[int, tuple[int, bool]] = {}
         self._full: dict[int, int] = {}
         self._bytes = self._logits = self._gathered = 0
         self._most = (0, 0)
 
-    def allocate(self, serial: int, size: int, is_logits: bool, is_resting: bool) -> None:
+    def allocate(self, serial: int, size: int, is_logits: bool, is_stored: bool) -> None:
+        """Count an allocation; stored model states only occupy the allocator."""
         self._allocator.allocate(serial, size)
-        if not is_resting:
+        if not is_stored:
             self._live[serial] = (size, is_logits)
             self._bytes += size
             self._logits += size * is_logits
 
     def free(self, serial: int) -> None:
+        """Count the end of an allocation."""
         self._allocator.free(serial)
-        if serial in self._live:  # not where it was allocated in an earlier step
+        if serial in self._live:  # false if it was allocated in an earlier step
             size, is_logits = self._live.pop(serial)
             self._bytes -= size
             self._logits -= size * is_logits
 
     def resize_parameter(self, place: int, size: int) -> None:
+        """Count that a flat parameter was unsharded or resharded."""
         self._allocator.free(("full", place))
         self._allocator.allocate(("full", place), size)
         self._gathered += size - self._full.get(place, 0)
         self._full[place] = size
 
     def sample(self, gradients: int) -> None:
-        unsplit = self._allocator.allocated - self._allocator.asked
+        """Keep the current bytes if they are a new peak."""
+        unsplit = self._allocator.allocated - self._allocator.requested
         moment = MemoryMoment(self._bytes, gradients, self._logits, self._gathered, unsplit)
-        # The fullest so far, with gradients or, as they may rest elsewhere, without.
+        # A peak with gradients, or without them, since they may be offloaded.
         total, most = self._bytes + self._gathered + unsplit, self._most
         if total > most[0] or total - gradients > most[1]:
             self.moments.append(moment)
@@ -144,15 +150,16 @@ class MemoryAccount:
 
 
 class AllocationMode(TorchDispatchMode):
-    """Follows storages from the op that makes them to their end. Flat parameters are resized in place, so they are
-    looked at after every op. `tape` goes on from step to step.
+    """A dispatch mode that records every storage from the op that makes it until it is freed.
+
+    Flat parameters are resized in place, so their sizes are compared after every op. `tape` spans all steps.
     """
 
     def __init__(
         self,
         account: MemoryAccount,
         tape: Tape,
-        resting: Collection[FlatStorage],
+        stored: Collection[FlatStorage],
         sharded: Sequence[FlatStorage],
         gradients: Callable[[], int],
         vocabulary: int | None,
@@ -160,46 +167,46 @@ class AllocationMode(TorchDispatchMode):
         super().__init__()
         self.work = Work()
         self._account, self._tape, self._gradients, self._vocabulary = account, tape, gradients, vocabulary
-        self._resting = {param.full.untyped_storage()._cdata for param in resting}
+        self._stored = {param.full.untyped_storage()._cdata for param in stored}
         self._sharded = [param.full.untyped_storage() for param in sharded]
         self._sizes = [0] * len(sharded)
         self._serials: dict[int, int] = {}
-        self._note("begin_step")
+        self._record("begin_step")
 
-    def _note(self, event: str, *arguments: Any) -> None:
+    def _record(self, event: str, *arguments: Any) -> None:
         self._tape.events.append((event, *arguments))
         getattr(self._account, event)(*arguments)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
-            return True  # as with input that is not padded; a number that is asked for has no such answer, and raises
+            return True  # as for unpadded input; reading any other value raises
         out = func(*args, **(kwargs or {}))
         made = list(_tensors(out))
         for tensor in made:
             self._follow(tensor, func)
         self._count(func, args, kwargs or {}, made, out)
-        self._look_at_parameters()
-        self._note("sample", self._gradients())
+        self._compare_parameter_sizes()
+        self._record("sample", self._gradients())
         return out
 
     def _follow(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._serials or key in self._resting:
+        if key in self._serials or key in self._stored:
             return
         is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
         self._serials[key] = record_allocation(self._tape, self._account, str(func), storage.nbytes(), is_logits)
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self._note("free", self._serials.pop(key))
+        self._record("free", self._serials.pop(key))
 
-    def _look_at_parameters(self) -> None:
+    def _compare_parameter_sizes(self) -> None:
         for place, storage in enumerate(self._sharded):
             size = storage.nbytes()
             if size != self._sizes[place]:
                 self._sizes[place] = size
-                self._note("resize_parameter", place, size)
+                self._record("resize_parameter", place, size)
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], out: Any) -> None:
         work, packet = self.work, func.overloadpacket
@@ -214,19 +221,19 @@ class AllocationMode(TorchDispatchMode):
 
 
 def record_allocation(
-    tape: Tape, account: MemoryAccount, op: str, size: int, is_logits: bool = False, *, is_resting: bool = False
+    tape: Tape, account: MemoryAccount, op: str, size: int, is_logits: bool = False, *, is_stored: bool = False
 ) -> int:
-    """Count an allocation now, and note it for later; return its serial number."""
+    """Count an allocation, append it to the tape, and return its serial number."""
     serial = len(tape.sizes)
     tape.ops.append(op)
     tape.sizes.append(size)
-    tape.events.append(("allocate", serial, is_logits, is_resting))
-    account.allocate(serial, size, is_logits, is_resting)
+    tape.events.append(("allocate", serial, is_logits, is_stored))
+    account.allocate(serial, size, is_logits, is_stored)
     return serial
 
 
 def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    """Dense tensors without memory among arguments or results."""
+    """Yield the dense meta tensors among arguments or results."""
     if isinstance(found, torch.Tensor):
         if found.is_meta and found.layout is torch.strided:
             yield found

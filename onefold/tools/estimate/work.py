@@ -1,4 +1,4 @@
-"""What the ops of a pass compute, and which they are."""
+"""The ops of a pass, and the work they do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 class TensorLike(NamedTuple):
-    """A tensor without its values."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def make(self, device: torch.device, bound: int) -> torch.Tensor:
-        """One with values; integers, which may be indices, are all below the bound."""
+        """Return a tensor of this kind. Integers, which may be indices, are below the bound."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.dtype.is_floating_point or self.dtype is torch.bool:
             return made.fill_(1e-3)
@@ -27,25 +27,26 @@ class TensorLike(NamedTuple):
 
 
 class OpCall(NamedTuple):
-    """An op with arguments of such shapes."""
+    """An op and the shapes of its arguments."""
 
     func: Callable[..., Any]
     arguments: Hashable
 
     @staticmethod
     def of(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> OpCall:
+        """Return the call of an op with these arguments."""
         return OpCall(func, (_frozen(args), _frozen(kwargs)))
 
     def bind(self, device: torch.device) -> Callable[[], Any]:
-        """The call on real tensors of that device."""
-        # An index may count any dimension.
+        """Return a function that runs the op on real tensors of a device."""
+        # An index may select from any dimension.
         bound = min((size for size in _sizes(self.arguments) if size > 1), default=1)
         args, kwargs = (_thawed(each, device, bound) for each in self.arguments)  # type: ignore[attr-defined]
         return lambda: self.func(*args, **kwargs)
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         return _num_bytes(self.arguments)
 
 
@@ -87,15 +88,16 @@ def _num_bytes(found: Any) -> int:
 
 @dataclass
 class Work:
-    """What the ops of a pass compute: products in FLOPs, and the bytes that all others read and write."""
+    """The work of a pass: FLOPs of matrix products, and bytes that other ops read and write."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     num_ops: int = 0
     calls: Counter[OpCall] = field(default_factory=Counter)
-    """Which ops those are, and how often each is called with tensors of the same shapes."""
+    """How often each op is called with tensors of the same shapes."""
     is_inside: bool = False
-    """Within a function that counts as one op."""
+    """Whether a function is running whose ops are not counted."""
 
     def copy(self) -> Work:
+        """Return a copy that further ops do not change."""
         return replace(self, calls=self.calls.copy())

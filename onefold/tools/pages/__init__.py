@@ -1,1 +1,1 @@
-"""What is drawn of a run, from its record."""
+"""Charts and the report page of a run, from its record."""

@@ -1,4 +1,4 @@
-"""What is drawn of a run: the same charts for the page and for PNGs. Long runs are thinned, and keep their extremes."""
+"""The charts of a run, for the page and for PNGs. Long runs are thinned, but keep their extremes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from onefold.report.plan_report import KINDS, TIERS
 from onefold.report.run_file import PHASES, StepRow
 
 MAX_POINTS = 1000
-# Steps from which a smoothed line says more than the steps themselves.
+# The number of steps from which a smoothed line is added.
 MANY = 20
-# Layers of what is no part of the engine's own, in grey.
+# Layers that are not part of the model states, drawn in grey.
 RESTS = ("activations and buffers", "rest of the process", "outside")
 Unit = Literal["number", "bytes", "seconds"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or one layer of a stack. None: there is no value."""
+    """One line, or one layer of a stack. None: no value."""
 
     name: str
     values: list[float | None]
@@ -28,10 +28,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Series over steps. Layers of a stack add up to the whole; a line in a stack is drawn over it."""
+    """Series over steps. Layers of a stack add up to the total; `over` is a line on top of the stack."""
 
     name: str
-    """A word for files and addresses."""
+    """The name in files and links."""
     title: str
     unit: Unit
     steps: list[int]
@@ -39,17 +39,17 @@ class Chart:
     stacked: bool = False
     over: Series | None = None
     note: str = ""
-    """What one should know to read it, in a sentence."""
+    """An explanation, in a sentence."""
 
 
 def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> list[Chart]:
-    """Every chart that the run has something to show for."""
+    """Return every chart for which the run has data."""
     on_device = any(row.memory.device_allocated is not None for row in rows)
     rest = RESTS[0] if on_device else RESTS[1]
     operations = list(dict.fromkeys(sent.operation for row in rows for sent in row.traffic))
     num_groups = max((len(row.learning_rates) for row in rows), default=0)
     peak = ("peak so far", lambda row: row.memory.peak)
-    clock = "The device is waited for." if waits_for_device else "Measured on the host; the GPU runs asynchronously."
+    clock = "Synchronized with the device." if waits_for_device else "Host time; the GPU runs asynchronously."
     found = [
         _lines(
             "loss",
@@ -57,7 +57,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             rows,
             {"loss": lambda row: row.loss},
             smoothed=True,
-            note="Mean of the first rank's micro-steps.",
+            note="Mean over the micro-steps of rank 0.",
         ),
         _lines(
             "learning-rate",
@@ -74,7 +74,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             rows,
             {**{kind: _kind_of(kind) for kind in KINDS}, **({rest: _rest_of} if on_device else {})},
             over=peak if on_device else None,
-            note="All tiers, when a backward has ended." + ("" if on_device else " Model state alone."),
+            note="All tiers, at the end of backward." + ("" if on_device else " Model states only."),
         ),
         _stack(
             "memory-by-tier",
@@ -82,7 +82,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             rows,
             {**{f"held in {tier}": _tier_of(tier) for tier in TIERS}, rest: _rest_of},
             over=peak,
-            note="" if on_device else "On a CPU the device is host memory.",
+            note="" if on_device else "On a CPU, the device tier is host memory.",
         ),
         _stack(
             "time",
@@ -97,7 +97,7 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
             "Traffic of a step",
             rows,
             {operation: _sent_by(operation) for operation in operations},
-            note="What the first rank sends to others, or moves between tiers.",
+            note="Bytes that rank 0 sends, or moves between tiers.",
         ),
     ]
     return [chart for chart in found if chart is not None]
@@ -165,8 +165,9 @@ def _stack(
 
 
 def thin(columns: Sequence[Sequence[float | None]], limit: int = MAX_POINTS) -> list[int]:
-    """The places to keep, at most about `limit`: the first, the last, and of every stretch between them the least and
-    the greatest of each column. NaN is greater than all.
+    """Return about `limit` indices to keep: the first, the last, and the extremes of each column in every stretch.
+
+    NaN counts as the greatest value.
     """
     length = len(columns[0])
     if length <= limit:
@@ -185,7 +186,7 @@ def thin(columns: Sequence[Sequence[float | None]], limit: int = MAX_POINTS) -> 
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """The mean of each value and of its neighbours on both sides: no lag behind what it smooths."""
+    """Return a centred moving average."""
     reach = max(5, len(values) // 100)
     sums, counts = [0.0], [0]
     for value in values:

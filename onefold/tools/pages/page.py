@@ -1,4 +1,4 @@
-"""One page of HTML from the record of a run: no network, no package, light and dark. `page.html` draws the charts."""
+"""Write one page of HTML from the record of a run. `page.html` is its template, and draws the charts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLORS = ("c0", "c1", "c2", "c3", "c4", "c5")
 
 
 def write_page(place: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Read the record in a folder and write the page beside it, or to `out`."""
+    """Read the record in a folder, and write the page next to it, or to `out`."""
     run = RunFile.read(place)
     path = Path(out) if out is not None else run.path.with_name(PAGE_NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,29 +33,31 @@ def write_page(place: str | os.PathLike[str], out: str | os.PathLike[str] | None
 
 
 def page_of(run: RunFile) -> str:
-    """The page. Every text of the record is escaped: it may come from anywhere."""
+    """Return the page. Every text of the record is escaped, because it may contain markup."""
     charts = charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device")))
     values = {
         "title": escape(title_of(run)),
         "body": "\n".join(_body(run, charts)),
         "charts": _script_data([_chart_data(chart) for chart in charts]),
     }
-    # In one pass, so that nothing that is put in is looked at again.
+    # One pass, so that inserted text is not searched again.
     return re.sub("@@([a-z]+)@@", lambda found: values[found[1]], _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def title_of(run: RunFile) -> str:
+    """Return the title of a run."""
     facts = run.facts
-    name = facts.get("name") or _part(facts, "model", "class") or "a run"
+    model = facts.get("model")
+    name = facts.get("name") or (model.get("class") if isinstance(model, dict) else None) or "a run"
     ranks = facts.get("world_size")
     return f"{name}: stage {facts.get('stage')}, {ranks} rank{'s' * (ranks != 1)}"
 
 
 def status_of(run: RunFile) -> tuple[str, str]:
-    """How the run stands, and whether that is good or bad."""
+    """Return the status of the run, and its CSS class: good, bad or none."""
     if run.end is None:
         last = run.steps[-1].time if run.steps else float(run.facts["time"])
-        return f"no end is recorded: it is running, or was broken off after {_moment(last)}", ""
+        return f"no end is recorded: it is still running, or was killed after {_moment(last)}", ""
     if run.end.get("reason") == "error":
         return f"ended by an error: {run.end.get('error')}", "bad"
     return f"ended {_moment(run.end.get('time'))}", "good"
@@ -85,7 +87,7 @@ def _body(run: RunFile, charts: Sequence[Chart]) -> Iterable[str]:
 
 
 def tiles_of(run: RunFile) -> list[tuple[str, str]]:
-    """Return a run in a few figures."""
+    """Return the main figures of a run."""
     steps, planned = run.steps, run.facts.get("steps")
     if not steps:
         return [("steps", "0")]
@@ -107,6 +109,7 @@ def tiles_of(run: RunFile) -> list[tuple[str, str]]:
 
 
 def facts_of(run: RunFile) -> Iterable[tuple[str, str]]:
+    """Yield facts about model, batch, data and software."""
     facts, model = run.facts, run.facts.get("model") or {}
     if isinstance(model, dict):
         frozen = model.get("parameters_frozen")
@@ -180,7 +183,7 @@ def _chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def _series_data(one: Series) -> dict[str, Any]:
-    """`marks` says what a value that is not finite was."""
+    """Return a series for the script, with values that are not finite as text in `marks`."""
     marks = {
         place: str(value) for place, value in enumerate(one.values) if value is not None and not math.isfinite(value)
     }
@@ -189,7 +192,7 @@ def _series_data(one: Series) -> dict[str, Any]:
 
 
 def _script_data(value: Any) -> str:
-    """JSON that nothing can break out of: a script's text ends at the first `</script`."""
+    """Return JSON that is safe inside a script element, which ends at the first `</script`."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -199,12 +202,12 @@ def _plan_table(report: PlanReport) -> str:
         f"<tr{' class=sum' if row.what == 'model state' else ''}>"
         f"<td>{escape(row.where)}</td><td>{escape(row.what)}</td>"
         f'<td class="number">{_size(row.planned)}</td><td class="number">{_size(row.measured)}</td>'
-        f'<td class="number {_mood(row)}">{_difference(row)}</td></tr>'
+        f'<td class="number {"good" if _difference(row) == "none" else ""}">{_difference(row)}</td></tr>'
         for row in report.rows()
     ]
     heads = '<th>where</th><th>what</th><th class="number">planned</th><th class="number">measured</th>'
     note = (
-        f"Of the first rank. Model state when a backward has ended; traffic is the mean of {report.num_steps:,} steps."
+        f"Rank 0. Model states are measured at the end of backward; traffic is the mean of {report.num_steps:,} steps."
     )
     return (
         f'<div class="table"><table><tr>{heads}<th class="number">difference</th></tr>{"".join(rows)}</table></div>'
@@ -224,12 +227,6 @@ def _difference(row: Compared) -> str:
     return f"{(row.measured - row.planned) / row.planned:+.1%}" if row.planned else "not planned"
 
 
-def _mood(row: Compared) -> str:
-    if row.planned is None or row.measured is None:
-        return ""
-    return "good" if row.planned == row.measured else ""
-
-
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = f"<tr>{''.join(f'<th>{escape(text)}</th>' for text in heads)}</tr>" if any(heads) else ""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -241,11 +238,6 @@ def _device(run: RunFile) -> str:
     return f"{ranks} x {run.facts.get('device')}" if ranks != 1 else str(run.facts.get("device"))
 
 
-def _part(facts: dict[str, Any], section: str, name: str) -> Any:
-    found = facts.get(section)
-    return found.get(name) if isinstance(found, dict) else None
-
-
 def _moment(value: Any) -> str:
     try:
         return datetime.fromtimestamp(float(value)).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -254,7 +246,7 @@ def _moment(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, and hours where there are any."""
+    """Format a duration as minutes and seconds, with hours if there are any."""
     if not math.isfinite(seconds):
         return str(seconds)
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The charts of a run as PNG files, by matplotlib where that is installed."""
+"""Write the charts of a run as PNG files, with matplotlib."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ _GREY = "#a9aeb6"
 _SCALES = {"number": (1.0, ""), "bytes": (1e-6, " (MB)"), "seconds": (1000.0, " (ms)")}
 
 
-def write_pngs(run: RunFile, folder: Path) -> list[Path]:
-    """One file a chart: report-loss.png and so on."""
+def new_figure(width: float, height: float) -> Any:
+    """Return a new figure of matplotlib, or None if it is not installed. Avoids pyplot, which has global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise RunFileError(
-            "--png needs matplotlib, which is not installed here: pip install 'onefold[plots]'; the page is written "
-            "without it"
-        ) from None
+        return None
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_pngs(run: RunFile, folder: Path) -> list[Path]:
+    """Write one file for each chart: report-loss.png and so on."""
     written = []
     for chart in charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device"))):
-        figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
+        figure = new_figure(8, 4)
+        if figure is None:
+            raise RunFileError(
+                "--png needs matplotlib, which is not installed. Run pip install 'onefold[plots]'; the page is written "
+                "without it."
+            )
         _draw(figure.subplots(), chart)
         path = folder / f"report-{chart.name}.png"
         figure.savefig(path)
@@ -59,5 +67,5 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _scaled(value: float | None, factor: float) -> float:
-    """What is not there, or not finite, is a gap."""
+    """Return a scaled value, or NaN for a gap."""
     return value * factor if value is not None and math.isfinite(value) else math.nan

@@ -1,4 +1,4 @@
-"""`python -m onefold.train`: what each rank of `onefold train` runs; alone, a world of one rank."""
+"""Run one rank of `onefold train`: `python -m onefold.train`. Without a launcher, the world has one rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onefold.tools.train.options import OptionError, TrainOptions, add_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the options and run this rank."""
     parser = argparse.ArgumentParser(prog="python -m onefold.train", description=__doc__)
     add_arguments(parser)
     try:
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_rank(options: TrainOptions) -> int:
-    """Train as the rank that the environment says, and return the exit code."""
+    """Train as the rank that the environment names, and return the exit code."""
     from onefold.checkpoint.format.files import CheckpointError
     from onefold.checkpoint.loading.load import MisfitError
     from onefold.config import ConfigError
@@ -39,14 +40,14 @@ def run_rank(options: TrainOptions) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the output has seen enough, as `| head` has
+    except BrokenPipeError:  # the reader ended first, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0 if finished else 130
 
 
 def _show(message: str) -> None:
-    """Print a message, or leave it for the launcher, which shows it once for all ranks."""
+    """Print a message, or write it for the launcher, which prints it once for all ranks."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         print(f"onefold: {message}", file=sys.stderr)

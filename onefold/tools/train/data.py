@@ -1,7 +1,7 @@
-"""Text files as bytes: what the built-in job trains on.
+"""Text files as bytes, for the built-in GPT.
 
-Files are mapped, not read: the ranks of a host share one copy in the page cache, whatever the size of the text. The
-place of every sequence follows from (seed, step, rank), so ranks read different text and a run repeats exactly.
+Files are memory-mapped, so the ranks of a node share one copy in the page cache. The position of every sequence follows
+from (seed, step, rank), so ranks read different text, and a run is reproducible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # data is checked before torch is loaded
     from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
-# Tokens and, for each, what is to be predicted there.
+# Tokens, and the target of each.
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
@@ -32,11 +32,11 @@ PROBED_BYTES = 4096
 
 
 class DataError(ValueError):
-    """The text a user asked for cannot be trained on; the message says why."""
+    """The given data cannot be used for training. The message says why."""
 
 
 class Corpus:
-    """Many files as one sequence of bytes: most of it to train on, its tail held out."""
+    """Files as one sequence of bytes, whose tail is held out."""
 
     def __init__(self, pieces: Sequence[Bytes], name: str, sequence_length: int) -> None:
         self.name = name
@@ -54,20 +54,20 @@ class Corpus:
             )
 
     def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> Batch:
-        """Tokens and targets of one micro-batch: bytes, and the bytes that follow them."""
+        """Return tokens and targets of one micro-batch: bytes, and the bytes that follow them."""
         return _as_batch(self.train_windows(seed, step, rank, batch_size))
 
     def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         return map(_as_batch, self.held_out_windows(rank, world_size, batch_size))
 
     def train_windows(self, seed: int, step: int, rank: int, batch_size: int) -> list[Bytes]:
-        """`sequence_length + 1` bytes each, at places drawn from (seed, step, rank)."""
+        """Return windows of `sequence_length + 1` bytes, at positions drawn from (seed, step, rank)."""
         last = self.num_train - self.sequence_length
         places = np.random.default_rng([seed, step, rank]).integers(0, last, size=batch_size).tolist()
         return [self._window(place) for place in places]
 
     def held_out_windows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Bytes]]:
-        """About 64 sequences spread evenly over the tail; every rank gets equally many batches."""
+        """Yield about 64 sequences spread evenly over the tail, the same number of batches on every rank."""
         num_batches = max(1, HELD_OUT_SEQUENCES // (world_size * batch_size))
         total = num_batches * world_size * batch_size
         room = self.num_held_out - self.sequence_length - 1
@@ -76,7 +76,7 @@ class Corpus:
             yield [self._window(self.num_train + room * i // total) for i in range(first, first + batch_size)]
 
     def _window(self, start: int) -> Bytes:
-        """`sequence_length + 1` bytes from `start`, across as many files as it takes."""
+        """Return `sequence_length + 1` bytes from `start`, across files."""
         end = start + self.sequence_length + 1
         parts = []
         piece = bisect.bisect_right(self._ends, start)
@@ -97,7 +97,7 @@ def _as_batch(windows: Sequence[Bytes]) -> Batch:
 
 
 def load_corpus(paths: Sequence[str | Path], sequence_length: int) -> Corpus:
-    """The text of these files and folders; of the Python standard library's own source when there are none."""
+    """Load the text of files and folders, by default the source of the Python standard library."""
     if not paths:
         pieces = list(_map_files(standard_library_files(), STANDARD_LIBRARY_CAP))
         return Corpus(pieces, "the Python standard library's source", sequence_length)
@@ -105,12 +105,12 @@ def load_corpus(paths: Sequence[str | Path], sequence_length: int) -> Corpus:
     pieces = list(_map_files(files, None))
     name = ", ".join(str(path) for path in paths)
     if not pieces:
-        raise DataError(f"--data {name}: no readable text there (empty files, and files with zero bytes, are left out)")
+        raise DataError(f"--data {name}: no readable text (empty files, and files with zero bytes, are skipped)")
     return Corpus(pieces, name, sequence_length)
 
 
 def standard_library_files() -> list[Path]:
-    """Every Python source file of the standard library, tests aside, in a fixed order."""
+    """Return the source files of the standard library without tests, in a fixed order."""
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]

@@ -1,6 +1,6 @@
-"""A small GPT: the model of the built-in job, of the tests and of the benchmarks.
+"""A small GPT, the model of the built-in trainer, the tests and the benchmarks.
 
-It knows nothing of onefold: whatever trains here trains as any torch module would.
+It does not depend on onefold: it is trained like any torch module.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers with a hidden size of four times the width."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and MLP, each after a layer norm and added to the residual stream."""
+    """One pre-norm transformer layer: attention and MLP."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, blocks, a last norm, a head. `forward` gives the loss when it is given targets."""
+    """Embeddings, blocks, final norm and head. `forward` returns the loss if targets are given."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """GPT-2's start: normal with 0.02; what is added to the residual stream is scaled down by its depth."""
+        """Initialize as GPT-2: normal with 0.02, residual projections scaled down by depth."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -119,14 +119,14 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
-        # In fp32 whatever the model computes in: the sum over a vocabulary does not survive 8 bits of mantissa.
+        # The loss is computed in fp32, because a sum over the vocabulary is inaccurate in bf16.
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
     def generate(
         self, prompt: Tensor, num_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """`prompt` (batch, length) continued by `num_tokens`; temperature 0 always takes the likeliest.
+        """Continue `prompt` (batch, length) by `num_tokens`; temperature 0 takes the most likely token.
 
         Draws on the CPU, so that ranks and devices with the same generator write the same text.
         """
@@ -142,5 +142,5 @@ class GPT(nn.Module):
         return tokens
 
     def num_parameters(self) -> int:
-        """Each parameter once, also when it is tied."""
+        """Return the number of parameters, with tied ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -1,4 +1,4 @@
-"""A model of transformers as the job of `onefold train`, from a folder or a config, whole or with LoRA."""
+"""Fine-tune a model of transformers in `onefold train`, from a folder or a config, whole or with LoRA."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 class HuggingFaceTask:
-    """A causal language model, on text in windows or on lines of JSON."""
+    """A causal language model, trained on windows of text or on lines of JSON."""
 
     unit = "token"
 
     def __init__(self, options: TrainOptions) -> None:
         assert options.model is not None
-        # So that transformers knows stage 3 from its first import on: it loads weights into shards, module by module.
+        # transformers must know of stage 3 when it is first imported, to load weights into shards module by module.
         onefold.register_as_deepspeed()
         self._options, self._path = options, Path(options.model)
         self._settings = _settings(self._path)
         longest = getattr(self._settings, "max_position_embeddings", None) or SEQUENCE_LENGTH
         self.sequence_length = options.sequence_length or min(SEQUENCE_LENGTH, longest)
         if self.sequence_length > longest:
-            raise DataError(f"--sequence-length {self.sequence_length}: {self._path} knows {longest} positions")
+            raise DataError(f"--sequence-length {self.sequence_length}: {self._path} has {longest} positions")
         if self.sequence_length < 2:
-            raise DataError("--sequence-length 1: nothing follows the only token; give at least 2")
+            raise DataError("--sequence-length 1: a single token has no target. Give at least 2.")
         if self._path.is_dir() and not _has_weights(self._path):
             raise DataError(
-                f"--model {self._path}: a folder without weights (*.safetensors). To start from nothing, give its "
-                "config.json; a tokenizer beside that is used"
+                f"--model {self._path}: the folder has no weights (*.safetensors). To start from random weights, "
+                "give its config.json; the tokenizer next to it is used."
             )
         self._tokens = _tokenizer(self._path, self._settings)
         files = [str(file) for path in options.data for file in files_of(Path(path))]
         rows = [file for file in files if file.endswith(ROW_SUFFIXES)]
         if rows and len(rows) < len(files):
-            raise DataError("--data: give rows of JSON (.jsonl) or text, not both: their sequences are cut differently")
+            raise DataError("--data mixes rows of JSON (.jsonl) and text. Give one of them.")
         how = self._tokens, self.sequence_length, options.seed
         self._source: SequenceSource = Lines(rows, *how) if rows else Windows(options.data, *how)
         self.data, self.num_rows = self._source.name, self._source.num_train
@@ -70,7 +70,7 @@ class HuggingFaceTask:
                 if sharded:
                     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-                    alive = HfDeepSpeedConfig(config)  # transformers looks for it while it loads
+                    alive = HfDeepSpeedConfig(config)  # transformers looks it up while it loads
                     stack.callback(lambda: alive)
                 model = AutoModelForCausalLM.from_pretrained(self._path)
         if self._options.lora:
@@ -92,7 +92,7 @@ class HuggingFaceTask:
         for index, (tokens, labels) in enumerate(rows):
             batch[0, index, : len(tokens)] = torch.tensor(tokens)
             batch[1, index, : len(labels)] = torch.tensor(labels)
-        # What is padded comes last and is not predicted: nothing looks at it, whatever token it is.
+        # Padding is at the end and has no targets, so the token does not matter.
         return batch[0].masked_fill(batch[0] == NOT_PREDICTED, self._tokens.end), batch[1]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -139,7 +139,7 @@ def _settings(path: Path) -> Any:
 
 
 def _tokenizer(path: Path, settings: Any) -> Tokens:
-    """Of the folder, or of the folder that a config.json lies in."""
+    """Return the tokenizer next to the model's config.json, or bytes as tokens."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     folder = path if path.is_dir() else path.parent
     if any((folder / name).exists() for name in names):
@@ -149,11 +149,11 @@ def _tokenizer(path: Path, settings: Any) -> Tokens:
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else settings.eos_token_id
         end = end[0] if isinstance(end, list) else end
         if end is None:
-            raise DataError(f"--model {path}: neither its tokenizer nor its config says which token ends a text (eos)")
+            raise DataError(f"--model {path}: neither its tokenizer nor its config has an end-of-sequence token")
         return Tokens(tokenizer, end)
     if settings.vocab_size < 256:
         raise DataError(
-            f"--model {path}: no tokenizer beside the config, and {settings.vocab_size} tokens are too few for bytes"
+            f"--model {path}: no tokenizer next to the config, and {settings.vocab_size} tokens are too few for bytes"
         )
     return Tokens(None, 0)
 

@@ -1,4 +1,4 @@
-"""The built-in trainer, top to bottom: what every rank runs. Plain torch, but for the engine."""
+"""The training loop of `onefold train`, as every rank runs it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from onefold.tools.train.options import CHECKPOINTS, PreparedConfig, TrainOption
 from onefold.tools.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
 from onefold.tools.train.task import Task, choose_task
 
-# Two signals within this time are one Ctrl-C that arrived twice: from the terminal and from the launcher.
+# Two signals within this time are one Ctrl-C, sent by the terminal and by the launcher.
 SAME_SIGNAL_SECONDS = 1.0
 
 
 class ResumeError(ValueError):
-    """A run that cannot be resumed; the message says why."""
+    """A run cannot be resumed. The message says why."""
 
 
 def train(options: TrainOptions) -> bool:
-    """Run the job on this rank. True if it reached its last step, False if Ctrl-C ended it before."""
+    """Train on this rank. Return True if the last step was reached, False if Ctrl-C ended the run."""
     options = replace(options, out=str(options.folder))
     task = choose_task(options)
     options = count_steps(options, task)
@@ -61,25 +61,25 @@ def train(options: TrainOptions) -> bool:
             engine.destroy()
         if dist.get_rank() == 0:
             print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
-    # The launcher ends everybody when the first rank leaves with an error code.
+    # The launcher ends all ranks when the first one exits with an error code.
     dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
     return len(steps) >= options.steps
 
 
 def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
-    """Turn epochs into steps: every row is in a batch as often as was asked for, rounded up to whole steps."""
+    """Return the options with epochs converted to steps, rounded up."""
     if options.epochs is None:
         return options
     if task.num_rows is None:
-        raise DataError("--epochs counts rows of JSON (.jsonl), and text is drawn at random: give --steps")
+        raise DataError("--epochs needs rows of JSON (.jsonl), because text is sampled at random. Give --steps.")
     config = load_config(prepare_config(options, on_gpus=torch.cuda.is_available()).document)
     batch = solve_batch(config, int(os.environ.get("WORLD_SIZE", "1"))).train
     return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
 
 
 def record_in(folder: Path, prepared: PreparedConfig) -> PreparedConfig:
-    """The run is recorded in its folder, unless its config names another."""
+    """Return the config with a record in the folder of the run, unless it names another."""
     if load_config(prepared.document).onefold.report is not None:
         return prepared
     own = prepared.document.get("onefold")
@@ -88,10 +88,10 @@ def record_in(folder: Path, prepared: PreparedConfig) -> PreparedConfig:
 
 
 def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
-    """Where the plan shards parameters, no rank ever holds the whole model, not even while it is built."""
+    """Build the model and the engine. If parameters are sharded, no rank ever holds the whole model."""
     config = load_config(prepared.document)
     if config.log_level is None:
-        # The job has a progress bar and prints the plan itself.
+        # The trainer prints its own progress and the plan.
         logger.setLevel("WARNING")
     model = task.build(prepared.document, sharded=make_plan(config, world_size=1).shards_parameters)
     engine, _, _, _ = onefold.initialize(model=model, config=config)
@@ -99,18 +99,18 @@ def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
 
 
 def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOptions, prepared: PreparedConfig) -> None:
-    """Say before the first step what is trained on what, and describe the plan."""
+    """Print model, data and plan before the first step."""
     for note in (*prepared.notes, *load_config(prepared.document).notices):
-        progress.say(f"config: {note}")
-    progress.say(engine.describe())
-    progress.say(f"data: {task.describe_data()}")
+        progress.print(f"config: {note}")
+    progress.print(engine.describe())
+    progress.print(f"data: {task.describe_data()}")
     batch = engine.batch.train
     epochs = f", {options.steps * batch / task.num_rows:.3g} epochs" if task.num_rows else ""
-    progress.say(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
+    progress.print(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
 
 
 def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
-    """Load the last checkpoint of a run that is resumed, or whose ranks were restarted. Return its steps so far."""
+    """Load the last checkpoint of a resumed or restarted run, and return its number of steps."""
     restarted = options.save_every > 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if not options.resume and not restarted:
         return []
@@ -130,10 +130,10 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
         return []
     if options.resume and engine.global_steps >= options.steps:
         raise ResumeError(
-            f"--resume {options.folder}: that run has done {engine.global_steps} of {options.steps} steps; give "
-            "a larger --steps to continue"
+            f"--resume {options.folder}: that run has done {engine.global_steps} of {options.steps} steps. Give "
+            "a larger --steps to continue."
         )
-    progress.say(f"resuming after step {engine.global_steps}, from {path}")
+    progress.print(f"resuming after step {engine.global_steps}, from {path}")
     return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
 
 
@@ -150,7 +150,7 @@ def train_steps(
     stop_asked: Callable[[], bool],
     done: list[StepMetrics],
 ) -> list[StepMetrics]:
-    """Every optimizer step, until the last one or until somebody asks to stop. `done`: those of the run so far."""
+    """Run optimizer steps until the last one or a request to stop. `done` is the number of steps so far."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro_batch_size, accumulation = engine.batch.micro, engine.batch.accumulation
     engine.train()
@@ -165,8 +165,8 @@ def train_steps(
             engine.step()
             loss_sum += loss.detach().float()
             num_tokens += int((targets != -100).sum())
-        # One small exchange a step: the mean loss, the number of tokens learnt (lines differ in length), and whether
-        # any rank was asked to stop, so that all stop together.
+        # One small all-reduce per step: the mean loss, the number of target tokens (rows differ in length), and whether
+        # any rank received a request to stop, so that all stop together.
         counts = torch.tensor([float(num_tokens), float(stop_asked())]).to(loss_sum)
         shared = torch.cat([loss_sum[None] / (accumulation * world_size), counts])
         dist.all_reduce(shared)
@@ -183,32 +183,32 @@ def train_steps(
         )
         if options.eval_every and step % options.eval_every == 0 and step < options.steps:
             metrics = replace(metrics, held_out_loss=evaluate(engine, task))
-            progress.say(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
+            progress.print(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
         step_started = time.perf_counter()
-        started += step_started - now  # the time of an evaluation is not the training's
+        started += step_started - now  # evaluation does not count as training time
         done.append(metrics)
         progress.update(metrics)
         stops = num_stopping and step < options.steps
         if options.save_every and (step % options.save_every == 0 or step == options.steps or stops):
             save(engine, options, done)
         if stops:
-            progress.say(f"interrupted at step {step}; writing the summary")
+            progress.print(f"interrupted at step {step}; writing the summary")
             break
     return done
 
 
 def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress, steps: list[StepMetrics]) -> None:
-    """Save the weights, compute the held-out loss and write a sample on all ranks; write the reports on the first."""
+    """Save the weights, compute the held-out loss and generate a sample on all ranks; write reports on rank 0."""
     folder = options.folder
     saved = "the trained weights were not saved (--no-save)"
     if options.save:
-        progress.say("saving the trained weights")
+        progress.print("saving the trained weights")
         saved = task.save_weights(engine, folder)
-    progress.say("computing the held-out loss")
+    progress.print("computing the held-out loss")
     held_out_loss = evaluate(engine, task)
     engine.eval()
     if options.sample_length:
-        progress.say(f"writing a sample of {options.sample_length} {task.unit}s")
+        progress.print(f"writing a sample of {options.sample_length} {task.unit}s")
     sample = task.sample(engine.module, engine.device) if options.sample_length else ""
     peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
     peaks[dist.get_rank()] = peak_bytes(engine.device)
@@ -238,7 +238,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
         traffic=tuple(engine.ledger.rows()),
         bytes_by_stage={name: found.total for name, found in engine.model_memory.planned_bytes_by_stage().items()},
     )
-    progress.say("drawing the plot")
+    progress.print("drawing the plot")
     curve = write_files(folder, summary, steps)
     print(flush=True)
     show(summary)
@@ -270,7 +270,7 @@ def evaluate(engine: Engine, task: Task) -> float:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks to stop after the current step; a second one, a moment later, stops at once."""
+    """Request a stop after the current step on Ctrl-C. A second Ctrl-C stops at once."""
     first: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The options of `onefold train`, and the config that it trains with. No torch here: `--help` is instant."""
+"""Options of `onefold train`, and the config it trains with. No torch is imported, so `--help` is instant."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import Any
 
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
-# Values that the job fills in where a config has none.
+# Defaults for values that a config does not have.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
-# A pretrained model is trained with smaller steps.
+# Learning rates for a pretrained model.
 ADAPTER_RATE, MODEL_RATE = 2e-4, 2e-5
 LORA_RANK = 16
 
 CHECKPOINTS = "checkpoints"
 SETTINGS, GIVEN_CONFIG = "settings.json", "ds_config.json"
-# A resumed run must have these as they were.
+# Options that a resumed run may not change.
 KEPT = ("preset", "model", "data", "lora", "sequence_length", "seed")
 
 
 class OptionError(ValueError):
-    """Options that contradict each other, or name what is not there."""
+    """Options contradict each other, or name missing files."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The flags of `onefold train`, as each rank reads them."""
+    """The options of `onefold train`, as each rank reads them."""
 
     config: str | None = None
     stage: int | None = None
@@ -62,12 +62,12 @@ class TrainOptions:
 
     @property
     def folder(self) -> Path:
-        """Where everything of this run goes."""
+        """The folder of all results of this run."""
         return Path(self.out or default_out(self))
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
-        """Read the flags that were given. A resumed run has all others from its folder."""
+        """Return the options of parsed flags. A resumed run has all others from its folder."""
         names = {field.name for field in fields(TrainOptions)}
         given = {name: value for name, value in vars(arguments).items() if name in names}
         if "data" in given:
@@ -77,7 +77,7 @@ class TrainOptions:
         return TrainOptions(**given)
 
     def to_arguments(self) -> tuple[str, ...]:
-        """Return the flags that give these options again: the command starts its ranks with them."""
+        """Return the flags of these options, with which the ranks are started."""
         flags = {
             **vars(self),
             **dict.fromkeys(("data", "save", "bf16"), None),
@@ -91,14 +91,14 @@ class TrainOptions:
 
 
 def default_out(options: TrainOptions) -> str:
-    """A new folder under runs/ for each run, named after when it started and what it was."""
+    """Return a new folder under runs/, named after the time and the model."""
     stage = "" if options.stage is None else f"-stage{options.stage}"
     name = options.preset if options.model is None else Path(options.model).stem
     return str(Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{name}{stage}"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags. Those that are not given are absent afterwards: the record of a resumed run has them."""
+    """Add the flags without defaults, because a resumed run takes missing ones from its record."""
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
     default = TrainOptions()
     add("--model", metavar="PATH",
@@ -150,11 +150,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"bytes of sample, or tokens with --model (default: {default.sample_length})")  # fmt: skip
 
 
-# -- what a run was made with ----------------------------------------------------------------------------------------
+# -- settings of a run -----------------------------------------------------------------------------------------------
 
 
 def write_settings(options: TrainOptions) -> None:
-    """Write what `--resume` needs into the folder of the run: the options, and the config that was given."""
+    """Write the options and the given config into the folder of the run, for `--resume`."""
     from onefold.config import load_config
 
     folder = options.folder
@@ -176,18 +176,18 @@ def _replace(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _resumed(folder: str, given: dict[str, Any]) -> TrainOptions:
-    """Combine what a run was made with and what was given now. Raise where the two contradict each other."""
+    """Merge the recorded options of a run with the given ones. Raise if they contradict each other."""
     recorded = _read_settings(Path(folder))
     if given.pop("out", folder) != folder:
-        raise OptionError(f"--resume {folder}: a resumed run stays in its folder; leave --out out")
+        raise OptionError(f"--resume {folder}: a resumed run stays in its folder. Leave --out out.")
     for name in KEPT:
         then, now = (_comparable(name, options.get(name, getattr(TrainOptions, name))) for options in (recorded, given))
         if name in given and then != now:
             flag = f"--{name.replace('_', '-')}"
             if not then and name != "seed":
-                raise OptionError(f"--resume {folder}: that run was made without {flag}; leave {flag} out")
+                raise OptionError(f"--resume {folder}: that run does not have {flag}. Leave it out.")
             words = f"{flag} {' '.join(then) if isinstance(then, tuple) else then}"
-            raise OptionError(f"--resume {folder}: that run was made with {words}; leave {flag} out or give {words}")
+            raise OptionError(f"--resume {folder}: that run has {words}. Leave {flag} out, or give {words}.")
     recorded |= {"data": tuple(recorded.get("data", ())), "resume": True, "out": folder}
     if recorded.get("config") is not None:
         recorded["config"] = str(Path(folder, recorded["config"]))
@@ -199,17 +199,17 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise OptionError(f"--resume {folder}: there is no such folder")
     path = folder / SETTINGS
     if not path.is_file():
-        raise OptionError(f"--resume {folder}: it has no {SETTINGS}, which `onefold train` writes into a run's folder")
+        raise OptionError(f"--resume {folder}: has no {SETTINGS}, which `onefold train` writes")
     try:
         recorded = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise OptionError(f"--resume {folder}: cannot read {path} ({error})") from error
     unknown = set(recorded) - {field.name for field in fields(TrainOptions)} if isinstance(recorded, dict) else {"?"}
     if unknown:
-        raise OptionError(f"--resume {folder}: {path} has settings that are not known here: {', '.join(unknown)}")
+        raise OptionError(f"--resume {folder}: {path} has unknown settings: {', '.join(unknown)}")
     checkpoints = folder / CHECKPOINTS
     if not checkpoints.is_dir() or not any(entry.is_dir() for entry in checkpoints.iterdir()):
-        raise OptionError(f"--resume {folder}: no checkpoint in {checkpoints}; a run saves them with --save-every N")
+        raise OptionError(f"--resume {folder}: no checkpoint in {checkpoints}. Run with --save-every N to save some.")
     return dict(recorded)
 
 
@@ -220,7 +220,7 @@ def _comparable(name: str, value: Any) -> Any:
 
 
 def check_inputs(options: TrainOptions) -> None:
-    """Raise for what is missing or contradicts itself, as far as that can be seen without torch."""
+    """Raise OptionError for missing files and contradictions that can be found without torch."""
     prepare_config(options, on_gpus=False)
     if options.out is not None and Path(options.out).exists() and not Path(options.out).is_dir():
         raise OptionError(f"--out {options.out}: is not a folder")
@@ -235,26 +235,26 @@ def check_inputs(options: TrainOptions) -> None:
         raise OptionError(f"--model {options.model}: neither a folder nor a file")
     for package in ("transformers", *(["peft"] if options.lora else [])):
         if find_spec(package) is None:
-            raise OptionError(f"{package} is not installed, and --model needs it: pip install 'onefold[huggingface]'")
+            raise OptionError(f"--model needs {package}, which is missing. Run pip install 'onefold[huggingface]'.")
 
 
 @dataclass(frozen=True)
 class PreparedConfig:
-    """A config that the job can run, and what was done to it, a line each."""
+    """A complete config, and notes about what was filled in."""
 
     document: dict[str, Any]
     notes: tuple[str, ...]
 
 
 def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
-    """The user's config, or the shipped one, with the flags in it and its gaps filled."""
+    """Return the given config, or the default one, with the flags applied and missing values filled in."""
     from onefold.config import load_config
 
     if options.model is not None and options.preset != TrainOptions.preset:
-        raise OptionError("--preset is the size of the built-in GPT; with --model the model's own config says its size")
+        raise OptionError("--preset is for the built-in GPT. Leave it out with --model.")
     for flag in ("lora", "sequence_length", "epochs"):
         if options.model is None and getattr(options, flag):
-            raise OptionError(f"--{flag.replace('_', '-')} is for a Hugging Face model: give --model PATH too")
+            raise OptionError(f"--{flag.replace('_', '-')} is for a Hugging Face model. Give --model PATH, too.")
     given = load_config(options.config or SHIPPED_CONFIG)
     document: dict[str, Any] = copy.deepcopy(dict(given.raw))
     notes: list[str] = []
@@ -276,7 +276,7 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
         document.pop("train_batch_size", None)
     if options.batch is not None:
         document["train_micro_batch_size_per_gpu"] = options.batch
-        if keeps_batch:  # the accumulation follows from it
+        if keeps_batch:  # the accumulation follows from the global batch
             document.pop("gradient_accumulation_steps", None)
     elif not keeps_batch and given.train_micro_batch_size_per_gpu is None:
         document["train_micro_batch_size_per_gpu"] = MICRO_BATCH_SIZE
@@ -296,7 +296,7 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
                 _set_parameter(document, "scheduler", name, value)
                 if options.config is not None:
                     notes.append(f"scheduler.params.{name} = {value}")
-    line = (f"the config leaves these open, filled in: {', '.join(notes)}",) if notes else ()
+    line = (f"missing values filled in: {', '.join(notes)}",) if notes else ()
     return PreparedConfig(document, line)
 
 
@@ -305,10 +305,11 @@ def _set_parameter(document: dict[str, Any], section: str, name: str, value: flo
     document[section] = {**inner, "params": {**(inner.get("params") or {}), name: value}}
 
 
-# -- kinds of numbers ------------------------------------------------------------------------------------------------
+# -- argument types --------------------------------------------------------------------------------------------------
 
 
 def at_least_one(text: str) -> int:
+    """Return an argument as a positive integer."""
     value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
@@ -316,6 +317,7 @@ def at_least_one(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
+    """Return an argument as an integer of at least 0."""
     value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
@@ -323,6 +325,7 @@ def not_negative(text: str) -> int:
 
 
 def above_zero(text: str) -> float:
+    """Return an argument as a positive number."""
     try:
         value = float(text)
     except ValueError:

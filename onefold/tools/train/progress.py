@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress while it trains, then a summary, metrics.jsonl and the loss curve."""
+"""Output of `onefold train`: progress, then a summary, metrics.jsonl and the loss curve."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from rich.text import Text
 
 from onefold.comm.ledger import Row
 from onefold.log import format_bytes
+from onefold.tools.pages.charts import smooth
+from onefold.tools.pages.plots import new_figure
 
-NO_CURVE = "no loss curve: it needs matplotlib, which `pip install 'onefold[plots]'` installs; the numbers are kept"
+NO_CURVE = "no loss curve: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, as it is shown and as it goes into metrics.jsonl."""
+    """The metrics of one optimizer step, a line of metrics.jsonl."""
 
     step: int
     loss: float
@@ -31,18 +33,18 @@ class StepMetrics:
     grad_norm: float
     tokens_per_second: float
     memory_bytes: int
-    """Of this rank, now: GPU memory on a GPU, resident memory on a CPU."""
+    """Current memory of this rank: GPU memory, or resident memory on a CPU."""
     seconds: float
-    """Since training began."""
+    """Seconds since training began."""
     held_out_loss: float | None = None
-    """After this step, where --eval-every asks for it."""
+    """The held-out loss after this step, with --eval-every."""
 
 
-# -- while it trains -------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 class Progress:
-    """Entered once, told of every step and of what else there is to say. This one is silent, for all other ranks."""
+    """A context that is called with every step and message. This class prints nothing, for all ranks but the first."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,12 +55,12 @@ class Progress:
     def update(self, metrics: StepMetrics) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         pass
 
 
 class LineProgress(Progress):
-    """For logs and pipes: about twenty lines a run, the first and the last step among them."""
+    """Progress for logs and pipes: about twenty lines, with the first and the last step."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -67,13 +69,13 @@ class LineProgress(Progress):
     def update(self, metrics: StepMetrics) -> None:
         if metrics.step in (1, self._num_steps) or metrics.step % self._every == 0:
             left = format_seconds(metrics.seconds / metrics.step * (self._num_steps - metrics.step))
-            self.say(
+            self.print(
                 f"step {metrics.step:>5}/{self._num_steps}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
                 f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
                 f"memory {format_bytes(metrics.memory_bytes)}  {left} left"
             )
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         print(text, flush=True)
 
 
@@ -86,7 +88,7 @@ class _Bar(RichProgress):
 
 
 class LiveProgress(Progress):
-    """For terminals: a bar, and under it the last step's figures."""
+    """Progress for terminals: a bar, with the metrics of the last step below."""
 
     def __init__(self, num_steps: int) -> None:
         self._bar = _Bar(
@@ -112,12 +114,12 @@ class LiveProgress(Progress):
         )
         self._bar.update(self._task, completed=metrics.step, loss=f"loss {metrics.loss:.3f}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
 
 
 def make_progress(num_steps: int, *, shows: bool) -> Progress:
-    """`shows`: whether this rank shows anything at all."""
+    """Return the progress of this rank. `shows`: whether it prints anything."""
     if not shows:
         return Progress()
     return LiveProgress(num_steps) if sys.stdout.isatty() else LineProgress(num_steps)
@@ -128,16 +130,16 @@ def format_seconds(value: float) -> str:
     return f"{minutes}:{seconds:02d}"
 
 
-# -- when it has ended -----------------------------------------------------------------------------------------------
+# -- summary ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in a dozen figures."""
+    """The main figures of a run."""
 
     model: str
     unit: str
-    """What the loss is of: a byte or a token."""
+    """The unit of the loss: byte or token."""
     num_parameters: int
     num_ranks: int
     device: str
@@ -146,7 +148,7 @@ class Summary:
     steps_asked: int
     steps_done: int
     stopped: bool
-    """Whether Ctrl-C ended it before its last step."""
+    """Whether Ctrl-C ended the run before its last step."""
     seconds: float
     first_loss: float
     last_loss: float
@@ -154,12 +156,12 @@ class Summary:
     tokens_per_second: float
     peak_bytes_per_rank: tuple[int, ...]
     traffic: tuple[Row, ...]
-    """What rank 0 sent."""
+    """Traffic of rank 0."""
     bytes_by_stage: dict[str, int]
-    """Model states of one rank, as each ZeRO stage would have held them at the end of a backward."""
+    """Bytes of model states per rank in each ZeRO stage, at the end of backward."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table, top to bottom."""
+        """Return the rows of the summary."""
         steps = f"{self.steps_done} of {self.steps_asked}"
         peaks = ", ".join(format_bytes(value) for value in self.peak_bytes_per_rank)
         states = ", ".join(f"{stage} {format_bytes(value)}" for stage, value in self.bytes_by_stage.items())
@@ -183,7 +185,7 @@ def _sent(row: Row) -> str:
 
 
 def show(summary: Summary) -> None:
-    """Print the table."""
+    """Print the summary."""
     table = Table(show_header=False, title="Summary", title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -193,7 +195,7 @@ def show(summary: Summary) -> None:
 
 
 def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
-    """metrics.jsonl, summary.json and the loss curve into `folder`; the curve's path, None without matplotlib."""
+    """Write metrics.jsonl, summary.json and the loss curve. Return the curve's path, or None without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
@@ -201,19 +203,15 @@ def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) ->
 
 
 def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> Path | None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(8, 5.5)
+    if figure is None:
         return None
     done = [step.step for step in steps]
-    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no window, no global state: figures made this way need no pyplot
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     figure.suptitle(f"{summary.model}, {summary.num_parameters / 1e6:,.1f}M parameters, {summary.num_ranks} ranks")
 
     upper.plot(done, [step.loss for step in steps], color="#c9d6e8", linewidth=1, label="each step")
-    upper.plot(done, _smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
+    upper.plot(done, smooth([step.loss for step in steps]), color="#1f5fa8", linewidth=2, label="smoothed")
     upper.axhline(summary.held_out_loss, color="#c4552d", linewidth=1.2, linestyle="--",
                   label=f"held out, at the end: {summary.held_out_loss:.3f}")  # fmt: skip
     upper.set_ylabel(f"loss (nats per {summary.unit})")
@@ -231,9 +229,3 @@ def _draw_curve(path: Path, summary: Summary, steps: Sequence[StepMetrics]) -> P
         axes.margins(x=0.01)
     figure.savefig(path)
     return path
-
-
-def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
-    """The mean of each value and of up to `reach` on either side: no lag behind what it smooths."""
-    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]

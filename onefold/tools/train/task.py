@@ -1,4 +1,4 @@
-"""What `onefold train` trains: the built-in GPT on bytes, or a model of transformers on its own tokens."""
+"""Tasks of `onefold train`: the built-in GPT on bytes, or a model of transformers on its tokens."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from onefold.tools.train.options import TrainOptions
 
 
 class Task(Protocol):
-    """A model, its data, and what only the two together know. The loop knows neither."""
+    """A model and its data, behind the interface that the training loop uses."""
 
     name: str
-    """Of the model, in the summary."""
+    """The name of the model in the summary."""
     data: str
-    """Of the data, in the summary."""
+    """The name of the data in the summary."""
     unit: str
-    """What a sequence is made of: bytes or tokens."""
+    """The unit of a sequence: bytes or tokens."""
     sequence_length: int
 
     @property
     def num_rows(self) -> int | None:
-        """Rows in an epoch; None for text, which is drawn at random."""
+        """Rows per epoch; None for text, which is sampled at random."""
         ...
 
     def describe_data(self) -> str: ...
 
     def build(self, config: dict[str, Any], *, sharded: bool) -> nn.Module:
-        """The model to train. `sharded`: no rank may hold all of it, not even now."""
+        """Build the model. `sharded`: no rank may hold all of it, not even temporarily."""
         ...
 
     def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
-        """One micro-batch: another one for every micro-step and rank, the same in every run."""
+        """Return a micro-batch, different for every micro-step and rank, and the same in every run."""
         ...
 
     def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]: ...
@@ -46,16 +46,16 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Text that the model writes; the same on every rank, which all take part."""
+        """Generate text. All ranks take part, and return the same."""
         ...
 
     def save_weights(self, engine: Engine, folder: Path) -> str:
-        """Write whole weights into a folder inside this one, by all ranks together. Say where, and how to load them."""
+        """Write unsharded weights below this folder, on all ranks. Return where they are, and how to load them."""
         ...
 
 
 def choose_task(options: TrainOptions) -> Task:
-    """Mistakes in the model's files and in the data show here, before anything is built."""
+    """Return the task of these options. Raises for mistakes in the model's files and in the data."""
     if options.model is None:
         return GPTTask(options)
     from onefold.tools.train.huggingface import HuggingFaceTask
@@ -64,7 +64,7 @@ def choose_task(options: TrainOptions) -> Task:
 
 
 class GPTTask:
-    """The built-in GPT: bytes are its tokens."""
+    """The built-in GPT, whose tokens are bytes."""
 
     unit = "byte"
     num_rows = None
@@ -101,7 +101,7 @@ class GPTTask:
         prompt = torch.tensor([list(self._options.prompt.encode() or b"\n")], device=device)
         generator = torch.Generator().manual_seed(self._options.seed)
         tokens = model.generate(prompt, self._options.sample_length, temperature=0.7, generator=generator)
-        # A vocabulary may be larger than the 256 values of a byte.
+        # The vocabulary may be larger than the 256 values of a byte.
         return bytes(min(token, 255) for token in tokens[0].tolist()).decode(errors="replace")
 
     def save_weights(self, engine: Engine, folder: Path) -> str:

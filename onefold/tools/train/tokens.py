@@ -1,4 +1,4 @@
-"""Sequences of tokens for a model of transformers, from text in windows or from lines of JSON, made when needed."""
+"""Sequences of tokens for a model of transformers, from windows of text or lines of JSON, tokenized on demand."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import numpy as np
 
 from onefold.tools.train.data import HELD_OUT_FRACTION, HELD_OUT_SEQUENCES, Bytes, DataError, files_of, load_corpus
 
-# A window of text holds this many bytes for each token that is asked for; what is too much is cut off.
+# Bytes of a window of text for each requested token; the rest is cut off.
 BYTES_A_TOKEN = 8
 NOT_PREDICTED = -100
 ROW_SUFFIXES = (".jsonl", ".ndjson")
 
 Row = tuple[list[int], list[int]]
-"""Tokens, and the same as labels, with NOT_PREDICTED where nothing is learnt."""
+"""Tokens, and labels with NOT_PREDICTED for positions without a target."""
 
 
 class Tokens:
-    """The tokenizer of the model's folder; where it has none, bytes are tokens."""
+    """The tokenizer of the model's folder, or bytes as tokens if it has none."""
 
     def __init__(self, tokenizer: Any, end: int) -> None:
         self._tokenizer = tokenizer
         self.end = end
         """The token that ends a text."""
-        # What the tokenizer puts before a text, as it will when the model is used.
+        # The tokens that the tokenizer prepends to a text.
         whole = tokenizer("", add_special_tokens=True)["input_ids"] if tokenizer is not None else []
         self.begin: list[int] = [token for token in whole[:1] if token != end]
 
@@ -51,7 +51,7 @@ class Tokens:
     def chat(self, messages: Any, where: str) -> str:
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise DataError(
-                f"{where}: messages need a tokenizer with a chat template; give text, or prompt and completion"
+                f"{where}: messages need a tokenizer with a chat template. Give text, or prompt and completion."
             )
         from jinja2.exceptions import TemplateError
 
@@ -66,7 +66,7 @@ class Tokens:
             self._tokenizer.save_pretrained(folder)
 
 
-# -- where sequences come from ---------------------------------------------------------------------------------------
+# -- sources of sequences --------------------------------------------------------------------------------------------
 
 
 class SequenceSource(Protocol):
@@ -74,7 +74,7 @@ class SequenceSource(Protocol):
 
     @property
     def num_train(self) -> int | None:
-        """Rows in an epoch; None where there are no rows."""
+        """Rows per epoch; None if the source has no rows."""
         ...
 
     def describe(self) -> str: ...
@@ -85,7 +85,7 @@ class SequenceSource(Protocol):
 
 
 class Windows:
-    """Text files: windows at places drawn from (seed, step, rank), tokenized when they are needed."""
+    """Windows of text files, at positions drawn from (seed, step, rank), tokenized on demand."""
 
     num_train = None
 
@@ -113,9 +113,11 @@ class Windows:
 
 
 class Lines:
-    """Files of JSON, one object per line, see `read_row`. Every line is used once per epoch, in an order drawn from
-    (seed, epoch); the last twentieth is held out. All lines are checked before the first step, and tokenized when they
-    are needed. A text is learnt whole, as are all turns of a conversation; a prompt is not learnt.
+    """Files of JSON, one object per line, see `read_row`.
+
+    Every line is used once per epoch, in an order drawn from (seed, epoch); the last twentieth is held out. All lines
+    are checked before the first step, and tokenized on demand. Texts and all turns of a conversation are targets;
+    prompts are not.
     """
 
     def __init__(self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int) -> None:
@@ -151,7 +153,7 @@ class Lines:
         return int(_order(self._seed, epoch, self.num_train)[place])
 
     def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Row]]:
-        """Every rank gets equally many; where there are too few, some come twice."""
+        """Return the same number of rows for every rank; if there are too few, some repeat."""
         for index in range(max(1, min(self._num_held_out, HELD_OUT_SEQUENCES) // (world_size * batch_size))):
             first = (index * world_size + rank) * batch_size
             places = [self.num_train + place % self._num_held_out for place in range(first, first + batch_size)]
@@ -160,15 +162,15 @@ class Lines:
     def _row(self, index: int) -> Row:
         prompt, text = self._parts(*self._places[index])
         learnt = self._tokens.encode(text)
-        if learnt[-1:] != [self._tokens.end]:  # some chat templates have written it
+        if learnt[-1:] != [self._tokens.end]:  # some chat templates append it
             learnt.append(self._tokens.end)
-        # Of a prompt that is too long its end is kept, in at most half of the sequence.
+        # A prompt that is too long is cut from the left to half of the sequence.
         room = max(self._length - len(learnt), self._length // 2) - len(self._tokens.begin)
         asked = [*self._tokens.begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
         return (asked + learnt)[: self._length], ([NOT_PREDICTED] * len(asked) + learnt)[: self._length]
 
     def _parts(self, number: int, line: int, begin: int, end: int) -> tuple[str, str]:
-        """Return the prompt of a line, and the text that is learnt."""
+        """Return the prompt of a line, and the target text."""
         path, file = self._files[number]
         where = f"--data {path}, line {line:,}"
         prompt, text = read_row(file[begin:end].tobytes(), where)
@@ -196,7 +198,7 @@ def read_row(line: bytes, where: str) -> tuple[str, str | list[Any]]:
         return all(isinstance(row.get(name), str) for name in names)
 
     if not isinstance(row, dict):
-        raise DataError(f'{where}: an object is needed, as in {{"text": ...}}, and this is a {_kind(row)}')
+        raise DataError(f'{where}: expected an object, as in {{"text": ...}}, not {_kind(row)}')
     if has("prompt", "completion"):
         prompt, text = row["prompt"], row["completion"]
     elif has("instruction", "output"):
@@ -214,11 +216,11 @@ def read_row(line: bytes, where: str) -> tuple[str, str | list[Any]]:
     else:
         found = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
         raise DataError(
-            f"{where}: it has {found[:200]}. A row needs text, or prompt and completion, or instruction and output "
+            f"{where}: has {found[:200]}. A row needs text, or prompt and completion, or instruction and output "
             "(each a string), or messages"
         )
     if not text.strip():
-        raise DataError(f"{where}: the text is empty, so nothing can be learnt from it")
+        raise DataError(f"{where}: the text is empty")
     return prompt, text
 
 
@@ -231,7 +233,7 @@ def _kind(value: Any) -> str:
 
 
 def check_first_rows(paths: Sequence[str]) -> None:
-    """Raise for a file of JSON whose first row cannot be used. Reads no more than that, and needs no tokenizer."""
+    """Raise DataError if the first row of a JSON file cannot be used. Reads only that row, without a tokenizer."""
     for file in (file for path in paths for file in files_of(Path(path)) if file.suffix in ROW_SUFFIXES):
         with file.open("rb") as opened:
             first = next(((number, line) for number, line in enumerate(opened, start=1) if line.strip()), None)
