@@ -94,6 +94,7 @@ def build(kind: str, seed: int = 5, **more: Any) -> Any:
 
 
 def build_sharded(kind: str, settings: dict[str, Any], seed: int = 5, **more: Any) -> Any:
+    install()  # PEFT reads `ds_shape` and `ds_numel` of sharded parameters
     torch.manual_seed(seed)
     with onefold.zero.Init(config_dict_or_path=settings):
         return class_of(kind)(settings_of(kind, **more)).train()
@@ -611,7 +612,6 @@ def test_lora_trains_to_the_same_bits_in_every_stage(on_ranks, world, kind, dtyp
 
 @limited
 def lora_bytes() -> dict[str, bool]:
-    install()  # PEFT counts the elements of sharded parameters by `ds_numel`
     settings = config(3, **precision("bf16"))
     plain = adapted(build("llama"))
     trained, whole = plain.get_nb_trainable_parameters()
