@@ -94,6 +94,7 @@ def build(kind: str, seed: int = 5, **more: Any) -> Any:
 
 
 def build_sharded(kind: str, settings: dict[str, Any], seed: int = 5, **more: Any) -> Any:
+    install()  # PEFT reads `ds_shape` and `ds_numel` of sharded parameters
     torch.manual_seed(seed)
     with onefold.zero.Init(config_dict_or_path=settings):
         return class_of(kind)(settings_of(kind, **more)).train()
