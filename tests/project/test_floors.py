@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import structure
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "onefold"
@@ -272,21 +273,11 @@ def test_training_needs_no_compiler_at_run_time():
     assert done.returncode == 0, done.stderr
 
 
-# Packages whose files import each other without cycles, types included.
-WITHOUT_CYCLES = ["runtime"]
-
-
-@pytest.mark.parametrize("package", WITHOUT_CYCLES)
-def test_files_of_a_package_import_each_other_without_cycles(package):
-    folder = PACKAGE / package
-    imports: dict[str, set[str]] = {}
-    for path in folder.glob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        modules = [(node.module or "").split(".") for node in nodes]
-        imports[path.stem] = {parts[2] for parts in modules if parts[:2] == ["onefold", package] and len(parts) > 2}
-    while leaves := {name for name, others in imports.items() if not others & imports.keys()}:
-        imports = {name: others for name, others in imports.items() if name not in leaves}
-    assert not imports, f"{sorted(imports)} import each other in a cycle"
+def test_there_are_no_import_cycles():
+    """Neither between modules nor between packages. Imports inside functions and for types only count as well."""
+    edges = structure.graph()
+    assert structure.cycles(edges) == []
+    assert structure.cycles(structure.packages(edges)) == []
 
 
 def test_only_a_unit_writes_its_use_counts():
