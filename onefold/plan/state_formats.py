@@ -1,6 +1,6 @@
 """In what masters and optimizer states are held, where that is not fp32: their formats. No tensors.
 
-[Note: formats of states]
+[Note: state formats]
 A format holds fp32 values along a shard in one or two flat tensors, its parts: `int8` as a byte a value and a scale for
 every 256 of them, a split master as the 16-bit weight and what is left of the fp32 value beside it. Formats are decided
 parameter by parameter, by its name, dtype and size alone, and a block of 256 values never crosses a parameter or a
