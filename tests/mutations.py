@@ -20,7 +20,7 @@ MUTATIONS = [
     # -- 28 of a review of the tests, of which 8 were not caught then -------------------------------------------
     Mutation(
         "predivision",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "after = 1.0 / (world_size * before)",
         "after = 1.0 / world_size",
         "test_engine.py -k how_gradients_are_combined",
@@ -34,7 +34,7 @@ MUTATIONS = [
     ),
     Mutation(
         "mics-divisor",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "scaling=_scaling(config, world_size)",
         "scaling=_scaling(config, world_size // replicas)",
         "test_mics.py",
@@ -210,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         "overlap-by-default",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "overlap = sharded if zero.overlap_comm is None else zero.overlap_comm",
         "overlap = True if zero.overlap_comm is None else zero.overlap_comm",
         "test_plan.py",
@@ -663,7 +663,7 @@ MUTATIONS = [
     ),
     Mutation(
         "writes-always-searched",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "honours_writes=own.honour_writes,",
         "honours_writes=True,",
         "test_held_parameters.py -k turned_off",

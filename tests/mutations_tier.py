@@ -21,7 +21,7 @@ TIER_MUTATIONS = [
     # bf16 or fp16, one rank, several micro-steps.
     Mutation(
         "tier-one-rank-accumulates-narrow",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "return dtype if num_micro_steps == 1 and num_ranks == 1 else self._accumulate(dtype)",
         "return dtype if num_ranks == 1 else self._accumulate(dtype)",
         "test_plan.py test_exactness.py test_engine.py test_memory.py",

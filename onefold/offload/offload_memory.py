@@ -19,7 +19,7 @@ from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.memory import stays_unsharded
-from onefold.plan.table import Offload
+from onefold.plan.plan import Offload
 from onefold.pool import Pool
 
 

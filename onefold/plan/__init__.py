@@ -19,9 +19,7 @@ from onefold.plan.memory import (
     count_crossing,
     count_unit_in_use,
 )
-from onefold.plan.program import Moment, Program, coalesce, compile_program
-from onefold.plan.state_formats import StateFormats
-from onefold.plan.table import (
+from onefold.plan.plan import (
     Feedback,
     Loop,
     Monitoring,
@@ -35,3 +33,5 @@ from onefold.plan.table import (
     plan_every_stage,
     plan_with_less,
 )
+from onefold.plan.program import Moment, Program, coalesce, compile_program
+from onefold.plan.state_formats import StateFormats

@@ -14,9 +14,9 @@ from itertools import zip_longest
 import torch
 
 from onefold.plan.layout import Layout
+from onefold.plan.plan import Plan, Tier
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.plan.state_formats import SIGNED, SQUARES, FormatPart, StateFormat, StateFormats
-from onefold.plan.table import Plan, Tier
 
 
 @dataclass(frozen=True)
