@@ -110,12 +110,12 @@ class OffloadMemory:
         # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
         self.worker = ThreadPoolExecutor(1, "onefold-host")
         # One more, which starts the copies of states that the device steps.
-        self.pass_worker = ThreadPoolExecutor(1, "onefold-pass")
+        self.stream_worker = ThreadPoolExecutor(1, "onefold-pass")
         if bus.crosses:
             num = torch.get_num_threads()
             # The host waits for its slowest thread: two cores are left to the trainer and its device.
             self._prepare_thread(self.worker, num - 2 if num >= 8 else num)
-            self._prepare_thread(self.pass_worker, min(num, 2))
+            self._prepare_thread(self.stream_worker, min(num, 2))
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
@@ -184,12 +184,12 @@ class OffloadMemory:
 
     def drain(self) -> None:
         """Until both threads have ended what they were asked for, or for a while: one of them may be who calls."""
-        wait([thread.submit(int) for thread in (self.worker, self.pass_worker)], _DRAIN_SECONDS)
+        wait([thread.submit(int) for thread in (self.worker, self.stream_worker)], _DRAIN_SECONDS)
 
     def close(self) -> None:
         """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""
         self.worker.shutdown()
-        self.pass_worker.shutdown()
+        self.stream_worker.shutdown()
         try:
             self.bus.drain()
         except RuntimeError as error:  # a device that has failed

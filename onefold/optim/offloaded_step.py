@@ -157,7 +157,7 @@ class OffloadedStep:
                     store.start_step(task)
             self._tasks = tasks
             if streamed:
-                self._memory.pass_worker.submit(self._stream_all, streamed, step, last_use)
+                self._memory.stream_worker.submit(self._stream_all, streamed, step, last_use)
         except BaseException as error:  # an interrupt: no one may wait for tasks that were never submitted
             self._failed = RuntimeError("the step was interrupted before all of it was started")
             self._failed.__cause__ = error
