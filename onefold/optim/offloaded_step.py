@@ -41,7 +41,7 @@ from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
 from onefold.optim.pipeline import StateWindow, Windows, step_shard, whole_window
 from onefold.optim.tiles import Step, Tiler
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import passes_device
+from onefold.plan.memory import is_streamed
 from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.
@@ -222,7 +222,7 @@ class OffloadedStep:
     # -- on the stream thread -----------------------------------------------------------------------------------
 
     def _is_streamed(self, store: ShardStore) -> bool:
-        return self._stream is not None and passes_device(self._plan, store.spec)
+        return self._stream is not None and is_streamed(self._plan, store.spec)
 
     @torch.no_grad()
     def _stream_all(self, tasks: Mapping[ShardStore, _StreamTask], step: Step, last_use: LastUse) -> None:

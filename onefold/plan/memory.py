@@ -322,7 +322,7 @@ class SharedStep:
         return is_devices
 
 
-def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
+def is_streamed(plan: Plan, spec: FlatParamSpec) -> bool:
     """Whether a GPU steps what rests below it ([Note: states streamed through the GPU])."""
     kept = spec.kept
     if plan.delays_host or kept.as_matrices or kept.by_own_class or plan.offloaded_step == "host":
@@ -385,7 +385,7 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         # user's that steps all shards at once, write the shard themselves.
         writes_shard = plan.delays_host or (spec.kept.by_own_class and plan.states.tier is not Tier.NVME)
         casts_later = residency.states is Tier.HOST and spec.kept.master is None and not writes_shard
-        if device_casts and passes_device(plan, spec):
+        if device_casts and is_streamed(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step
             down += shard * spec.dtype.itemsize if is_held_twice else 0

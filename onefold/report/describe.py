@@ -19,7 +19,7 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
-from onefold.plan.memory import passes_device
+from onefold.plan.memory import is_streamed
 from onefold.runtime import Schedule, Unit
 
 
@@ -99,7 +99,7 @@ def describe(
     lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
     if offloaded := [param for unit in units for param in unit.trained if param.store.is_offloaded]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
-        by_gpu = sum(param.layout.numel for param in on_gpu if passes_device(plan, param.spec))
+        by_gpu = sum(param.layout.numel for param in on_gpu if is_streamed(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
         beside = f", by the GPU {by_gpu:,}" if on_gpu else ""
         lines.append(f"offloaded step    by the host {by_host:,} parameters{beside}")

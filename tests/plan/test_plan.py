@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.config import ConfigError, load_config
 from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_plan, plan_every_stage
-from onefold.plan.memory import SharedStep, passes_device
+from onefold.plan.memory import SharedStep, is_streamed
 from onefold.runtime.build import plan_units
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -249,10 +249,7 @@ def units_given(stage: int, world: int, own: dict[str, Any], **zero: Any) -> dic
     groups = {id(parameter): 0 for parameter in model.parameters()}
     specs = plan_units(model, plan, groups, [KeptStates(("exp_avg", "exp_avg_sq"))])
     return {
-        member.name: passes_device(plan, spec)
-        for unit in specs
-        for spec in unit.params
-        for member in spec.layout.members
+        member.name: is_streamed(plan, spec) for unit in specs for spec in unit.params for member in spec.layout.members
     }
 
 

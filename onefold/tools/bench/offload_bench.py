@@ -44,7 +44,7 @@ from onefold.plan import (
     make_plan,
 )
 from onefold.plan.layout import Segment
-from onefold.plan.memory import SharedStep, passes_device
+from onefold.plan.memory import SharedStep, is_streamed
 from onefold.tools.bench.link_bench import LinkRates, measure_links
 
 Progress = Callable[[str, int, int], None]
@@ -423,7 +423,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     bus, disk = measured.bus, measured.disk
     traffic = count_crossing(specs, plan, 1, device_casts=True)
     below = [spec for spec in specs if spec.residency.offloads_states]
-    stepped = sum(spec.layout.numel for spec in below if not passes_device(plan, spec))
+    stepped = sum(spec.layout.numel for spec in below if not is_streamed(plan, spec))
     uses_bus, uses_disk = traffic.down or traffic.up, traffic.read or traffic.written
     device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
     seconds = {

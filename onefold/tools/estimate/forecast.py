@@ -22,7 +22,7 @@ from onefold.plan import (
     count_crossing,
     make_plan,
 )
-from onefold.plan.memory import bytes_of_step, passes_device
+from onefold.plan.memory import bytes_of_step, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
 from onefold.tools.estimate.models import build_once
@@ -297,7 +297,7 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
     """
     largest = {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
-        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
+        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
             gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
             needed, tier = bytes_of_step(spec) + spec.layout.shard_size * gradient, spec.residency.states
             largest[tier] = max(largest[tier], needed)
@@ -334,7 +334,7 @@ def _times(
     passes += found.matrix_flops / (gpu.flops * machine.efficiency)
     stepped, through = {True: 0, False: 0}, {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
-        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
+        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
             through[spec.residency.states] += bytes_of_step(spec)
         elif spec.trainable:
             slower = _QUANTIZED_SLOWDOWN if spec.kept.forms and spec.residency.offloads_states else 1
