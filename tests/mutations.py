@@ -910,8 +910,8 @@ MUTATIONS = [
     Mutation(
         "below-shared-by-ranks",
         "onefold/runtime/build.py",
-        "by_device = shared.gives_to_device(trained)",
-        "by_device = shared.gives_to_device(trained // plan.num_shards % 5000)",
+        "by_device = split.assign(trained)",
+        "by_device = split.assign(trained // plan.num_shards % 5000)",
         "test_plan.py -k neither_stage_nor_ranks",
     ),
     Mutation(

@@ -297,7 +297,7 @@ def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> b
     return whole == plan.precision.of_reduced(spec.dtype, num_micro_steps, num_ranks)
 
 
-class SharedStep:
+class OffloadedStepSplit:
     """Which units the device steps and which the host, where what rests below the device is stepped by both at once.
 
     [Note: host and device step together]
@@ -314,7 +314,7 @@ class SharedStep:
     def __init__(self) -> None:
         self._host = self._device = 0
 
-    def gives_to_device(self, numel: int) -> bool:
+    def assign(self, numel: int) -> bool:
         """Whether the next unit, of so many trained elements, is the device's."""
         is_devices = self._device * (1 - self.SHARE) < self._host * self.SHARE
         self._device += numel * is_devices

@@ -16,7 +16,7 @@ from onefold.comm import Agreement, Group, Ledger, broadcast_from
 from onefold.config import ConfigError
 from onefold.offload.offload_memory import OffloadMemory, make_memory, place
 from onefold.plan import FlatParamSpec, KeptStates, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
-from onefold.plan.memory import SharedStep
+from onefold.plan.memory import OffloadedStepSplit
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -94,7 +94,7 @@ def plan_units(
         plan.cut.persistence_in_all,
     )
     specs = []
-    shared = SharedStep()
+    split = OffloadedStepSplit()
     for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:
@@ -115,7 +115,7 @@ def plan_units(
             alike = _Alike(dtype, trainable, name in persistent, packed, kept)
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
-        by_device = shared.gives_to_device(trained)
+        by_device = split.assign(trained)
         params = []
         for alike, members in flat.items():
             layout = Layout.of(members, plan.num_shards, alike.dtype.itemsize)

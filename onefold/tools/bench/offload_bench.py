@@ -44,7 +44,7 @@ from onefold.plan import (
     make_plan,
 )
 from onefold.plan.layout import Segment
-from onefold.plan.memory import SharedStep, is_streamed
+from onefold.plan.memory import OffloadedStepSplit, is_streamed
 from onefold.tools.bench.link_bench import LinkRates, measure_links
 
 Progress = Callable[[str, int, int], None]
@@ -417,8 +417,8 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
     spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=_MOMENTS)
-    shared = SharedStep()
-    units = [replace(spec, given_to_device=shared.gives_to_device(layout.numel)) for _ in range(_NUM_UNITS)]
+    split = OffloadedStepSplit()
+    units = [replace(spec, given_to_device=split.assign(layout.numel)) for _ in range(_NUM_UNITS)]
     specs = assign_tiers(units, plan)
     bus, disk = measured.bus, measured.disk
     traffic = count_crossing(specs, plan, 1, device_casts=True)
