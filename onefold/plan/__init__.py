@@ -8,15 +8,15 @@ from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
     BufferBytes,
-    Crossing,
     FlatParamSpec,
     KeptStates,
     ModelBytes,
+    OffloadTraffic,
     Residency,
     assign_tiers,
     count_buffers,
     count_bytes,
-    count_crossing,
+    count_offload_traffic,
     count_unit_in_use,
 )
 from onefold.plan.plan import (

@@ -340,7 +340,7 @@ def bytes_of_step(spec: FlatParamSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class OffloadTraffic:
     """Bytes that one rank moves between tiers in one step: to the host and back, from disk and to it. `up` and `read`
     take each unit to be gathered once a forward and once a backward; what the program keeps unsharded saves a gather.
     """
@@ -355,7 +355,9 @@ class Crossing:
         return bool(self.down or self.up or self.read or self.written)
 
 
-def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool) -> Crossing:
+def count_offload_traffic(
+    specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool
+) -> OffloadTraffic:
     """The plan's arithmetic of a step with so many micro-steps. `device_casts`: the device is a GPU. Shards on the host
     beside their masters take its cast: with the step where it steps them, else when they are gathered from the master.
     """
@@ -400,7 +402,7 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
             read += _bytes_of(spec.parts_of_master()[:1], shard) if plan.delays_host else 0
         if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize
-    return Crossing(down, up, read, written)
+    return OffloadTraffic(down, up, read, written)
 
 
 # -- which flat parameter rests in which tier -----------------------------------------------------------------------

@@ -10,8 +10,8 @@ from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
 from onefold.plan import (
     BufferBytes,
-    Crossing,
     ModelBytes,
+    OffloadTraffic,
     Plan,
     Residency,
     Tier,
@@ -63,7 +63,7 @@ def describe(
     plan: Plan,
     sizes: Mapping[Tier, ModelBytes],
     buffers: BufferBytes,
-    crossing: Crossing,
+    offload_traffic: OffloadTraffic,
     batch: Batch,
     optimizer: str | None,
     collective: str,
@@ -103,12 +103,12 @@ def describe(
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
         beside = f", by the GPU {by_gpu:,}" if on_gpu else ""
         lines.append(f"offloaded step    by the host {by_host:,} parameters{beside}")
-    if crossing.any:
-        lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
+    if offload_traffic.any:
+        lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)
 
 
-def _spell(sizes: ModelBytes | Crossing, names: Sequence[str]) -> str:
+def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:
     """Spell the sizes that are not zero."""
     found = {name: getattr(sizes, name) for name in names}
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size or name == "total")

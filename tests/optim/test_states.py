@@ -263,7 +263,7 @@ def run_tiers(
         before = engine.ledger.copy()
         train(engine, accumulation)
         engine.optimizer.sharded.wait_for_host()
-        planned = engine.model_memory.planned_crossing()
+        planned = engine.model_memory.planned_offload_traffic()
         moved = {row.operation: row.bytes for row in engine.ledger.since(before).rows()}
         crossed = {way: moved.get(way, 0) for way in ("down", "write")}
         expected = {"down": planned.down, "write": planned.written}

@@ -33,14 +33,14 @@ from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import AdamRule
 from onefold.optim.tiles import Step, Tiler
 from onefold.plan import (
-    Crossing,
     FlatParamSpec,
     KeptStates,
     Layout,
+    OffloadTraffic,
     Tier,
     assign_tiers,
     count_bytes,
-    count_crossing,
+    count_offload_traffic,
     make_plan,
 )
 from onefold.plan.layout import Segment
@@ -64,7 +64,7 @@ class BusRates:
     up: float
     both: float
 
-    def seconds(self, traffic: Crossing) -> float:
+    def seconds(self, traffic: OffloadTraffic) -> float:
         """Return the seconds that a step's traffic takes."""
         return _seconds(traffic.down, self.down, traffic.up, self.up, self.both)
 
@@ -82,7 +82,7 @@ class DiskRates:
     free_bytes: int
     when: str
 
-    def seconds(self, traffic: Crossing) -> float:
+    def seconds(self, traffic: OffloadTraffic) -> float:
         """Return the seconds that a step's traffic takes."""
         return _seconds(traffic.read, self.read, traffic.written, self.write, self.both)
 
@@ -397,7 +397,7 @@ class Cost:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
-    offload_traffic: Crossing
+    offload_traffic: OffloadTraffic
     seconds: dict[str, float | None]
     """Seconds by resource. 0.0: not used; None: used, but not measured."""
 
@@ -421,7 +421,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     units = [replace(spec, given_to_device=split.assign(layout.numel)) for _ in range(_NUM_UNITS)]
     specs = assign_tiers(units, plan)
     bus, disk = measured.bus, measured.disk
-    traffic = count_crossing(specs, plan, 1, device_casts=True)
+    traffic = count_offload_traffic(specs, plan, 1, device_casts=True)
     below = [spec for spec in specs if spec.residency.offloads_states]
     stepped = sum(spec.layout.numel for spec in below if not is_streamed(plan, spec))
     uses_bus, uses_disk = traffic.down or traffic.up, traffic.read or traffic.written

@@ -12,14 +12,14 @@ from onefold.config import Config, ConfigError, load_config
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import (
-    Crossing,
     FlatParamSpec,
     ModelBytes,
+    OffloadTraffic,
     Plan,
     Tier,
     assign_tiers,
     count_bytes,
-    count_crossing,
+    count_offload_traffic,
     make_plan,
 )
 from onefold.plan.memory import bytes_of_step, is_streamed
@@ -124,7 +124,7 @@ class Forecast:
     nvme: int
     """NVMe bytes of a node."""
     traffic: Traffic | None
-    offload_traffic: Crossing
+    offload_traffic: OffloadTraffic
     """Host-device and NVMe traffic of one rank in a step."""
     seconds: dict[str, float]
     """Seconds per step that each resource is busy; empty without a forward."""
@@ -227,7 +227,7 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
     host_node = machine.gpus * (on_host.total + PROCESS)
     nvme = machine.gpus * on_disk.total
     micro_steps = config.gradient_accumulation_steps or 1
-    offload = count_crossing(specs, plan, micro_steps, device_casts=True)
+    offload = count_offload_traffic(specs, plan, micro_steps, device_casts=True)
     traffic = _traffic(found, machine)
     seconds, step = _times(question, found, plan, specs, offload, traffic, micro_steps, timer)
     shortages = tuple(
@@ -318,7 +318,7 @@ def _times(
     found: DryRun,
     plan: Plan,
     specs: Sequence[FlatParamSpec],
-    offload: Crossing,
+    offload: OffloadTraffic,
     traffic: Traffic | None,
     micro_steps: int,
     timer: OpTimer | None,
