@@ -875,8 +875,8 @@ MUTATIONS = [
     Mutation(
         "below-own-classes-pass",
         "onefold/plan/memory.py",
-        "kept.as_matrices or kept.by_own_class or",
-        "kept.as_matrices or",
+        "states.as_matrices or states.by_own_class or",
+        "states.as_matrices or",
         "test_estimate.py -k its_own_class",
     ),
     Mutation(
@@ -989,8 +989,8 @@ MUTATIONS = [
     Mutation(
         "states-weight-counted-twice",
         "onefold/plan/memory.py",
-        "self.kept.master.parts[1 if self.weight_is_master else 0 :]",
-        "self.kept.master.parts",
+        "self.state_spec.master.parts[1 if self.weight_is_master else 0 :]",
+        "self.state_spec.master.parts",
         "test_states.py -k bytes_a_parameter",
     ),
     Mutation(

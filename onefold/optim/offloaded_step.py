@@ -135,13 +135,13 @@ class OffloadedStep:
         last_use = self._memory.bus.now()
         if self._nvme is not None:
             for store in stores:
-                self._nvme.plan([store], STATES if store.spec.kept.as_matrices else ALL)
+                self._nvme.plan([store], STATES if store.spec.state_spec.as_matrices else ALL)
         streamed: dict[ShardStore, _StreamTask] = {}
         try:
             for store in stores:
                 gradient = _gradient_of(store).value
                 assert gradient is not None
-                if store.spec.kept.as_matrices:
+                if store.spec.state_spec.as_matrices:
                     self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
                     continue
                 task: Future[CopyEvent]

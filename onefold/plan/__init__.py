@@ -9,10 +9,10 @@ from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
     BufferBytes,
     FlatParamSpec,
-    KeptStates,
     ModelBytes,
     OffloadTraffic,
     Residency,
+    StateSpec,
     assign_tiers,
     count_buffers,
     count_bytes,

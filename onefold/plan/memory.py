@@ -39,7 +39,7 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class KeptStates:
+class StateSpec:
     """What an optimizer keeps beside each master of a group, by name, two tensors for Adam; none where only its class
     knows. `as_matrices`: it looks at whole matrices ([Note: whole matrices]). `by_own_class`: the user's class steps.
     """
@@ -47,19 +47,19 @@ class KeptStates:
     names: tuple[str, ...] = ()
     as_matrices: bool = False
     by_own_class: bool = False
-    forms: tuple[StateFormat | None, ...] = ()
+    formats: tuple[StateFormat | None, ...] = ()
     """Of each name ([Note: state formats]), None for those in the dtype of the master; empty: none has one."""
     master: StateFormat | None = None
 
-    def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> KeptStates:
+    def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> StateSpec:
         """The same for a parameter of this name, dtype and size, in the forms that the config asks for."""
-        forms = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
+        chosen = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
         if self.as_matrices:  # a rule of the user's may call anything by these names
-            forms = tuple(SIGNED if form is SQUARES else form for form in forms)
-        return replace(self, forms=forms if any(forms) else (), master=formats.of_master(dtype))
+            chosen = tuple(SIGNED if each is SQUARES else each for each in chosen)
+        return replace(self, formats=chosen if any(chosen) else (), master=formats.of_master(dtype))
 
-    def form_of(self, name: str) -> StateFormat | None:
-        return self.forms[self.names.index(name)] if self.forms else None
+    def format_of(self, name: str) -> StateFormat | None:
+        return self.formats[self.names.index(name)] if self.formats else None
 
 
 # In what matrices travel to their owners and back.
@@ -77,20 +77,20 @@ class FlatParamSpec:
     packed: bool = False
     """Frozen values in a format of their own, as quantized weights are: gathered byte for byte, never cast."""
     residency: Residency = Residency()
-    kept: KeptStates = KeptStates()
+    state_spec: StateSpec = StateSpec()
     given_to_device: bool = False
     """Where host and device step what rests below the device together: this is the device's."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        return self.kept.names
+        return self.state_spec.names
 
     @property
     def master_is_shard(self) -> bool:
         """Whether the master is what a gather starts from, so that no other copy is held: on the device it is cast on
         the way, elsewhere it must have the dtype, and the tier, that the parameters rest in.
         """
-        if not self.trainable or self.kept.master is not None:
+        if not self.trainable or self.state_spec.master is not None:
             return False
         same = master_dtype(self.dtype) == self.dtype and self.residency.states is self.residency.parameters
         return not self.residency.offloads_states or (same and not self.residency.apart)
@@ -100,21 +100,21 @@ class FlatParamSpec:
         """Whether the bf16 part of a master that has a form is the very tensor that computes, or that is gathered: both
         rest in one tier.
         """
-        if not self.trainable or self.kept.master is None:
+        if not self.trainable or self.state_spec.master is None:
             return False
         apart = self.residency.apart and self.residency.offloads_states
         return self.residency.states is self.residency.parameters and not apart
 
     def parts_of_master(self) -> tuple[FormatPart, ...]:
         """What is held of a master beside the weights, where these are a part of it."""
-        if self.kept.master is None:
+        if self.state_spec.master is None:
             return (FormatPart(master_dtype(self.dtype)),)
-        return self.kept.master.parts[1 if self.weight_is_master else 0 :]
+        return self.state_spec.master.parts[1 if self.weight_is_master else 0 :]
 
     def parts_of_states(self) -> tuple[FormatPart, ...]:
         plain = FormatPart(master_dtype(self.dtype))
-        forms = self.kept.forms or (None,) * len(self.kept.names)
-        return tuple(part for form in forms for part in (form.parts if form is not None else (plain,)))
+        formats = self.state_spec.formats or (None,) * len(self.state_spec.names)
+        return tuple(part for each in formats for part in (each.parts if each is not None else (plain,)))
 
 
 @dataclass(frozen=True)
@@ -324,8 +324,8 @@ class OffloadedStepSplit:
 
 def is_streamed(plan: Plan, spec: FlatParamSpec) -> bool:
     """Whether a GPU steps what rests below it ([Note: states streamed through the GPU])."""
-    kept = spec.kept
-    if plan.delays_host or kept.as_matrices or kept.by_own_class or plan.offloaded_step == "host":
+    states = spec.state_spec
+    if plan.delays_host or states.as_matrices or states.by_own_class or plan.offloaded_step == "host":
         return False
     if plan.offloaded_step == "device" or (plan.offloaded_step == "auto" and not plan.formats.are_plain):
         return True
@@ -335,7 +335,7 @@ def is_streamed(plan: Plan, spec: FlatParamSpec) -> bool:
 
 def bytes_of_step(spec: FlatParamSpec) -> int:
     """What a step reads and writes of a shard: its master, with the weights in it, and its states."""
-    weight = spec.kept.master.parts[:1] if spec.weight_is_master and spec.kept.master is not None else ()
+    weight = spec.state_spec.master.parts[:1] if spec.weight_is_master and spec.state_spec.master is not None else ()
     return _bytes_of([*weight, *spec.parts_of_master(), *spec.parts_of_states()], spec.layout.shard_size)
 
 
@@ -365,7 +365,8 @@ def count_offload_traffic(
     for spec in specs:
         shard, residency = spec.layout.shard_size, spec.residency
         # What goes up of an updated value: the master, or the weight of one that has a form.
-        master = spec.kept.master.parts[0].dtype.itemsize if spec.kept.master else master_dtype(spec.dtype).itemsize
+        held_as = spec.state_spec.master
+        master = (held_as.parts[0].dtype if held_as is not None else master_dtype(spec.dtype)).itemsize
         unsharded = stays_unsharded(plan, spec)
         # With secondary shards only the first gather of a step starts below the device; those of frozen ones stay.
         gathers = (1 if spec.trainable else 0) if plan.node_shard_size > 1 else 2 * num_micro_steps
@@ -378,15 +379,15 @@ def count_offload_traffic(
         # One micro-step of one rank is exact in its own dtype; sums over ranks are not.
         travels = plan.precision.of_reduced(spec.dtype, 1, spec.layout.num_shards)
         down += num_micro_steps * shard * travels.itemsize
-        if spec.kept.as_matrices:  # to the device, where they are worked on, and back
+        if spec.state_spec.as_matrices:  # to the device, where they are worked on, and back
             up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
         of_step = bytes_of_step(spec)
         on_host = not unsharded and residency.parameters is Tier.HOST
         is_held_twice = on_host and not (spec.master_is_shard or spec.weight_is_master)
         # After a step of the host's a shard is gathered from its fp32 master. A delayed step, and an optimizer of the
         # user's that steps all shards at once, write the shard themselves.
-        writes_shard = plan.delays_host or (spec.kept.by_own_class and plan.states.tier is not Tier.NVME)
-        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not writes_shard
+        writes_shard = plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
+        casts_later = residency.states is Tier.HOST and spec.state_spec.master is None and not writes_shard
         if device_casts and is_streamed(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step

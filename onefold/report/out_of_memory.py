@@ -154,13 +154,13 @@ def _by_plan(run: RunFacts) -> list[Remedy]:
 
 def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
     """As another plan would have it, before it gives it a tier; in the form of its largest parameter."""
-    kept = spec.kept
+    state_spec = spec.state_spec
     if spec.trainable:
         largest = max(spec.layout.members, key=lambda member: member.stop - member.start)
-        kept = replace(kept, forms=(), master=None).held_as(
+        state_spec = replace(state_spec, formats=(), master=None).held_as(
             plan.formats, largest.name, spec.dtype, largest.stop - largest.start
         )
-    return replace(spec, residency=Residency(), kept=kept)
+    return replace(spec, residency=Residency(), state_spec=state_spec)
 
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onefold.config import ConfigError, load_config
-from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_plan, plan_every_stage
+from onefold.plan import Layout, Placement, StateSpec, Tier, Wire, cut, make_plan, plan_every_stage
 from onefold.plan.memory import OffloadedStepSplit, is_streamed
 from onefold.runtime.build import plan_units
 
@@ -247,7 +247,7 @@ def units_given(stage: int, world: int, own: dict[str, Any], **zero: Any) -> dic
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **below}, "onefold": own}
     plan = make_plan(load_config(config), world)
     groups = {id(parameter): 0 for parameter in model.parameters()}
-    specs = plan_units(model, plan, groups, [KeptStates(("exp_avg", "exp_avg_sq"))])
+    specs = plan_units(model, plan, groups, [StateSpec(("exp_avg", "exp_avg_sq"))])
     return {
         member.name: is_streamed(plan, spec) for unit in specs for spec in unit.params for member in spec.layout.members
     }

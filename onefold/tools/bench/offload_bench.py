@@ -34,9 +34,9 @@ from onefold.optim.rules import AdamRule
 from onefold.optim.tiles import Step, Tiler
 from onefold.plan import (
     FlatParamSpec,
-    KeptStates,
     Layout,
     OffloadTraffic,
+    StateSpec,
     Tier,
     assign_tiers,
     count_bytes,
@@ -384,7 +384,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer nvme": {"stage": 2, "offload_optimizer": _NVME},
     "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
 }
-_MOMENTS = KeptStates(tuple(AdamRule().state_names([{}])))
+_MOMENTS = StateSpec(tuple(AdamRule().state_names([{}])))
 # Models are offloaded by units; with this many, a ratio of tenths is exact.
 _NUM_UNITS = 20
 
@@ -416,7 +416,7 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     # All of it, independent of the memory of this host.
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
-    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=_MOMENTS)
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, state_spec=_MOMENTS)
     split = OffloadedStepSplit()
     units = [replace(spec, given_to_device=split.assign(layout.numel)) for _ in range(_NUM_UNITS)]
     specs = assign_tiers(units, plan)

@@ -337,7 +337,7 @@ def _times(
         if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
             through[spec.residency.states] += bytes_of_step(spec)
         elif spec.trainable:
-            slower = _QUANTIZED_SLOWDOWN if spec.kept.forms and spec.residency.offloads_states else 1
+            slower = _QUANTIZED_SLOWDOWN if spec.state_spec.formats and spec.residency.offloads_states else 1
             stepped[spec.residency.offloads_states] += slower * (
                 spec.layout.shard_size if plan.shards_states else spec.layout.total
             )
