@@ -1,5 +1,8 @@
-"""Pure decisions: what is placed where (table), how it lies in memory (layout), where a model is cut (cut),
-what is launched when (program), what rests in which tier and how many bytes that are (memory)."""
+"""All decisions about a run, computed without tensors.
+
+`plan` has the placement of model state, `layout` the offsets in flat parameters, `cut` the units of a model, `program`
+the order of collectives, and `memory` tiers and bytes.
+"""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
