@@ -449,7 +449,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ratio-of-what-is-offloaded",
-        "onefold/plan/memory.py",
+        "onefold/plan/tiers.py",
         "if used > (1 - ratio) * total:",
         "if used > ratio * total:",
         "test_offload_cases.py -k ratio",

@@ -37,7 +37,7 @@ TIER_MUTATIONS = [
     # 16 bits, parameters on NVMe and states on the host.
     Mutation(
         "tier-parameters-stay-on-host",
-        "onefold/plan/memory.py",
+        "onefold/plan/tiers.py",
         "elif tier is Tier.NVME and states is Tier.HOST and has_master_dtype:",
         "elif tier is Tier.NVME and states is Tier.HOST:",
         "test_memory.py test_offload_cases.py test_plan.py",

@@ -1,7 +1,7 @@
 """All decisions about a run, computed without tensors.
 
 `plan` has the placement of model state, `layout` the offsets in flat parameters, `cut` the units of a model, `program`
-the order of collectives, and `memory` tiers and bytes.
+the order of collectives, `memory` bytes and traffic, and `tiers` the tier of each flat parameter.
 """
 
 # mypy: implicit-reexport
@@ -16,7 +16,6 @@ from onefold.plan.memory import (
     OffloadTraffic,
     Residency,
     StateSpec,
-    assign_tiers,
     count_buffers,
     count_bytes,
     count_offload_traffic,
@@ -38,3 +37,4 @@ from onefold.plan.plan import (
 )
 from onefold.plan.program import Moment, Program, coalesce, compile_program
 from onefold.plan.state_formats import StateFormats
+from onefold.plan.tiers import assign_tiers
