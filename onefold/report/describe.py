@@ -24,7 +24,7 @@ from onefold.runtime import Schedule, Unit
 
 
 def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
-    """Model-state bytes of one rank in one tier, by arithmetic. `on_device`: as if nothing were offloaded."""
+    """Compute the planned bytes of model state in one tier. With `on_device`, as if nothing were offloaded."""
     specs = [param.spec for unit in units for param in unit.params]
     if on_device:
         specs = [replace(spec, residency=Residency()) for spec in specs]
@@ -32,7 +32,7 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
 
 
 def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *, keeps: bool) -> BufferBytes:
-    """Bytes beside model state, by arithmetic. `keeps`: pools keep what was given back, as on a CPU."""
+    """Compute the planned bytes of buffers. `keeps` is True if pools retain freed buffers, as on a CPU."""
     reductions, refreshes = (
         [[param.spec for unit in batch for param in unit.trained] for batch in batches]
         for batches in (schedule.order.reduction_batches, schedule.order.step_batches)
@@ -47,7 +47,7 @@ def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *,
 
 
 def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:
-    """Model-state bytes of this rank in one tier, counted from its tensors."""
+    """Count the allocated bytes of model state of this rank in one tier."""
     params = [param for unit in schedule.units for param in unit.params]
     return ModelBytes(
         parameters=sum(param.param_bytes(tier) for param in params),
@@ -68,7 +68,7 @@ def describe(
     optimizer: str | None,
     collective: str,
 ) -> str:
-    """Describe what is replicated, what is sharded, and what one rank holds of each."""
+    """Describe the placement of model state and the bytes of one rank."""
     params = [param for unit in units for param in unit.params]
     trained = sum(param.layout.numel for param in params if param.trainable)
     frozen = sum(param.layout.numel for param in params if not param.trainable)
@@ -109,6 +109,6 @@ def describe(
 
 
 def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:
-    """Spell the sizes that are not zero."""
+    """Format the sizes that are not zero, and the total."""
     found = {name: getattr(sizes, name) for name in names}
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size or name == "total")
