@@ -65,7 +65,7 @@ def read_config(config: Config) -> None:
     if not any(name.partition(".")[0] == _SECTION for name in config.raw):
         return
     if _configured_by == "call":
-        logger.info("%s: checkpointing.configure was called before, and its settings stay", _SECTION)
+        logger.info("%s: the settings of checkpointing.configure remain in effect", _SECTION)
         return
     _set(config.activation_checkpointing)
     _configured_by = "config"
@@ -136,7 +136,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             f"add {_SECTION}.number_checkpoints (num_checkpoints= of configure)"
         )
     inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
-    with saved_tensors_hooks(inputs.pack, lambda resting: resting.back()):
+    with saved_tensors_hooks(inputs.pack, lambda offloaded: offloaded.back()):
         outputs = torch_checkpoint(run, *values, use_reentrant=False)
     inputs.wait_for_copies()
     return outputs

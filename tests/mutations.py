@@ -345,8 +345,8 @@ MUTATIONS = [
     Mutation(
         "buffers-of-one-batch",
         "onefold/plan/memory.py",
-        "landed = [*arriving, *(after if plan.overlap else ())]",
-        "landed = arriving",
+        "computed = [*arriving, *(after if plan.overlap else ())]",
+        "computed = arriving",
         "test_resident_memory.py -k plan_counts",
     ),
     Mutation(

@@ -129,8 +129,8 @@ def _take_slot(tensor: Tensor, device: torch.device, place: int, num_slots: int)
         gc.collect()  # A reference cycle may hold the graph of a failed forward.
     if not free:
         raise ConfigError(
-            f"activation_checkpointing.number_checkpoints = {num_slots}: so many inputs of shape {list(tensor.shape)} "
-            "already wait for their backward; raise it to the number of checkpointed calls in one forward"
+            f"activation_checkpointing.number_checkpoints = {num_slots}: all slots for inputs of shape "
+            f"{list(tensor.shape)} are in use. Set it to the number of checkpointed calls in one forward"
         )
     index = free.pop()
     return memory.as_strided(tensor.shape, strides, index * pitch), lambda: free.append(index)

@@ -110,16 +110,16 @@ class _Drive:
                 raise self._error(operation, error.errno or errno.EIO, error.strerror, offset, size) from error
             moved -= moved % self.page  # O_DIRECT can only continue at a page boundary.
             if not moved:
-                raise self._error(operation, errno.EIO, "the file is shorter than it was made", offset, size)
+                raise self._error(operation, errno.EIO, "the file was truncated", offset, size)
             done += moved
 
     def _error(self, operation: Operation, number: int, reason: str | None, offset: int, size: int) -> SwapError:
         path = self.folder.data_path
-        said = (
-            f"swap {operation} of {size} bytes at byte {offset} of {path} failed: {reason}; the states of this job on "
-            "disk are no longer whole: start again from the last checkpoint"
+        message = (
+            f"swap {operation} of {size} bytes at byte {offset} of {path} failed: {reason}. The states of this job on "
+            "disk are incomplete. Resume from the last checkpoint"
         )
-        return SwapError(number, said, path)
+        return SwapError(number, message, path)
 
 
 class Transfer:
@@ -133,7 +133,7 @@ class Transfer:
     def start(self, threads: futures.Executor, num_lanes: int) -> None:
         self._lanes = [threads.submit(self._run) for _ in range(num_lanes)]
 
-    def tell(self, span: Span) -> None:
+    def finish_span(self, span: Span) -> None:
         """End the span with the last request."""
         for lane in self._lanes:
             lane.add_done_callback(lambda _: span.finish())
@@ -193,7 +193,7 @@ class DiskTensor:
     def __getitem__(self, index: slice) -> DiskTensor:
         begin, end, step = index.indices(self._numel)
         if step != 1:
-            raise ValueError(f"a slice of a tensor on disk has no gaps: step {step}")
+            raise ValueError(f"slices of a tensor on disk must be contiguous, not step {step}")
         offset = self._offset + begin * self.itemsize
         return DiskTensor(self._swap, self._drive, self.dtype, offset, max(0, end - begin), self._tensor_end)
 
@@ -299,7 +299,7 @@ class SwapFiles:
         with carrying(span):
             self._count(operation, tensor.nbytes)
         if span is not None:
-            transfer.tell(span)
+            transfer.finish_span(span)
         if not self._overlaps:
             transfer.finish()
         return transfer

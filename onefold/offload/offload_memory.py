@@ -198,7 +198,7 @@ class OffloadMemory:
         try:
             self.bus.drain()
         except RuntimeError as error:  # a device that has failed
-            logger.warning("the device did not end its copies to the host: %s", error)
+            logger.warning("the copies from the device to the host did not finish: %s", error)
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()
@@ -221,7 +221,7 @@ class GradOffload:
     def __init__(self, bus: Bus, worker: ThreadPoolExecutor, *, pinned: bool) -> None:
         self._bus, self._worker, self._pinned = bus, worker, pinned
         self._largest = 0
-        self._landings: Buffers | None = None
+        self._staging: Buffers | None = None
         self._under_way: deque[tuple[CopyEvent, torch.Tensor, torch.Tensor, Pool, Hashable]] = deque()
 
     def expect(self, num_bytes: int) -> None:
@@ -238,12 +238,12 @@ class GradOffload:
         if not add and total.dtype == target.dtype:
             arriving = arrival = bus.down(total, target)
         elif bus.crosses:
-            if self._landings is None:
-                self._landings = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
-            buffer = self._landings.take()
-            landed = buffer[: total.nbytes].view(total.dtype)
-            arrival = bus.down(total, landed)
-            arriving = self._worker.submit(_take_over, arrival, self._landings, buffer, landed, target, add)
+            if self._staging is None:
+                self._staging = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
+            buffer = self._staging.take()
+            staged = buffer[: total.nbytes].view(total.dtype)
+            arrival = bus.down(total, staged)
+            arriving = self._worker.submit(_take_over, arrival, self._staging, buffer, staged, target, add)
         else:
             arriving = arrival = bus.down(total, target, add=add)
         self._under_way.append((arrival, total, slot, pool, key))
@@ -261,14 +261,14 @@ class GradOffload:
 
 
 def _take_over(
-    arrival: CopyEvent, landings: Buffers, buffer: torch.Tensor, landed: torch.Tensor, target: torch.Tensor, add: bool
+    arrival: CopyEvent, staging: Buffers, buffer: torch.Tensor, staged: torch.Tensor, target: torch.Tensor, add: bool
 ) -> None:
     """Add or copy a gradient from its staging buffer to its destination, on the host's thread."""
     try:
         arrival.synchronize()
         if add:
-            target.add_(landed)
+            target.add_(staged)
         else:
-            target.copy_(landed)
+            target.copy_(staged)
     finally:  # a later unit may be waiting for it
-        landings.give_back(buffer)
+        staging.give_back(buffer)

@@ -64,8 +64,8 @@ class SwapFolder:
             raise _unusable(self.path, error) from error
         if direct_fd is None:
             logger.warning(
-                "nvme_path %s: its file system does not take O_DIRECT, so what is swapped passes through the page "
-                "cache: slower, and host memory fills with copies",
+                "nvme_path %s: its file system does not support O_DIRECT. Swapped tensors use the page cache, which is "
+                "slower and fills host memory",
                 self.path,
             )
         else:
@@ -102,7 +102,7 @@ class SwapFolder:
                 return
             os.close(self._lock_fd)
             self._lock_fd = -1
-        raise FileNotFoundError(errno.ENOENT, "folders vanish as soon as they are made", self.path)
+        raise FileNotFoundError(errno.ENOENT, "folders are removed as soon as they are created", self.path)
 
 
 def check_space(folders: Sequence[tuple[SwapFolder, int]]) -> None:
@@ -159,7 +159,7 @@ def _remove_if_dead(folder: str) -> None:
             os.rmdir(folder)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY and _LOCK not in _names(folder):
-                logger.warning("left alone, as it has no lock but is not empty: %s", folder)
+                logger.warning("not removed, because it has no lock but is not empty: %s", folder)
         return
     except OSError:  # It belongs to another user.
         return
@@ -167,7 +167,9 @@ def _remove_if_dead(folder: str) -> None:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unknown = ", ".join(sorted(_names(folder) - {_LOCK, _DATA}))
         if unknown:
-            logger.warning("left alone, as it holds files that onefold did not make (%s): %s", unknown, folder)
+            logger.warning(
+                "not removed, because it contains files that onefold did not create (%s): %s", unknown, folder
+            )
         else:
             _empty(folder)
     except BlockingIOError:  # Its job is running.

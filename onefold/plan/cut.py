@@ -124,14 +124,14 @@ def _leaves(model: nn.Module, leaves: LeafModule) -> set[str]:
     named = {"classes": leaves.classes, "names": leaves.names, "name_suffixes": leaves.name_suffixes}
     for kind, names in named.items():
         for name in names:
-            hits = {path for path, module in model.named_modules() if path and _answers(path, module, kind, name)}
+            hits = {path for path, module in model.named_modules() if path and _matches(path, module, kind, name)}
             if not hits:
-                raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model answers to {name!r}")
+                raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model matches {name!r}")
             found |= hits
     return found
 
 
-def _answers(path: str, module: nn.Module, kind: str, name: str) -> bool:
+def _matches(path: str, module: nn.Module, kind: str, name: str) -> bool:
     if kind == "classes":
         of = type(module)
         return name in (of.__name__, f"{of.__module__}.{of.__qualname__}")

@@ -234,10 +234,10 @@ def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
             in_flight.popleft()
         in_flight.append(batch)
         arriving = [spec for some in in_flight for spec in some]
-        landed = [*arriving, *(after if plan.overlap else ())]
+        computed = [*arriving, *(after if plan.overlap else ())]
         open_at_once(
             each
-            for specs, buffers in ((landed, _slots), (arriving, _inboxes))
+            for specs, buffers in ((computed, _slots), (arriving, _inboxes))
             for spec in specs
             for each in buffers(spec, plan)
         )

@@ -260,7 +260,7 @@ class Plan:
         if not self.formats.are_plain:
             states += f", masters as {self.formats.masters}, states as {self.formats.states}"
         if self.delays_host:
-            states += ", stepped beside the next forward and backward (INEXACT: delayed_host_step)"
+            states += ", stepped during the next forward and backward (INEXACT: delayed_host_step)"
         frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
         return [
             f"parameters        {parameters}, {_rest(self.parameters)}{frozen}",

@@ -28,7 +28,7 @@ def assign_tiers(
         for place in trained:
             settled[place] = replace(specs[place], residency=below)
         settled = [_with_parameters(spec, plan) for spec in settled]
-        for place in _kept_on_device(settled, trained, plan, device_bytes):
+        for place in _first_on_device(settled, trained, plan, device_bytes):
             settled[place] = replace(specs[place], residency=Residency())
     left = [place for place in trained if settled[place].residency.offloads_states]
     if wanted is Tier.NVME and ratio is None:
@@ -52,11 +52,11 @@ def assign_tiers(
     return settled
 
 
-def _kept_on_device(
+def _first_on_device(
     settled: list[FlatParamSpec], trained: list[int], plan: Plan, device_bytes: int | None
 ) -> list[int]:
     """Return the first trained flat parameters, as many as the ratio or the device memory allows."""
-    kept: list[int] = []
+    chosen: list[int] = []
     ratio = plan.offload.optimizer.ratio
     if ratio is None:
         if device_bytes is None:
@@ -67,16 +67,16 @@ def _kept_on_device(
             bytes_ = count_bytes(trial, plan)
             if bytes_.total + 2 * bytes_.largest_slot > device_bytes:
                 break
-            kept.append(place)
-        return kept
+            chosen.append(place)
+        return chosen
     total = sum(settled[place].layout.numel for place in trained)
     used = 0
     for place in trained:
         used += settled[place].layout.numel
         if used > (1 - ratio) * total:
             break
-        kept.append(place)
-    return kept
+        chosen.append(place)
+    return chosen
 
 
 def _with_parameters(spec: FlatParamSpec, plan: Plan) -> FlatParamSpec:

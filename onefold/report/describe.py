@@ -101,8 +101,8 @@ def describe(
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if is_streamed(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
-        beside = f", by the GPU {by_gpu:,}" if on_gpu else ""
-        lines.append(f"offloaded step    by the host {by_host:,} parameters{beside}")
+        on_gpus = f", by the GPU {by_gpu:,}" if on_gpu else ""
+        lines.append(f"offloaded step    by the host {by_host:,} parameters{on_gpus}")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)

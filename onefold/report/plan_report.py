@@ -88,7 +88,7 @@ class PlanReport:
         ]
         steps = f"{self.num_steps} step{'s' * (self.num_steps != 1)}"
         lines.append(
-            f"model state at the end of a backward; traffic is the mean of {steps}, with all that lies between"
+            f"model state at the end of backward; traffic is the mean of {steps}, including the time between steps"
         )
         return "\n".join(lines)
 
