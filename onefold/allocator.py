@@ -1,10 +1,10 @@
-"""Host memory: what is held for long lies apart from the C library's heap, and what is free there goes back.
+"""Host memory: long-lived tensors are allocated outside the C library's heap, and its free pages are released.
 
 [Note: the heap]
-The C library serves tensors below 32 MB from one heap, keeps what is freed for the next, and can give back to the
-system only what lies at its end. States and pools that lay between parameters and gradients that come and go would
-leave holes of odd sizes: a hundred MB and more that are resident and empty. On 64-bit ARM torch has an allocator of its
-own for tensors, which gives free pages back by itself after a while.
+The C library allocates tensors below 32 MB from one heap, caches freed memory, and returns only the end of the heap to
+the system. Long-lived states and pools between short-lived parameters and gradients would fragment it: a hundred MB and
+more would stay resident but unused. On 64-bit ARM torch has a separate allocator for tensors, which releases free pages
+after a while.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-# Smaller ones fill no holes, and a mapping has whole pages.
+# Smaller tensors do not fragment the heap, and a mapping has whole pages.
 _SMALLEST = 1 << 20
 
 
 def zeros_apart(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for long, all zero: on a host in a mapping of its own, which ends with the tensor."""
+    """Allocate a long-lived zeroed tensor. On a host it is a separate mapping, which is freed with the tensor."""
     num_bytes = numel * dtype.itemsize
     if device.type != "cpu" or num_bytes < _SMALLEST:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -30,8 +30,9 @@ def zeros_apart(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def give_back_free_memory() -> None:
-    """Hand free pages of the heap to the system: a model that was built, or the first pass, leaves holes that nothing
-    fills again.
+    """Return free pages of the heap to the system.
+
+    Building a model, and the first pass, leave free pages that are not used again.
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)
@@ -39,7 +40,7 @@ def give_back_free_memory() -> None:
 
 @cache
 def _malloc_trim() -> Any:
-    """None where the C library is not glibc."""
+    """Return `malloc_trim`, or None if the C library is not glibc."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):

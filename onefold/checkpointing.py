@@ -1,7 +1,7 @@
 """Activation checkpointing under DeepSpeed's names.
 
-torch recomputes, with its own care for random numbers, autocast and nesting; the settings say where the inputs rest
-meanwhile (`offload/activation_offload.py`).
+torch performs the recomputation, and handles random state, autocast and nesting. The settings select where the inputs
+are stored in the meantime (`offload/activation_offload.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Settings of every later `checkpoint`: the config's section, and over it the arguments that are given."""
+    """Configure all later calls of `checkpoint`. Arguments override the section of the config."""
     global _configured_by
     if mpu_ is not None and (size := mpu_.get_model_parallel_world_size()) != 1:
         raise ValueError(f"mpu_: a model-parallel world size of {size}, but onefold does no tensor parallelism; use 1")
@@ -60,66 +60,73 @@ def configure(
 
 
 def read_config(config: Config) -> None:
-    """For `initialize`: the section counts where the config has it, unless the script has called `configure`."""
+    """Apply the section of the config in `initialize`, unless the script has called `configure`."""
     global _configured_by
     if not any(name.partition(".")[0] == _SECTION for name in config.raw):
         return
     if _configured_by == "call":
-        logger.info("%s: checkpointing.configure was called before, and its settings stay", _SECTION)
+        logger.info("%s: the settings of checkpointing.configure remain in effect", _SECTION)
         return
     _set(config.activation_checkpointing)
     _configured_by = "config"
 
 
 def is_configured() -> bool:
+    """Return whether settings were made by `configure` or by a config."""
     return _configured_by != "nobody"
 
 
 def settings() -> Settings:
-    """What holds now, under the names of the config's section."""
+    """Return the current settings, under the names of the config's section."""
     return _settings
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many checkpoints one forward makes: `number_checkpoints` of the config."""
+    """Set the number of checkpoints of one forward, `number_checkpoints` of the config."""
     _set(replace(_settings, number_checkpoints=nlayers))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """DeepSpeed shards inputs over the model-parallel group; there is none here, so there is nothing to shard."""
+    """Set `partition_activations`, which has no effect.
+
+    DeepSpeed shards inputs over the model-parallel group, but onefold has no such group.
+    """
     _set(replace(_settings, partition_activations=partition_activation))
     if partition_activation:
         logger.info("partition_activations: there is no model-parallel group, so every rank keeps its inputs whole")
 
 
 def reset() -> None:
-    """Forget buffers and times; the settings stay."""
+    """Drop buffers and times. The settings do not change."""
     forget_buffers()
     _times.update(forward=0.0, recompute=0.0, calls=0)
 
 
 def times() -> dict[str, float]:
-    """With `profile`: seconds in `forward` and `recompute`, and the number of `calls`, since the last `reset`."""
+    """Return the seconds in `forward` and `recompute` and the number of `calls` since the last `reset`.
+
+    They are measured if `profile` is set.
+    """
     return dict(_times)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations are computed again in backward instead of being kept.
+    """Call `function(*args, **kwargs)` and recompute its activations in backward instead of storing them.
 
-    All keywords are the function's. Tensors inside lists, dicts and tuples stay where they are, as in torch.
+    All keywords are passed to the function. Tensors inside lists, dicts and tuples are not offloaded.
     """
-    if torch.compiler.is_compiling():  # The compiler has its own form of this.
+    if torch.compiler.is_compiling():  # The compiler handles checkpoints itself.
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    # No value may be named in `run`: torch keeps it for as long as the graph.
+    # `run` must not reference a value, because torch holds `run` for as long as the graph.
     here, num_args, names, phase = _settings, len(args), tuple(kwargs), iter(["forward"])
 
     def run(*values: Any) -> Any:
         with _boundary(function, next(phase, "recompute"), here):
             return function(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
-    # Keywords go in by position too: torch keeps the random state of the devices it finds there, and there only.
+    # Keywords are passed by position, because torch saves random states only for the devices of positional arguments.
     values = (*args, *kwargs.values())
-    # Inside another checkpoint, inputs are the outer one's activations: it recomputes them, so they rest nowhere.
+    # Inside another checkpoint, inputs are activations that the outer one recomputes, so they are not stored.
     if _inside.get() or not (here.cpu_checkpointing or here.contiguous_memory_optimization):
         return torch_checkpoint(run, *values, use_reentrant=False)
     num_slots = here.number_checkpoints if here.contiguous_memory_optimization else None
@@ -129,7 +136,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             f"add {_SECTION}.number_checkpoints (num_checkpoints= of configure)"
         )
     inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
-    with saved_tensors_hooks(inputs.pack, lambda resting: resting.back()):
+    with saved_tensors_hooks(inputs.pack, lambda offloaded: offloaded.back()):
         outputs = torch_checkpoint(run, *values, use_reentrant=False)
     inputs.wait_for_copies()
     return outputs
@@ -140,7 +147,7 @@ non_reentrant_checkpoint = checkpoint
 
 def _set(settings: Settings) -> None:
     global _settings
-    # As in DeepSpeed, the number may come before or after the rest, from `set_num_layers`.
+    # As in DeepSpeed, `set_num_layers` may be called before or after the other settings are made.
     num = _settings.number_checkpoints if settings.number_checkpoints is None else settings.number_checkpoints
     if num is not None and num < 1:
         raise ConfigError(f"{_SECTION}.number_checkpoints = {num}: expected at least 1")
@@ -149,7 +156,7 @@ def _set(settings: Settings) -> None:
 
 @contextmanager
 def _boundary(function: Callable[..., Any], phase: str, settings: Settings) -> Iterator[None]:
-    """Around one run of a function. A checkpoint inside another is part of the outer one's time."""
+    """Time one run of a checkpointed function. Nested checkpoints count as part of the outer one."""
     nested, token = _inside.get(), _inside.set(True)
     waits = (settings.synchronize_checkpoint_boundary or settings.profile) and torch.cuda.is_initialized()
     if waits:

@@ -1,6 +1,6 @@
-"""Quantized wires for PyTorch's own FSDP2: `module.set_custom_all_gather(QuantizedAllGather())`.
+"""Quantized collectives for PyTorch's FSDP2: `module.set_custom_all_gather(QuantizedAllGather())`.
 
-They satisfy FSDP2's interfaces and need nothing else of onefold: no engine, no config.
+They implement FSDP2's interfaces and need neither an engine nor a config of onefold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onefold.plan.layout import round_up
 
 
 class _Quantized:
-    """One collective for each process group, with its ledger."""
+    """A collective for each process group, and their common ledger."""
 
     def __init__(self, wires: Wires, node_size: int | None) -> None:
         self._wires, self._node_size = wires, node_size
@@ -40,15 +40,16 @@ class _Quantized:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far."""
+        """Bytes that this rank has sent so far."""
         return sum(row.bytes for row in self.ledger.rows())
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate a buffer for FSDP2."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class QuantizedAllGather(_Quantized, AllGather):
-    """Parameters travel as 8-bit integers."""
+    """An all-gather that sends parameters as 8-bit integers."""
 
     def __init__(self, *, bits: int = 8, node_size: int | None = None) -> None:
         super().__init__(Wires(parameters=Codec(bits)), node_size)
@@ -58,7 +59,7 @@ class QuantizedAllGather(_Quantized, AllGather):
     ) -> dist.Work | None:
         collective = self._collective(group, output_tensor.device)
         size, numel = collective.group.size, input_tensor.numel()
-        if not input_tensor.is_floating_point():  # parameters of several dtypes come as bytes
+        if not input_tensor.is_floating_point():  # FSDP2 passes parameters of several dtypes as bytes
             collective.start_gather([AllGatherOp(output_tensor.view(-1), input_tensor.view(-1))]).finish()
             return None
         line = output_tensor.new_zeros(size, round_up(numel, BLOCK))
@@ -69,7 +70,7 @@ class QuantizedAllGather(_Quantized, AllGather):
 
 
 class QuantizedReduceScatter(_Quantized, ReduceScatter):
-    """Sends gradients as 8-bit integers inside a node and as 4-bit integers across nodes. Sums are fp32."""
+    """A reduce-scatter that sends 8-bit integers inside a node and 4-bit integers across nodes. Sums are fp32."""
 
     def __init__(self, *, inside: int = 8, across: int = 4, node_size: int | None = None) -> None:
         super().__init__(Wires(inside=Codec(inside), across=Codec(across)), node_size)

@@ -1,4 +1,4 @@
-"""Kernels in Triton, where its compiler works; without it torch does the same in more passes over memory."""
+"""Load Triton kernels if its compiler works. Otherwise torch computes the same in more passes over memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ Kernels = Any
 
 
 class _MetaKernels:
-    """Kernels for tensors without memory: there is nothing to do."""
+    """Kernels for meta tensors, which do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[torch.Tensor], Kernels | None]:
-    """What gives this module of kernels for a tensor, imported when it is first asked for: None for tensors on a host,
-    and where its `try_out` raises.
+    """Return a function that returns the kernels of `module` for a tensor.
+
+    It returns None for tensors on a host, and if the kernels cannot be imported or their `try_out` raises. The module
+    is imported at the first call for a CUDA tensor.
     """
 
     @cache
@@ -32,9 +34,9 @@ def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[torch.T
         try:
             found = import_module(module)
             found.try_out()
-        except Exception as error:  # whatever a compiler may raise
+        except Exception as error:  # compilers may raise any exception
             logger.warning(
-                "%s: Triton's kernels cannot be used (%s: %s); torch does it, in more passes over memory%s",
+                "%s: Triton's kernels cannot be used (%s: %s). torch is used instead, in more passes over memory%s",
                 purpose, type(error).__name__, error, f" ({advice})" if advice else "",
             )  # fmt: skip
             return None

@@ -1,4 +1,4 @@
-"""Loaders that give each rank its own share of a dataset, and that can go on where another left off."""
+"""Data loaders that distribute a dataset over the ranks and can resume at a saved position."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from onefold.log import logger
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Micro-batches of this rank's share, shuffled alike on every rank. An iterable dataset shares itself out.
+    """A data loader for this rank's part of a dataset, in the same shuffled order on every rank.
 
-    It knows how far the newest pass over it has come, as a number of samples over all ranks. The sampler deals one
-    shuffled list out in turn, so what was handed out is the beginning of that list whatever the number of ranks. On W
-    ranks each skips its share: none is missed, and no more than W - 1 are seen twice.
+    An iterable dataset has to distribute its samples itself.
 
-    With `num_workers` the order is kept exactly, but not the random numbers that workers draw. Of an iterable dataset,
-    as many batches are read and thrown away, unless it has `state_dict` and `load_state_dict` and no workers read it.
+    The position of the newest iterator is a number of samples over all ranks. The sampler distributes one shuffled list
+    round-robin, so the consumed samples are a prefix of that list for any number of ranks. When it resumes on W ranks,
+    each rank skips its part: no sample is missed, and at most W - 1 are repeated.
+
+    With `num_workers` the order is restored exactly, but not the random state of the workers. An iterable dataset is
+    resumed by reading and discarding batches, unless it has `state_dict` and `load_state_dict` and no workers.
     """
 
     def __init__(self, dataset: Dataset[Any], group: Group, *, drop_last: bool = False, **options: Any) -> None:
@@ -39,7 +41,7 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain data. `samples` is 0 between two passes."""
+        """Return the position as plain data. `samples` is 0 between two epochs."""
         here = {"world_size": self.world_size, "batch_size": self.batch_size}
         if self._loaded is not None:
             return self._loaded | here
@@ -52,9 +54,9 @@ class ResumableLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: in the next pass, or in the newest one if it is asked for another batch first.
+        """Resume at a saved position, in the newest iterator or in a new one, whichever is used first.
 
-        If `set_epoch` then asks for another epoch, that one is read from its beginning.
+        If `set_epoch` then selects another epoch, that epoch is read from its start.
         """
         self.check_state(state)
         if self._shares is not None:
@@ -62,14 +64,14 @@ class ResumableLoader(DataLoader[Any]):
         self._loaded = dict(state)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Whether `load_state_dict` takes it; nothing is changed."""
+        """Raise if `load_state_dict` would not accept the state. Change nothing."""
         for key in ("epoch", "samples", "world_size", "batch_size"):
             if not isinstance(state, dict) or type(state.get(key)) is not int or not 0 <= state[key] < 2**62:
                 raise ValueError(f"the saved position in the data must hold {key}, a whole number from 0")
 
     @property
     def _dataset_resumes(self) -> bool:
-        """A dataset in workers moves on there, and the one here does not know."""
+        """Whether the dataset can save its position. It cannot with workers, which advance copies of it."""
         has_state = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
         return has_state and self._shares is None and self.num_workers == 0
 
@@ -88,7 +90,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class _Sampler(DistributedSampler[Any]):
-    """This rank's share, from its sample `first` on."""
+    """A sampler of this rank's part, starting at its sample `first`."""
 
     first = 0
 
@@ -97,6 +99,7 @@ class _Sampler(DistributedSampler[Any]):
 
     @contextmanager
     def starting_at(self, first: int) -> Iterator[None]:
+        """Set `first` for iterators that are created in this context."""
         self.first = first
         try:
             yield
@@ -104,23 +107,23 @@ class _Sampler(DistributedSampler[Any]):
             self.first = 0
 
     def skipped_by(self, samples: int) -> int:
-        """How many of this rank's samples are among the first `samples` of all ranks."""
+        """Return how many of this rank's samples are among the first `samples` of all ranks."""
         num_distinct = len(self.dataset)  # type: ignore[arg-type]
         return min(samples // self.num_replicas, self.num_samples) if samples < num_distinct else self.num_samples
 
 
 @dataclass
 class _Progress:
-    """How far one pass has come."""
+    """The position of one iterator."""
 
     epoch: int | None = None
-    """Known once a batch is out: until then, the sampler may be given another."""
+    """The epoch. None until the first batch, because `set_epoch` may change it until then."""
     samples: int = 0
-    """Handed out on this rank, or skipped."""
+    """The number of samples that were returned or skipped on this rank."""
 
 
 class _Batches:
-    """One pass over a loader."""
+    """An iterator over a loader."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
@@ -138,7 +141,7 @@ class _Batches:
             self._begin(loader._take_loaded(), is_drawn=self._progress.epoch is None)
         progress = self._progress
         try:
-            # torch asks the sampler for the first batch only now.
+            # torch creates the iterator of the sampler with the first batch.
             with shares.starting_at(self._first) if progress.epoch is None and shares is not None else nullcontext():
                 batch = next(self._batches)
         except StopIteration:
@@ -154,8 +157,8 @@ class _Batches:
     def _begin(self, state: dict[str, Any] | None, *, is_drawn: bool) -> None:
         """Start torch's iterator at a saved position.
 
-        That draws a seed for workers. The run that was saved drew its seed before: drawing another one here would shift
-        every random number after it. `is_drawn`: this pass has drawn it, and no batch since.
+        torch draws a seed for the workers here. The saved run drew its seed before the checkpoint, so drawing another
+        one would change all later random numbers. `is_drawn` is True if this iterator has drawn a seed but no batch.
         """
         loader, shares = self._loader, self._loader._shares
         samples = state["samples"] if state is not None else 0
@@ -163,7 +166,7 @@ class _Batches:
         self._first = shares.skipped_by(samples) if shares is not None else 0
         with torch.random.fork_rng(devices=[]) if samples or is_drawn else nullcontext():
             if shares is not None:
-                with shares.starting_at(self._first):  # workers read ahead at once
+                with shares.starting_at(self._first):  # workers start to prefetch immediately
                     self._batches = loader._start()
                 self._progress.samples = self._first
             elif state is not None and "dataset" in state and loader._dataset_resumes:

@@ -1,6 +1,6 @@
-"""The one logger of the library; bytes and counts in words, and back.
+"""The logger of the library, and formatting and parsing of sizes and counts.
 
-Nothing is configured at import; `initialize` gives the logger a handler if nobody else has.
+Nothing is configured at import. `initialize` adds a handler if the program has not configured logging.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ logger = logging.getLogger("onefold")
 
 
 def set_up_logging(level: str | None, *, speaks: bool) -> None:
-    """`speaks`: this rank prints. Ranks that do not speak still let warnings through."""
+    """Configure the logger. Ranks with `speaks` False log only warnings and errors by default."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[onefold] %(message)s"))
@@ -26,7 +26,7 @@ def set_up_logging(level: str | None, *, speaks: bool) -> None:
 
 
 def format_bytes(value: float) -> str:
-    """A number of bytes for a person: 1.50 GB, 2.0 MB, 0.5 kB."""
+    """Format a number of bytes: 1.50 GB, 2.0 MB, 0.5 kB."""
     if value >= 1e9:
         return f"{value / 1e9:.2f} GB"
     return f"{value / 1e6:.1f} MB" if value >= 1e6 else f"{value / 1e3:.1f} kB"
@@ -44,11 +44,12 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_bytes(text: str, unit: str = "GB") -> int:
-    """Return the bytes that a person wrote: 80GB and 80G (powers of ten), 80GiB (of two), 1.5TB; `unit` is that of a
-    plain number. Raise ValueError for anything else.
+    """Parse a number of bytes: 80GB and 80G (powers of ten), 80GiB (powers of two), 1.5TB.
+
+    `unit` applies to a number without a unit. Raise ValueError for other texts.
     """
     number, written = _split_number(text)
-    # 5Gb is not accepted: in that spelling a small b stands for bits.
+    # 5Gb is rejected, because a lower-case b after an upper-case letter means bits.
     found = re.fullmatch(r"([kmgt]?)(i?)b?|([kKMGT]?)(i?)B?", written or unit)
     letter, binary = ("", "") if found is None else (found[1] or found[3] or "", found[2] or found[4])
     if found is None or (binary and not letter):
@@ -57,7 +58,7 @@ def parse_bytes(text: str, unit: str = "GB") -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Return the bytes per second that a person wrote: 50 and 50GB/s, 400Gbit/s and 400Gbps (eight bits per byte)."""
+    """Parse a rate in bytes per second: 50 and 50GB/s, 400Gbit/s and 400Gbps (eight bits per byte)."""
     number, written = _split_number(text)
     bits = re.fullmatch(r"([kKMGT]?)(?:bit/s|bps)", written)
     if bits is not None:
@@ -68,7 +69,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Return the whole number that a person wrote: 7B, 1.3b, 350M, 10k, 7e9 or 7_000_000_000."""
+    """Parse a count: 7B, 1.3b, 350M, 10k, 7e9 or 7_000_000_000."""
     number, written = _split_number(text)
     if re.fullmatch(r"[kmbtKMBT]?", written) is None:
         raise ValueError(f"{text!r} is not a number of parameters; write it as in 7B, 350M or 7e9")
@@ -77,7 +78,7 @@ def parse_count(text: str) -> int:
 
 
 def _power(letter: str) -> int:
-    """Return the power of a thousand that a letter stands for; B is a billion, as G is."""
+    """Return the power of a thousand of a letter. B is a billion, like G."""
     return ["", "k", "m", "g", "t"].index(letter.lower().replace("b", "g"))
 
 

@@ -1,4 +1,4 @@
-"""Device buffers that are taken, given back and taken again: no step pays for what the last one freed."""
+"""A pool of device buffers that are reused from step to step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onefold.allocator import zeros_apart
 
 
 class Pool:
-    """Flat buffers for the time they are needed.
+    """A pool of flat buffers.
 
-    On a GPU torch's allocator already keeps what is freed, so a buffer given back is simply let go, and activations
-    can use its memory meanwhile. On a CPU freed pages go back to the system and cost dearly to get again, so free
-    lists keep them: they grow to the largest number that was open at once, and no further.
+    On a GPU torch's allocator caches freed memory, so buffers are simply freed and activations can use their memory. On
+    a CPU freed pages are returned to the system and are slow to get again, so they are stored in free lists, which grow
+    to the largest number of buffers in use at once.
 
-    A buffer taken under a key is zero wherever the users of that key never write (padding); without a key its content
-    is arbitrary. Everything is taken and given back on one stream.
+    A buffer with a key is zero wherever the users of that key never write (padding). Without a key its content is
+    undefined. All buffers must be taken and given back on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,6 +27,7 @@ class Pool:
         self.num_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, key: Hashable = None) -> torch.Tensor:
+        """Take a buffer from the pool, or allocate one."""
         free = self._free.get((numel, dtype, key))
         if free:
             return free.pop()
@@ -36,12 +37,13 @@ class Pool:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def give_back(self, buffer: torch.Tensor, key: Hashable = None) -> None:
+        """Return a buffer to the pool."""
         if self._keeps:
             self._free.setdefault((buffer.numel(), buffer.dtype, key), []).append(buffer)
         else:
             self.num_bytes -= buffer.nbytes
 
     def clear(self) -> None:
-        """Forget the free buffers; those still out are their holders', and counted until they come back."""
+        """Free the unused buffers. Buffers in use remain counted until they are given back."""
         self.num_bytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
         self._free.clear()

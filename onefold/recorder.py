@@ -1,16 +1,16 @@
-"""Spans of a timeline: what comm, offload, runtime and optim report while somebody records, and nothing otherwise.
+"""Spans of a timeline, which comm, offload, runtime and optim report while a recorder is active.
 
 [Note: spans]
-A span has two marks: when it began and when it ended. What the host does is marked by the host's clock. What a device
-does is marked by events on the stream that does it; nobody waits for them while steps run, and `Recorder.slices` reads
-them when the window is over. Two points at which both clocks were read, before and after the window, put events on the
-host's clock.
+A span has two marks: its begin and its end. Work of the host is marked by the host's clock. Work of a device is marked
+by events on its stream. Nothing waits for these events while steps run; `Recorder.slices` reads them after the window.
+Both clocks are read before and after the window, which maps the times of events to the host's clock.
 
 [Note: what a span carries]
-Bytes are counted by the ledger alone. While a span is carried (`carrying`) what the ledger counts for an operation of
-the span's track is the span's, and a lane that the span's work enters marks its begin and end. A thread that does part
-of the work carries it too (`carried`). What is counted where no span of its track is carried is a span without length.
-Whatever is recorded inside a span, or `within` a unit, has that unit's name unless it has its own.
+Only the ledger counts bytes. While a span is current (`carrying`), bytes that the ledger counts for an operation of the
+span's track are added to the span, and a lane that its work enters marks its begin and end. Another thread that does
+part of the work makes the span current too (`carried`). Bytes that are counted without a current span of their track
+become a span of zero length. Spans that are recorded inside another span, or `within` a unit, have the name of that
+unit by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 
 class Track(Enum):
-    """What a timeline has a row for."""
+    """A row of the timeline."""
 
     PHASES = "phases"
     COMPUTE = "compute"
@@ -41,7 +41,7 @@ class Track(Enum):
     SYNCHRONIZATION = "synchronization"
 
 
-# The ledger's operations, and the track that has their bytes.
+# The track of each operation of the ledger.
 TRACKS = {
     "gather": Track.GATHERS,
     "reduce-scatter": Track.REDUCTIONS,
@@ -56,11 +56,11 @@ TRACKS = {
 }
 
 Mark = int | torch.cuda.Event
-"""Nanoseconds of the host's clock, or a place in a stream."""
+"""Nanoseconds of the host's clock, or an event on a stream."""
 
 
 class Span:
-    """Something that takes time, while it is recorded."""
+    """An interval of work that is being recorded."""
 
     __slots__ = ("_entered", "begun", "details", "ended", "launched", "name", "num_bytes", "on_device", "track", "unit")
 
@@ -74,17 +74,17 @@ class Span:
         self._entered = False
 
     def enter(self, stream: torch.cuda.Stream | None) -> None:
-        """Its work is queued on this stream from here on. The first stream has its begin."""
+        """Mark the begin of the span on the first stream that its work is queued on."""
         if self.on_device and stream is not None and not self._entered:
             self.begun, self._entered = _event(stream), True
 
     def leave(self, stream: torch.cuda.Stream | None) -> None:
-        """What this stream had to do of it is queued. The last one has its end."""
+        """Mark the end of the span after its work on this stream is queued. The last stream determines the end."""
         if self.on_device and stream is not None:
             self.ended = _event(stream)
 
     def finish(self) -> None:
-        """It is over: where the caller's stream stands, unless streams of its own know better."""
+        """End the span at the current position of the caller's stream, unless other streams have marked its end."""
         if not self.on_device:
             self.ended = time.perf_counter_ns()
         elif not self._entered:
@@ -99,7 +99,7 @@ def _event(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Slice:
-    """A span whose times are known, in nanoseconds of the host's clock."""
+    """A finished span, with times in nanoseconds of the host's clock."""
 
     track: Track
     name: str
@@ -109,14 +109,14 @@ class Slice:
 
 
 class Recorder:
-    """The spans of one window on this rank. `active`: the one that is told, if any is."""
+    """The spans of one window on this rank. `active` is the current recorder, if there is one."""
 
     active: ClassVar[Recorder | None] = None
 
     def __init__(self, device: torch.device) -> None:
         self.spans: list[Span] = []
         self.clock_error = 0
-        """Nanoseconds by which times of the device may be wrong on the host's clock."""
+        """The error of device times on the host's clock, in nanoseconds."""
         self._device = device if device.type == "cuda" else None
         self._first = self._last = _TiePoint.now(self._device) if self._device is not None else None
         self._stopped = 0
@@ -124,14 +124,14 @@ class Recorder:
     def start(
         self, track: Track, name: str, unit: str = "", details: dict[str, Any] | None = None, *, by_host: bool = False
     ) -> Span:
-        """`by_host`: the host does it, also where there is a device."""
+        """Start a span. With `by_host` it is measured by the host's clock even if there is a device."""
         on_device = self._device is not None and not by_host
         span = Span(track, name, unit or _unit.get(), details or {}, on_device=on_device)
         self.spans.append(span)
         return span
 
     def count(self, operation: str, num_bytes: int) -> None:
-        """The ledger has counted these bytes."""
+        """Add bytes that the ledger has counted to the current span."""
         span, track = _span.get(), TRACKS.get(operation, Track.SYNCHRONIZATION)
         if span is None or span.track is not track:
             if not num_bytes:
@@ -141,14 +141,17 @@ class Recorder:
         span.num_bytes += num_bytes
 
     def stop(self) -> None:
-        """The window is over. The device is waited for."""
+        """End the window and synchronize with the device."""
         if self._first is not None and self._device is not None:
             self._last = _TiePoint.now(self._device)
             self.clock_error = max(self._first.error, self._last.error)
         self._stopped = time.perf_counter_ns()
 
     def slices(self) -> list[Slice]:
-        """All spans of a window that is over, on the host's clock. What has no end ends with it, and says so."""
+        """Return all spans after the window has ended, on the host's clock.
+
+        Spans without an end are marked as unfinished and end with the window.
+        """
         times = self._device_times()
         found = []
         for span in list(self.spans):
@@ -183,7 +186,7 @@ _MOVING = set(TRACKS.values())
 
 @dataclass(frozen=True)
 class _TiePoint:
-    """A moment on both clocks: an event of an idle device, and the host's time in the middle of waiting for it."""
+    """A simultaneous reading of both clocks: an event of an idle device, and the host's time at its middle."""
 
     event: torch.cuda.Event
     host: int
@@ -203,7 +206,7 @@ class _TiePoint:
         return _TiePoint(event, (before + after) // 2, (after - before + 1) // 2)
 
 
-# -- what a thread is in the middle of ---------------------------------------------------------------------------------
+# -- the current span and unit of a thread -----------------------------------------------------------------------------
 
 _span: ContextVar[Span | None] = ContextVar("span", default=None)
 _unit: ContextVar[str] = ContextVar("unit", default="")
@@ -211,12 +214,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def carried_span() -> Span | None:
-    """The span that this thread works on, while somebody records."""
+    """Return the current span of this thread, or None if no recorder is active."""
     return _span.get() if Recorder.active is not None else None
 
 
 def carrying(span: Span | None) -> AbstractContextManager[None]:
-    """What the ledger counts in here is this span's, and so are the lanes that are entered."""
+    """Make a span current: it receives the bytes that the ledger counts and the lanes that are entered."""
     return _carrying(span) if span is not None else _NOTHING
 
 
@@ -231,7 +234,7 @@ def _carrying(span: Span) -> Iterator[None]:
 
 
 def within(unit: str) -> AbstractContextManager[None]:
-    """What is recorded in here is this unit's."""
+    """Set the unit of spans that are recorded in this context."""
     return _within(unit) if Recorder.active is not None else _NOTHING
 
 
@@ -245,7 +248,7 @@ def _within(unit: str) -> Iterator[None]:
 
 
 def carried(job: Callable[[], None]) -> Callable[[], None]:
-    """The job for another thread, which carries there what is carried here."""
+    """Wrap a job for another thread, so that the current span and unit are current there."""
     return job if Recorder.active is None else partial(copy_context().run, job)
 
 
@@ -261,7 +264,7 @@ def _recorded(span: Span) -> Iterator[None]:
 def recorded(
     track: Track, name: str, unit: str = "", *, numel: int | None = None, by_host: bool = False
 ) -> AbstractContextManager[None]:
-    """A span around something that ends in the function, and on the stream, where it begins."""
+    """Record a span around work that ends in the function and on the stream where it begins."""
     recorder = Recorder.active
     if recorder is None:
         return _NOTHING
@@ -273,8 +276,9 @@ def recorded(
 
 
 def rows_of(times: Sequence[tuple[int, int]], *, nests: bool) -> list[int]:
-    """A row for each (begin, end), so that no two in a row overlap: the first that is free. `nests`: one may lie inside
-    another in its row, as a viewer draws them.
+    """Assign the first free row to each (begin, end), so that intervals in a row do not overlap.
+
+    With `nests` an interval may lie inside another one of its row.
     """
     order = sorted(range(len(times)), key=lambda index: (times[index][0], -times[index][1]))
     open_ends: list[list[int]] = []

@@ -1,7 +1,7 @@
-"""The accumulation window: which micro-step is a boundary, and how a window's loss is divided. No tensors.
+"""The gradient accumulation window: its boundaries, and the division of its gradients. No tensors.
 
-Two protocols are served. The engine counts, and `backward` and `step` are called on every micro-batch; or the caller
-sets the boundary before each backward and calls `step` only there.
+There are two protocols. Either the engine counts micro-steps, and the caller calls `backward` and `step` for every
+micro-batch; or the caller sets the boundary before each backward and calls `step` only at boundaries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from onefold.config import Batch
 
 
 class AccumulationWindow:
-    """`managed` False: every `step` is a boundary, and no backward knows whether one follows."""
+    """The state of the accumulation window of one engine.
+
+    If `managed` is False every `step` is a boundary, and a backward cannot know whether it is the last of its window.
+    """
 
     def __init__(self, batch: Batch, *, managed: bool) -> None:
         self.batch = batch
@@ -21,10 +24,10 @@ class AccumulationWindow:
         self.micro_steps = 0
         self.explicit: bool | None = None
         self.in_no_sync = False
-        # What the accumulated gradients are still to be divided by: 1 where `engine.backward` divided the loss,
-        # the accumulation count where a bare backward did not. None between windows.
+        # The divisor that still has to be applied to the accumulated gradients: 1 if `engine.backward` divided the
+        # loss, or the accumulation count after a bare `loss.backward()`. None between windows.
         self._divisor: int | None = None
-        # The micro-step from which windows are counted.
+        # The micro-step at which the counting of windows starts.
         self._first = 0
 
     @property
@@ -33,7 +36,7 @@ class AccumulationWindow:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the coming (or present) micro-step ends with an update."""
+        """Whether the current micro-step, or the next one if none is active, ends with an update."""
         if not self.managed:
             return True
         if self.explicit is not None:
@@ -42,25 +45,26 @@ class AccumulationWindow:
 
     @property
     def backward_is_last(self) -> bool:
-        """Whether the coming backward is known to be the last of its window."""
+        """Whether the next backward is known to be the last of its window."""
         return self.managed and not self.in_no_sync and self.at_boundary
 
     @property
     def divisor(self) -> int:
-        """What the accumulated gradients are still to be divided by."""
+        """The divisor that still has to be applied to the accumulated gradients."""
         return self._divisor or 1
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients have been accumulated that no step has used yet."""
+        """Whether there are accumulated gradients that no step has used yet."""
         return self._divisor is not None
 
     def resume(self, micro_steps: int) -> None:
-        """Go on as a run that stands at a boundary after so many micro-steps."""
+        """Resume at a boundary after `micro_steps` micro-steps."""
         self.micro_steps = self._first = micro_steps
         self.close()
 
     def divide_by(self, divisor: int) -> None:
+        """Set the divisor of the window. Raise if the window has another one."""
         if self._divisor not in (None, divisor):
             raise RuntimeError(
                 "engine.backward(loss) and a bare loss.backward() in one accumulation window: they divide by the "
@@ -69,11 +73,11 @@ class AccumulationWindow:
         self._divisor = divisor
 
     def close(self) -> None:
-        """The window's gradients are gone: stepped with, or dropped."""
+        """Close the window after its gradients were used by a step or dropped."""
         self._divisor = None
 
     def restart(self) -> bool:
-        """The window's gradients are lost: count from here. Whether earlier micro-steps were lost with them."""
+        """Start a new window, because the gradients are lost. Return whether earlier micro-steps were lost too."""
         lost = self.micro_steps > self._window_start
         self._first = self.micro_steps
         self.close()
@@ -85,6 +89,7 @@ class AccumulationWindow:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Mark backwards in this context as not the last of their window."""
         if self.in_no_sync:
             raise RuntimeError("engine.no_sync() does not nest")
         self.in_no_sync = True
@@ -94,6 +99,7 @@ class AccumulationWindow:
             self.in_no_sync = False
 
     def set_train(self, train: int) -> None:
+        """Set the global batch size by changing the accumulation count."""
         per_micro_step = self.batch.micro * self.batch.world
         if train < 1 or train % per_micro_step:
             raise ValueError(
@@ -103,11 +109,13 @@ class AccumulationWindow:
         self.set_accumulation(train // per_micro_step)
 
     def set_micro(self, micro: int) -> None:
+        """Set the micro-batch size."""
         if micro < 1:
             raise ValueError(f"the micro-batch size must be at least 1, not {micro}")
         self._set(micro, self.batch.accumulation)
 
     def set_accumulation(self, accumulation: int) -> None:
+        """Set the accumulation count. Raise inside a window."""
         if accumulation < 1:
             raise ValueError(f"the accumulation count must be at least 1, not {accumulation}")
         if accumulation != self.batch.accumulation:

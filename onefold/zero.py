@@ -43,7 +43,7 @@ from onefold.config import Config, load_config
 from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.offload.fingerprint import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
-from onefold.plan.table import make_precision
+from onefold.plan.plan import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.order import Request
 from onefold.runtime.parameter_proxy import plain_class, sources_of

@@ -20,7 +20,7 @@ MUTATIONS = [
     # -- 28 of a review of the tests, of which 8 were not caught then -------------------------------------------
     Mutation(
         "predivision",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "after = 1.0 / (world_size * before)",
         "after = 1.0 / world_size",
         "test_engine.py -k how_gradients_are_combined",
@@ -34,7 +34,7 @@ MUTATIONS = [
     ),
     Mutation(
         "mics-divisor",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "scaling=_scaling(config, world_size)",
         "scaling=_scaling(config, world_size // replicas)",
         "test_mics.py",
@@ -210,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         "overlap-by-default",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "overlap = sharded if zero.overlap_comm is None else zero.overlap_comm",
         "overlap = True if zero.overlap_comm is None else zero.overlap_comm",
         "test_plan.py",
@@ -345,8 +345,8 @@ MUTATIONS = [
     Mutation(
         "buffers-of-one-batch",
         "onefold/plan/memory.py",
-        "landed = [*arriving, *(after if plan.overlap else ())]",
-        "landed = arriving",
+        "computed = [*arriving, *(after if plan.overlap else ())]",
+        "computed = arriving",
         "test_resident_memory.py -k plan_counts",
     ),
     Mutation(
@@ -449,7 +449,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ratio-of-what-is-offloaded",
-        "onefold/plan/memory.py",
+        "onefold/plan/tiers.py",
         "if used > (1 - ratio) * total:",
         "if used > ratio * total:",
         "test_offload_cases.py -k ratio",
@@ -663,7 +663,7 @@ MUTATIONS = [
     ),
     Mutation(
         "writes-always-searched",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "honours_writes=own.honour_writes,",
         "honours_writes=True,",
         "test_held_parameters.py -k turned_off",
@@ -875,8 +875,8 @@ MUTATIONS = [
     Mutation(
         "below-own-classes-pass",
         "onefold/plan/memory.py",
-        "kept.as_matrices or kept.by_own_class or",
-        "kept.as_matrices or",
+        "states.as_matrices or states.by_own_class or",
+        "states.as_matrices or",
         "test_estimate.py -k its_own_class",
     ),
     Mutation(
@@ -910,8 +910,8 @@ MUTATIONS = [
     Mutation(
         "below-shared-by-ranks",
         "onefold/runtime/build.py",
-        "by_device = shared.gives_to_device(trained)",
-        "by_device = shared.gives_to_device(trained // plan.num_shards % 5000)",
+        "by_device = split.assign(trained)",
+        "by_device = split.assign(trained // plan.num_shards % 5000)",
         "test_plan.py -k neither_stage_nor_ranks",
     ),
     Mutation(
@@ -989,8 +989,8 @@ MUTATIONS = [
     Mutation(
         "states-weight-counted-twice",
         "onefold/plan/memory.py",
-        "self.kept.master.parts[1 if self.weight_is_master else 0 :]",
-        "self.kept.master.parts",
+        "self.state_spec.master.parts[1 if self.weight_is_master else 0 :]",
+        "self.state_spec.master.parts",
         "test_states.py -k bytes_a_parameter",
     ),
     Mutation(

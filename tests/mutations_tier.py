@@ -21,7 +21,7 @@ TIER_MUTATIONS = [
     # bf16 or fp16, one rank, several micro-steps.
     Mutation(
         "tier-one-rank-accumulates-narrow",
-        "onefold/plan/table.py",
+        "onefold/plan/plan.py",
         "return dtype if num_micro_steps == 1 and num_ranks == 1 else self._accumulate(dtype)",
         "return dtype if num_ranks == 1 else self._accumulate(dtype)",
         "test_plan.py test_exactness.py test_engine.py test_memory.py",
@@ -37,7 +37,7 @@ TIER_MUTATIONS = [
     # 16 bits, parameters on NVMe and states on the host.
     Mutation(
         "tier-parameters-stay-on-host",
-        "onefold/plan/memory.py",
+        "onefold/plan/tiers.py",
         "elif tier is Tier.NVME and states is Tier.HOST and has_master_dtype:",
         "elif tier is Tier.NVME and states is Tier.HOST:",
         "test_memory.py test_offload_cases.py test_plan.py",

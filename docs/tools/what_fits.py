@@ -14,8 +14,8 @@ import formulas
 from to_javascript import translate_module
 
 from onefold.plan import Placement
+from onefold.plan.plan import TABLE
 from onefold.plan.state_formats import BLOCK, SIGNED, SPLIT_8, SPLIT_16
-from onefold.plan.table import TABLE
 from onefold.tools.estimate.machines import GB, GPUS, find_machine
 from onefold.tools.estimate.question import DEFAULT_CONFIG, settings_for
 from onefold.tools.estimate.shapes import SHAPES

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from onefold.engine.train_state import TrainState
-from onefold.plan import BufferBytes, Crossing, ModelBytes, Plan, Tier, count_crossing
+from onefold.plan import BufferBytes, ModelBytes, OffloadTraffic, Plan, Tier, count_offload_traffic
 from onefold.report.describe import describe, held_bytes, planned_buffers, planned_bytes
 
 
@@ -46,11 +46,11 @@ class ModelMemory:
         keeps = self._state.device.type == "cpu" and self.collective_name == "exchange"
         return planned_buffers(self._state.schedule, self.plan, self._state.step, keeps=keeps)
 
-    def planned_crossing(self) -> Crossing:
+    def planned_offload_traffic(self) -> OffloadTraffic:
         """Return the bytes that one step copies between tiers, as `engine.ledger` counts them."""
         specs = [param.spec for unit in self._state.schedule.units for param in unit.params]
         on_gpu = self._state.device.type == "cuda"
-        return count_crossing(specs, self.plan, self._state.window.batch.accumulation, device_casts=on_gpu)
+        return count_offload_traffic(specs, self.plan, self._state.window.batch.accumulation, device_casts=on_gpu)
 
     def held_bytes(self, tier: Tier = Tier.DEVICE) -> ModelBytes:
         """Return the allocated bytes of model state in one tier, counted from the tensors."""
@@ -64,7 +64,7 @@ class ModelMemory:
             state.plan,
             {tier: self.planned_bytes(tier) for tier in Tier},
             self.planned_buffers(),
-            self.planned_crossing(),
+            self.planned_offload_traffic(),
             state.window.batch,
             state.step.name if state.step is not None else None,
             self.collective_name,

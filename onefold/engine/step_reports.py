@@ -293,7 +293,7 @@ def open_record(loop: Loop, group: Group) -> RunRecord | None:
 
 def expected(memory: ModelMemory) -> PlanReport:
     """Return the plan of an engine, without measurements."""
-    buffers, crossing = asdict(memory.planned_buffers()), asdict(memory.planned_crossing())
+    buffers, crossing = asdict(memory.planned_buffers()), asdict(memory.planned_offload_traffic())
     return PlanReport(planned_of(memory), {}, buffers, crossing, peaks={}, traffic=(), num_steps=0)
 
 

@@ -1,1 +1,1 @@
-"""Where bytes rest: on the device, in host memory, in files; and the bus between them."""
+"""Storage of model state on the device, in host memory and on disk, and the copies between them."""

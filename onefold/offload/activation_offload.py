@@ -1,9 +1,9 @@
-"""Activation offload: where the inputs of a checkpointed function are between its forward and its recomputation.
+"""Activation offload: storage of the inputs of a checkpointed function between its forward and its recomputation.
 
 [Note: offloaded inputs]
-torch keeps the inputs of a checkpoint with autograd, where a pack hook may put something else in their place: here, a
-copy on the host or in a slot of one buffer. Autograd holds it exactly as long as it would have held the input, so
-whatever ends a graph (a backward, an exception, `del loss`) also gives slot and host memory back; nobody counts.
+torch saves the inputs of a checkpoint with autograd, and a pack hook can replace them: here by a copy on the host or in
+a slot of a buffer. Autograd holds the replacement exactly as long as it would have held the input. So whenever a graph
+is freed (by a backward, an exception or `del loss`), its slots and host memory are freed too.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from onefold.config import ConfigError
 from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.host_memory import page_aligned
 
-_ALIGNMENT = 512  # Bytes: kernels may choose by it, and torch's own CUDA allocations have it.
+_ALIGNMENT = 512  # In bytes. torch's CUDA allocations have it, and kernels may depend on it.
 
-_buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # One memory of memory, and its free slots.
+_buffers: dict[tuple[Any, ...], tuple[Tensor, list[int]]] = {}  # The memory, and its free slots.
 
 
 def forget_buffers() -> None:
-    """Slots that are still out stay their holders'."""
+    """Drop all buffers. Slots in use remain valid."""
     _buffers.clear()
 
 
 @dataclass(eq=False)
 class OffloadedInput:
-    """An input of a checkpointed function, as itself or as its copy, and the way back."""
+    """An input of a checkpointed function, or its copy."""
 
     tensor: Tensor
     device: torch.device
     version: int | None = None
-    """Of an input that rests as itself: with a hook in between, torch no longer looks for changes in place."""
+    """The version of an input that is not copied. torch does not check tensors that a pack hook returns."""
     arrived: CopyEvent = COMPLETE
+    """The completion of the copy to the host."""
 
     def back(self) -> Tensor:
+        """Return the input on its device."""
         if self.version is not None:
             _check_unchanged(self.tensor, self.version)
         self.arrived.wait_on_stream()
@@ -50,16 +52,17 @@ class OffloadedInput:
 
 
 class Inputs:
-    """Keeps the floating inputs of one call: on the host or where they are, in slots or each by itself."""
+    """Stores the floating-point inputs of one call: on the host or their device, in slots or in separate tensors."""
 
     def __init__(self, values: Sequence[Any], *, on_host: bool, num_slots: int | None) -> None:
         self._on_host, self._num_slots = on_host, num_slots
-        # A parameter lives anyway: a copy of it would cost memory instead of saving it.
+        # Parameters are not copied: they stay allocated anyway.
         self._parameters = {value.data_ptr() for value in values if isinstance(value, nn.Parameter)}
         self._num_moved = 0
         self._copying: list[tuple[OffloadedInput, Tensor, int]] = []
 
     def pack(self, tensor: Tensor) -> OffloadedInput:
+        """Replace a saved tensor by its copy. This is a pack hook of autograd."""
         tensor = tensor.detach()
         device = torch.device("cpu") if self._on_host else tensor.device
         plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
@@ -82,20 +85,20 @@ class Inputs:
         return offloaded
 
     def wait_for_copies(self) -> None:
-        """The caller may free its inputs from here on, so the compute stream waits for the copies beside it.
+        """Make the compute stream wait for the copies, because the caller may free its inputs now.
 
-        They had the whole function to run beside. Waiting lets the memory be reused at once, in the order of the
-        stream; `record_stream` would hold it for as long as the host is ahead of the device.
+        The copies overlapped the whole function. After this wait the memory can be reused at once, in stream order.
+        `record_stream` would retain it for as long as the host is ahead of the device.
         """
         for offloaded, tensor, version in self._copying:
             offloaded.arrived.wait_on_stream()
-            _check_unchanged(tensor, version)  # A change in place would have raced with the copy.
+            _check_unchanged(tensor, version)  # An in-place write would have raced with the copy.
         self._copying.clear()
 
 
 @cache
 def _bus(device: torch.device) -> Bus:
-    """Inputs leave beside what computes, as gradients do."""
+    """Return the bus that copies inputs on a separate stream. Its bytes are not counted."""
     return Bus(device, lambda _way, _num_bytes: None)
 
 
@@ -108,12 +111,12 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
 
 
 def _take_slot(tensor: Tensor, device: torch.device, place: int, num_slots: int) -> tuple[Tensor, Callable[[], None]]:
-    """A slot for the input at this place of its call: calls with two inputs of one shape have two buffers."""
-    strides = torch.empty_like(tensor, device="meta").stride()  # Dense: the gaps of a view are closed.
+    """Take a slot for the input at position `place` of a call. Inputs at different positions use different buffers."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # The copy is dense, without the gaps of a view.
     pitch = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT // tensor.itemsize
     key = (place, tensor.shape, strides, tensor.dtype, tensor.device, device, num_slots)
     if key not in _buffers:
-        # Another shape than before, such as a longer sequence: buffers that nobody uses any more make room.
+        # For a new shape, such as a longer sequence, free the buffers without a slot in use.
         for other in [other for other, (_, free) in _buffers.items() if len(free) == other[-1]]:
             del _buffers[other]
         if device.type == "cpu":
@@ -123,11 +126,11 @@ def _take_slot(tensor: Tensor, device: torch.device, place: int, num_slots: int)
         _buffers[key] = memory, list(reversed(range(num_slots)))
     memory, free = _buffers[key]
     if not free:
-        gc.collect()  # A graph that an exception ended may still hang in a cycle.
+        gc.collect()  # A reference cycle may hold the graph of a failed forward.
     if not free:
         raise ConfigError(
-            f"activation_checkpointing.number_checkpoints = {num_slots}: so many inputs of shape {list(tensor.shape)} "
-            "already wait for their backward; raise it to the number of checkpointed calls in one forward"
+            f"activation_checkpointing.number_checkpoints = {num_slots}: all slots for inputs of shape "
+            f"{list(tensor.shape)} are in use. Set it to the number of checkpointed calls in one forward"
         )
     index = free.pop()
     return memory.as_strided(tensor.shape, strides, index * pitch), lambda: free.append(index)

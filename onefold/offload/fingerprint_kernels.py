@@ -1,4 +1,4 @@
-"""The sum of a fingerprint in Triton: one launch, and each word is read once."""
+"""A Triton kernel for fingerprints: one launch that reads each word once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _add_words(words, total, size, spread, BLOCK: tl.constexpr):
 
 
 def add_words(words: torch.Tensor, total: torch.Tensor) -> None:
-    """As the function of that name in `fingerprint` does it, with the same result."""
+    """Compute the same result as `fingerprint.add_words`."""
     if words.numel():
         with torch.cuda.device(words.device):
             grid = (triton.cdiv(words.numel(), BLOCK),)
@@ -28,7 +28,7 @@ def add_words(words: torch.Tensor, total: torch.Tensor) -> None:
 
 
 def try_out() -> None:
-    """Raise where the kernel does not build, run or agree."""
+    """Raise if the kernel does not compile, does not run, or gives a wrong sum."""
     words = torch.arange(-BLOCK, 2 * BLOCK + 1, device="cuda") * 0x123456789
     total, expected = torch.zeros((2,), dtype=torch.int64, device="cuda")
     add_words(words, total)

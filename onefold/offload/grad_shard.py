@@ -1,4 +1,4 @@
-"""The reduced gradient of a flat parameter: where a reduction leaves it, and where the step finds it."""
+"""The reduced gradient of a flat parameter, from its reduction to the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from onefold.pool import Pool
 
 
 def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """The fp64 sum of squares of aligned blocks' fp32 norms: torch's fp32 norm of a long vector loses 0.3% on CPU."""
+    """Compute the sum of squares in fp64 from the fp32 norms of aligned blocks.
+
+    torch's fp32 norm of a long vector has an error of 0.3% on a CPU.
+    """
     dtype = torch.promote_types(shard.dtype, torch.float32)
     blocks: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
     return blocks.double().square().sum()
@@ -26,51 +29,52 @@ class GradShard:
 
     tier: Tier
     value: torch.Tensor | None = None
-    """None: nothing has been reduced since the last step."""
+    """The gradient. None if nothing has been reduced since the last step."""
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
-        """What the reduction of a flat gradient writes to, and whether it adds to what is there."""
+        """Return the output tensor of the reduction of a flat gradient, and whether the reduction adds to it."""
         raise NotImplementedError
 
     def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
-        """The reduction is done: the slot that held the flat gradient goes back to the pool, now or later."""
+        """Finish a reduction, and return the slot of the flat gradient to the pool as soon as it is unused."""
 
     def wait(self) -> None:
-        """Until `value` is complete, as the host sees it."""
+        """Block the host until `value` is complete."""
 
     def square_sum(self) -> torch.Tensor:
-        """The sum of squares, an fp64 scalar."""
+        """Compute the sum of squares, an fp64 scalar."""
         assert self.value is not None
         self.wait()
         return square_sum(self.value)
 
     def start_square_sum(self) -> None:
-        """The last reduction before a step is done: the sum of squares may be taken now, beside the next reduction."""
+        """Start the sum of squares after the last reduction before a step, so that it overlaps the next reduction."""
 
     def forget_square_sum(self) -> None:
-        """The gradient is written from outside."""
+        """Discard the sum of squares, because the gradient is about to be written by the caller."""
 
     def widen(self, dtype: torch.dtype, pool: Pool, key: Hashable, *, in_place: bool) -> None:
-        """From now on several micro-steps add up."""
+        """Change the dtype of the gradient, because several micro-steps will be accumulated."""
 
     def drop(self, pool: Pool, key: Hashable) -> None:
-        """Forget what has been reduced."""
+        """Discard the gradient."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is held, in the tier of this shard."""
+        """Return the allocated tensors, all in the tier of this shard."""
         raise NotImplementedError
 
 
 class DeviceGrad(GradShard):
-    """On the device, from the first reduction to the step. `in_place`: the sum stays in this rank's slice of the slot,
-    and costs no memory of its own.
+    """A gradient shard on the device.
+
+    With `in_place` the sum is stored in this rank's slice of the slot, and needs no extra memory.
     """
 
     tier = Tier.DEVICE
 
     def __init__(self, size: int, dtype: torch.dtype, rank: int, *, in_place: bool) -> None:
         self._size, self._rank, self._dtype, self._in_place = size, rank, dtype, in_place
-        # What the value lies in, where that is not memory of its own.
+        # The slot that contains the value, if it is reduced in place.
         self._slot: torch.Tensor | None = None
         self._square: torch.Tensor | None = None
 
@@ -117,7 +121,10 @@ class DeviceGrad(GradShard):
 
 
 class HostGrad(GradShard):
-    """In host memory, where the host steps. `delays`: the host may still read one while the next comes down."""
+    """A gradient shard in host memory.
+
+    With `delays` there are two buffers, because a delayed step reads one while the next gradient is copied to the host.
+    """
 
     tier = Tier.HOST
 
@@ -128,9 +135,9 @@ class HostGrad(GradShard):
         self._own = memory.host(size, dtype)
         self._other = memory.host(size, dtype) if delays else None
         self._arriving: CopyEvent | Future[None] = COMPLETE
-        # Of a gradient that came down whole it was taken on the device.
+        # The sum of squares, computed on the device if the gradient is copied in one piece.
         self._square: torch.Tensor | None = None
-        # One micro-step's sum, on the device until it is on the host.
+        # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
         memory.gradients.expect(size * (compute if alone else dtype).itemsize)
@@ -140,20 +147,20 @@ class HostGrad(GradShard):
         return self._passing, False
 
     def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
-        """The sum of this micro-step is reduced, as the compute stream sees it: it goes down."""
+        """Start the device-to-host copy of this micro-step's reduced gradient."""
         assert self._passing is not None
         total, self._passing = self._passing, None
         if self._reader is not None:
-            self._reader.result()  # the step still reads the last one
+            self._reader.result()  # the step may still be reading the previous gradient
         add = self.value is not None
         if not add:
-            self.wait()  # one that was dropped may still be on its way there
+            self.wait()  # the copy of a dropped gradient may still be in flight
         self.value = self._own
         self._square = None if add else square_sum(total)
         self._arriving = self._memory.gradients.start(total, self._own, slot, pool, key, add=add)
 
     def read_by(self, step: Future[CopyEvent] | None) -> None:
-        """The host's step reads the gradient until it is done."""
+        """Register the step on the host that reads the gradient until it is done."""
         self._reader = step
 
     def wait(self) -> None:
@@ -169,7 +176,7 @@ class HostGrad(GradShard):
         self._square = None
 
     def swap(self) -> None:
-        """The host keeps this gradient for longer: the next one goes elsewhere."""
+        """Use the other buffer for the next gradient, because the host still reads this one."""
         assert self._other is not None
         self._own, self._other = self._other, self._own
 

@@ -1,7 +1,7 @@
-"""The host tier: page-locked memory in one piece of exact size, and what is left of the machine's.
+"""The host tier: page-locked memory in one allocation of exact size, and the memory that is available.
 
-torch rounds page-locked allocations up to a power of two, and locks them page by page as it goes. Here the pages are
-touched by all cores at once and then locked with one call: about twice as fast, and not a byte too many.
+torch rounds page-locked allocations up to a power of two and locks them page by page. Here all cores touch the pages,
+which are then locked by one call. This is about twice as fast and allocates no extra byte.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-# Bytes: O_DIRECT wants offset, length and memory on a multiple of the drive's block, which is never larger.
+# In bytes. O_DIRECT requires offset, length and address to be multiples of the drive's block, which is never larger.
 PAGE = 4096
 
 
 class HostShortage(MemoryError):
-    """The host has too little memory for what a plan puts there; the message has the arithmetic."""
+    """The host has too little memory for the model state that the plan offloads."""
 
 
 class _Block(mmap.mmap):
-    """Anonymous memory, whole pages, zero. Tensors hold it; with the last of them it is unlocked and given back."""
+    """Anonymous, zeroed memory of whole pages. It is unlocked and freed with the last tensor that uses it."""
 
     locked: int | None = None
 
@@ -31,10 +31,10 @@ class _Block(mmap.mmap):
 
 
 def page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-    """Bytes that start at a page, all zero; page-locked for the GPU where `pinned`."""
+    """Allocate zeroed bytes that start at a page boundary, page-locked if `pinned`."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # Private, not shared: only that memory comes in huge pages, which a step over many gigabytes needs.
+    # Only private mappings get huge pages, which a step over many gigabytes needs.
     block = _Block(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -43,14 +43,18 @@ def page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
         memory.zero_()  # touches every page, on all cores
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
         if int(error) != 0:
-            raise HostShortage(f"locking {num_bytes / 1e9:.1f} GB of host memory failed: {error}. pin_memory: false")
+            raise HostShortage(
+                f"locking {num_bytes / 1e9:.1f} GB of host memory failed: {error}. Set pin_memory to false"
+            )
         block.locked = memory.data_ptr()
     return memory
 
 
 class Arena:
-    """Host memory of exact size, handed out piece by piece and never taken back: whole pages from its start, each at a
-    page, and from its end what is no whole number of pages, as bytes and scales of encoded states may be.
+    """Host memory of exact size that is allocated piece by piece and never freed.
+
+    Pieces of whole pages are taken from its start, so they are page-aligned. Others, such as the scales of quantized
+    states, are taken from its end.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
@@ -58,6 +62,7 @@ class Arena:
         self._used, self._left = 0, num_bytes
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a tensor."""
         size = numel * dtype.itemsize
         assert self._used + size <= self._left, "the plan counts every byte that is taken"
         if size % PAGE:
@@ -68,7 +73,7 @@ class Arena:
 
 
 def available_bytes() -> int:
-    """Host memory that this process could still have: the machine's, or what its control group leaves."""
+    """Return the available host memory, limited by the control group of this process."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     if free is None:
@@ -78,8 +83,9 @@ def available_bytes() -> int:
 
 
 def check_room(needed: int, what: str, num_ranks: int, ratio: float | None = None) -> None:
-    """Raise before the first byte is taken where the ranks of this host want more than there is. `ratio`: the share of
-    states that is offloaded, as the config says.
+    """Raise if the ranks of this node need more host memory than is available.
+
+    `ratio` is the fraction of states that the config offloads, if it is set.
     """
     free = available_bytes()
     if needed * num_ranks > free:
@@ -88,12 +94,15 @@ def check_room(needed: int, what: str, num_ranks: int, ratio: float | None = Non
         raise HostShortage(
             f"offloading needs {needed / 1e9:.2f} GB of host memory{ranks}, and {free / 1e9:.2f} GB are available: "
             f'{what}. Offload less (zero_optimization.offload_optimizer.ratio{fits}, or "auto"), use more ranks, or '
-            "let states rest on a disk (offload_optimizer.device nvme)"
+            "store states on disk (offload_optimizer.device nvme)"
         )
 
 
 def _cgroup_left() -> int | None:
-    """What a container's memory limit leaves; cache counts as free, since it is given up first."""
+    """Return the bytes left under the memory limit of a container, or None without a limit.
+
+    Inactive page cache counts as free, because the kernel reclaims it first.
+    """
     root = Path("/sys/fs/cgroup")
     for limit, used, stat in (
         (root / "memory.max", root / "memory.current", root / "memory.stat"),

@@ -1,15 +1,15 @@
-"""Flat tensors that rest in files on NVMe drives, read and written by threads with O_DIRECT.
+"""Flat tensors in files on NVMe drives, read and written by threads with O_DIRECT.
 
 [Note: requests]
-A transfer is cut into requests of `aio.block_size` bytes, at page boundaries of the file. A thread does one request at
-a time with a plain preadv or pwritev, for which Python gives up its lock; as many threads as `aio.queue_depth` keep as
-many requests in flight. A thread serves one transfer until no request of it is left, so transfers finish in the order
-in which they were started, and a request costs no future and no wake-up.
+A transfer is split into requests of `aio.block_size` bytes, at page boundaries of the file. Each thread performs one
+request at a time with preadv or pwritev, which release the GIL. `aio.queue_depth` threads keep as many requests in
+flight. A thread works on one transfer until none of its requests is left, so transfers finish in the order in which
+they were started, and a request needs no future and no wake-up.
 
-O_DIRECT copies between the drive and whole pages of memory. Where file range and memory are pages, a request goes
-straight; otherwise it passes through a block of the thread's own. A page that belongs to a slice only in part is a
-request of its own: a store reads it, changes its part and writes it back, one such page of a drive at a time, so two
-slices that meet within a page can be stored at once. The last page of a reserved tensor is never shared.
+O_DIRECT copies between the drive and whole pages of memory. If file range and memory are page-aligned, a request uses
+them directly. Otherwise it uses a bounce buffer of its thread. A page that belongs only partly to a slice is a separate
+request: a store reads the page, changes its part and writes it back. A lock per drive serializes such requests, so two
+slices that share a page can be stored at the same time. The last page of a reserved tensor is never shared.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from onefold.offload.host_memory import PAGE, page_aligned
 from onefold.offload.swap_folder import SwapFolder, check_space
 from onefold.recorder import Recorder, Span, Track, carrying
 
-# A request of a block is already several commands of the drive: more threads only wait for each other.
+# A request is split into several commands of the drive, so more threads would only wait for each other.
 _MAX_THREADS = 64
 
 Operation = Literal["read", "write"]
 
 
 class SwapError(OSError):
-    """A read or write of swapped tensors that failed in a step. `errno` and `filename` say what and where."""
+    """A failed read or write of a swapped tensor. `errno` and `filename` have the cause and the file."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -48,7 +48,7 @@ class SwapError(OSError):
 
 @dataclass(frozen=True)
 class _Memory:
-    """A range of host memory: as a buffer for the system calls, and by its address."""
+    """A range of host memory, as a buffer for system calls and as an address."""
 
     buffer: memoryview
     address: int
@@ -66,7 +66,7 @@ class _Memory:
 
 
 class _Drive:
-    """The file on one of the paths."""
+    """The swap file on one of the paths."""
 
     def __init__(self, folder: SwapFolder) -> None:
         self.folder = folder
@@ -75,12 +75,12 @@ class _Drive:
 
     @property
     def page(self) -> int:
-        return PAGE if self.folder.direct else 1  # Through the page cache every range is as good as another.
+        return PAGE if self.folder.direct else 1  # The page cache needs no alignment.
 
     def move(
         self, operation: Operation, memory: _Memory, offset: int, bounce: Callable[[], _Memory], tensor_end: int
     ) -> None:
-        """One request: straight where file range and memory are pages, otherwise by way of a block."""
+        """Perform one request, through a bounce buffer unless file range and memory are page-aligned."""
         if (offset | len(memory) | memory.address) % self.page == 0:
             self._whole(operation, memory.buffer, offset)
             return
@@ -100,7 +100,7 @@ class _Drive:
             self._whole("write", pages, begin)
 
     def _whole(self, operation: Operation, buffer: memoryview, offset: int) -> None:
-        """One request, however often the kernel stops on the way. Python itself goes on after a signal."""
+        """Perform one request of whole pages, and continue after partial transfers."""
         call = os.preadv if operation == "read" else os.pwritev
         done, size = 0, len(buffer)
         while done < size:
@@ -108,22 +108,22 @@ class _Drive:
                 moved = call(self.folder.data_fd, [buffer[done:] if done else buffer], offset + done)
             except OSError as error:
                 raise self._error(operation, error.errno or errno.EIO, error.strerror, offset, size) from error
-            moved -= moved % self.page  # O_DIRECT goes on at a page only.
+            moved -= moved % self.page  # O_DIRECT can only continue at a page boundary.
             if not moved:
-                raise self._error(operation, errno.EIO, "the file is shorter than it was made", offset, size)
+                raise self._error(operation, errno.EIO, "the file was truncated", offset, size)
             done += moved
 
     def _error(self, operation: Operation, number: int, reason: str | None, offset: int, size: int) -> SwapError:
         path = self.folder.data_path
-        said = (
-            f"swap {operation} of {size} bytes at byte {offset} of {path} failed: {reason}; the states of this job on "
-            "disk are no longer whole: start again from the last checkpoint"
+        message = (
+            f"swap {operation} of {size} bytes at byte {offset} of {path} failed: {reason}. The states of this job on "
+            "disk are incomplete. Resume from the last checkpoint"
         )
-        return SwapError(number, said, path)
+        return SwapError(number, message, path)
 
 
 class Transfer:
-    """A read or write under way. The host tensor belongs to it until `wait` has returned."""
+    """A read or write in progress. The host tensor must not be used until `wait` has returned."""
 
     def __init__(self, request: Callable[[int, int], None], ranges: Iterator[tuple[int, int]]) -> None:
         self._request, self._ranges = request, ranges
@@ -133,8 +133,8 @@ class Transfer:
     def start(self, threads: futures.Executor, num_lanes: int) -> None:
         self._lanes = [threads.submit(self._run) for _ in range(num_lanes)]
 
-    def tell(self, span: Span) -> None:
-        """The span ends with the last request."""
+    def finish_span(self, span: Span) -> None:
+        """End the span with the last request."""
         for lane in self._lanes:
             lane.add_done_callback(lambda _: span.finish())
 
@@ -143,11 +143,11 @@ class Transfer:
         return all(lane.done() for lane in self._lanes)
 
     def finish(self) -> None:
-        """Returns once nobody touches the host tensor any more, whatever became of it."""
+        """Block until the transfer no longer accesses the host tensor, even if it failed."""
         futures.wait(self._lanes)
 
     def wait(self) -> None:
-        """Raises SwapError if any request failed."""
+        """Block until the transfer is done. Raise SwapError if a request failed."""
         self.finish()
         for lane in self._lanes:
             lane.result()
@@ -161,14 +161,14 @@ class Transfer:
             try:
                 self._request(*found)
             except BaseException:
-                self._failed = True  # What is in flight ends, nothing more is begun.
+                self._failed = True  # Requests in flight are completed, and no more are started.
                 raise
 
 
 class DiskTensor:
-    """A flat tensor that rests on disk, or a slice of one. Zero until it is first stored.
+    """A flat tensor on disk, or a slice of one. It is zero until it is first stored.
 
-    Transfers of one range are ordered by waiting for the first before the second is started.
+    Transfers of one range are not ordered: wait for the first one before starting the second.
     """
 
     is_cuda = False
@@ -193,12 +193,12 @@ class DiskTensor:
     def __getitem__(self, index: slice) -> DiskTensor:
         begin, end, step = index.indices(self._numel)
         if step != 1:
-            raise ValueError(f"a slice of a tensor on disk has no gaps: step {step}")
+            raise ValueError(f"slices of a tensor on disk must be contiguous, not step {step}")
         offset = self._offset + begin * self.itemsize
         return DiskTensor(self._swap, self._drive, self.dtype, offset, max(0, end - begin), self._tensor_end)
 
     def split(self, num_elements: int) -> list[DiskTensor]:
-        """Like `torch.split`: the last one may be shorter."""
+        """Split the tensor like `torch.split`: the last slice may be shorter."""
         return [self[begin : begin + num_elements] for begin in range(0, self._numel, num_elements)]
 
     def start_load(self, target: torch.Tensor) -> Transfer:
@@ -217,15 +217,18 @@ class DiskTensor:
 
 
 class SwapFiles:
-    """Files of one rank, on one or several drives. `count` hears "read" or "write" and bytes on the caller's thread."""
+    """The swap files of one rank on one or several drives.
+
+    `count` is called with "read" or "write" and the number of bytes, on the thread that starts the transfer.
+    """
 
     def __init__(self, paths: Sequence[str], *, aio: Aio, rank: int, count: Callable[[str, int], None]) -> None:
         assert paths, "a swap needs a path"
         self._drives = [_Drive(SwapFolder(os.path.abspath(path), rank)) for path in paths]
         self._count, self._overlaps = count, aio.overlap_events
         self._block = aio.block_size + -aio.block_size % PAGE
-        # A thread blocks in its request, so there are as many threads as requests in flight: `queue_depth` for each
-        # that DeepSpeed would have. Each drive has its own, one set each way.
+        # A thread blocks in its request, so there is one thread per request in flight: `queue_depth` for each thread
+        # that DeepSpeed would use. Each drive has separate threads for reads and for writes.
         self._num_threads = min(aio.queue_depth * aio.intra_op_parallelism, _MAX_THREADS)
         self._num_lanes = 1 if aio.single_submit else self._num_threads
         self._threads: dict[tuple[_Drive, Operation], futures.ThreadPoolExecutor] = {}
@@ -233,16 +236,16 @@ class SwapFiles:
         self._is_open = False
         self._of_thread = threading.local()
         self._num_reserved = 0
-        # Also when the interpreter ends: threads have ended by then. Knows the folders and not the swap.
+        # This also runs at interpreter exit, when the threads have ended. It references only the folders.
         self._remove = weakref.finalize(self, _remove_all, [drive.folder for drive in self._drives])
 
     @property
     def num_bytes(self) -> int:
-        """On disk, padding included."""
+        """Bytes on disk, including padding."""
         return sum(drive.num_bytes for drive in self._drives)
 
     def reserve(self, numel: int, dtype: torch.dtype) -> DiskTensor:
-        """Room for a tensor, before `open`. Successive ones lie on successive drives."""
+        """Reserve space for a tensor, before `open`. Successive tensors are placed on successive drives."""
         assert not self._is_open, "reserve before open"
         drive = self._drives[self._num_reserved % len(self._drives)]
         self._num_reserved += 1
@@ -251,7 +254,7 @@ class SwapFiles:
         return DiskTensor(self, drive, dtype, offset, numel, offset + size)
 
     def open(self) -> None:
-        """Makes the files, at their full size. A drive on which nothing was reserved is not touched."""
+        """Create the files at their full size, on drives with reserved tensors."""
         assert not self._is_open, "already open"
         assert self._remove.alive, "closed for good"
         used = [(drive.folder, drive.num_bytes) for drive in self._drives if drive.num_bytes]
@@ -267,7 +270,7 @@ class SwapFiles:
         self._is_open = True
 
     def close(self) -> None:
-        """Waits for what is under way, then removes files and folders."""
+        """Wait for transfers in progress, then remove files and folders."""
         for threads in self._threads.values():
             threads.shutdown()
         self._threads.clear()
@@ -284,7 +287,7 @@ class SwapFiles:
         begin, end = tensor._offset, tensor._offset + tensor.nbytes
         request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))
         transfer = Transfer(request, _cut(begin, end, self._block, tensor._drive.page))
-        with self._lock:  # host and device may step at the same time
+        with self._lock:  # host and device may step concurrently
             if (tensor._drive, operation) not in self._threads:
                 threads = futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="onefold-swap")
                 self._threads[tensor._drive, operation] = threads
@@ -296,25 +299,25 @@ class SwapFiles:
         with carrying(span):
             self._count(operation, tensor.nbytes)
         if span is not None:
-            transfer.tell(span)
+            transfer.finish_span(span)
         if not self._overlaps:
             transfer.finish()
         return transfer
 
     @property
     def is_direct(self) -> bool:
-        """Whether every drive lets transfers pass the page cache by."""
+        """Whether transfers bypass the page cache on every drive."""
         return all(drive.folder.direct for drive in self._drives if drive.num_bytes)
 
     def _request(
         self, operation: Operation, tensor: DiskTensor, host: torch.Tensor, memory: _Memory, begin: int, end: int
     ) -> None:
-        """One range of the file. `host` is here to stay alive: `memory` is only its address."""
+        """Transfer one range of the file. `host` is an argument to keep the memory at the address in `memory` alive."""
         part = memory.part(begin - tensor._offset, end - tensor._offset)
         tensor._drive.move(operation, part, begin, self._bounce, tensor._tensor_end)
 
     def _bounce(self) -> _Memory:
-        """A block of memory for this thread, kept for its next request."""
+        """Return the bounce buffer of this thread."""
         if not hasattr(self._of_thread, "block"):
             self._of_thread.tensor = page_aligned(self._block)
             self._of_thread.block = _Memory.of(self._of_thread.tensor)
@@ -323,7 +326,7 @@ class SwapFiles:
 
 
 def _cut(begin: int, end: int, block: int, page: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most a block between page boundaries; a page of which only a part is meant is one by itself."""
+    """Yield ranges of at most a block that end at page boundaries. Partial pages are separate ranges."""
     while begin < end:
         if begin % page or end - begin < page:
             stop = min(end, begin - begin % page + page)

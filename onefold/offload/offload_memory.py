@@ -1,5 +1,6 @@
-"""The tiers below the device, as one engine has them: which flat parameter rests in which, decided by all ranks alike;
-host memory, files, the bus, and the threads that work there.
+"""The offload tiers of one engine: host memory, swap files, the bus, and the worker threads.
+
+All ranks assign the same tier to each flat parameter.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.memory import stays_unsharded
-from onefold.plan.table import Offload
+from onefold.plan.plan import Offload
 from onefold.pool import Pool
 
 
 def place(
     specs: Sequence[FlatParamSpec], plan: Plan, agreement: Agreement, device: torch.device
 ) -> list[FlatParamSpec]:
-    """The same flat parameters with their residency; the rank with the least room decides for all."""
+    """Return the flat parameters with their residency, which the rank with the least memory determines."""
     if plan.states.tier is Tier.DEVICE and plan.parameters.tier is Tier.DEVICE:
         return list(specs)
     on_device, on_host = plan.offload.device_bytes, plan.offload.host_bytes
-    if on_device is None and device.type == "cuda":  # the memory of a CPU is no reason to leave it
+    if on_device is None and device.type == "cuda":  # on a CPU, device memory is no limit
         on_device = torch.cuda.mem_get_info(device)[0] * 3 // 4
     if on_host is None:
         on_host = available_bytes() * 9 // 10
@@ -43,7 +44,10 @@ def place(
 def make_memory(
     specs: Sequence[FlatParamSpec], plan: Plan, agreement: Agreement, ledger: Ledger, device: torch.device
 ) -> OffloadMemory | None:
-    """Room below the device for what rests there; None where nothing does. What one rank lacks, all raise."""
+    """Allocate the memory and files of offloaded state, or return None if nothing is offloaded.
+
+    If one rank fails, all ranks raise.
+    """
     needs = Needs.of(specs, plan)
     if not (needs.host_bytes or needs.states_on_disk or needs.parameters_on_disk):
         return None
@@ -61,23 +65,23 @@ def make_memory(
         check_room(needs.host_bytes, what, num_ranks_on_node(agreement.group), ratio)
         memory = OffloadMemory(needs, plan.offload, Bus(device, count), agreement.group.rank)
     except (OSError, MemoryError, ValueError):
-        agreement.synchronize("the room below the device", [1])
+        agreement.synchronize("the memory for offloading", [1])
         raise
-    failed = [rank for rank, row in enumerate(agreement.synchronize("the room below the device", [0])) if row[0]]
+    failed = [rank for rank, row in enumerate(agreement.synchronize("the memory for offloading", [0])) if row[0]]
     if failed:
         memory.close()
-        raise RuntimeError(f"rank {failed[0]} could not make room below the device: see its error")
+        raise RuntimeError(f"rank {failed[0]} could not allocate memory for offloading. See its error")
     return memory
 
 
 Need = tuple[int, torch.dtype]
-# How long the end of an engine waits for threads after a step that failed.
+# How long closing an engine waits for threads after a failed step.
 _DRAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the tiers below the device have to hold, by arithmetic: bytes, and tensors as (elements, dtype)."""
+    """The bytes of host memory, and the tensors on disk as (elements, dtype), that offloaded state needs."""
 
     host_bytes: int
     states_on_disk: Sequence[Need]
@@ -85,12 +89,12 @@ class Needs:
 
     @staticmethod
     def of(specs: Sequence[FlatParamSpec], plan: Plan) -> Needs:
-        """What is taken of each tier below the device while the engine is built."""
+        """Compute the needs of the given flat parameters."""
         states: list[Need] = []
         parameters: list[Need] = []
         for spec in specs:
             if spec.trainable and spec.residency.states is Tier.NVME:
-                # Where the master, or its weight, is what is gathered, it is reserved among the parameters.
+                # A master that is the parameter shard, or contains it, is reserved among the parameters.
                 parts = () if spec.master_is_shard else spec.parts_of_master()
                 size = spec.layout.shard_size
                 states += [(part.numel(size), part.dtype) for part in (*parts, *spec.parts_of_states())]
@@ -100,22 +104,22 @@ class Needs:
 
 
 class OffloadMemory:
-    """What an engine's runs and its optimizer take from below the device."""
+    """The memory, files and threads that the flat parameters and the optimizer of an engine use for offload."""
 
     def __init__(self, needs: Needs, options: Offload, bus: Bus, rank: int) -> None:
         self.options = options
         self.bus = bus
         self._rank = rank
         self.pinned = options.is_pinned and bus.crosses
-        # One thread, so that what is asked of the host is done in that order. It makes the memory it will work on.
+        # A single thread runs jobs in order. It also allocates the memory that it works on.
         self.worker = ThreadPoolExecutor(1, "onefold-host")
-        # One more, which starts the copies of states that the device steps.
-        self.pass_worker = ThreadPoolExecutor(1, "onefold-pass")
+        # A second thread launches the copies of states that are streamed through the GPU.
+        self.stream_worker = ThreadPoolExecutor(1, "onefold-stream")
         if bus.crosses:
             num = torch.get_num_threads()
-            # The host waits for its slowest thread: two cores are left to the trainer and its device.
+            # A step waits for its slowest thread, so two cores are left for the main thread and the driver.
             self._prepare_thread(self.worker, num - 2 if num >= 8 else num)
-            self._prepare_thread(self.pass_worker, min(num, 2))
+            self._prepare_thread(self.stream_worker, min(num, 2))
         self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
@@ -127,7 +131,7 @@ class OffloadMemory:
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
 
     def _reserve(self, needs: Sequence[Need], paths: Sequence[str], rank: int) -> dict[Need, list[DiskTensor]]:
-        """Tensors on disk are reserved before the files are made."""
+        """Reserve tensors on disk, before the files are created."""
         reserved: dict[Need, list[DiskTensor]] = {}
         if needs:
             swap = SwapFiles(paths, aio=self.options.aio, rank=rank, count=self.bus.count)
@@ -138,16 +142,16 @@ class OffloadMemory:
 
     def _prepare_thread(self, thread: ThreadPoolExecutor, num_cores: int) -> None:
         num = torch.get_num_threads()
-        thread.submit(torch.cuda.set_device, self.bus.device).result()  # a new thread begins with the first GPU
+        thread.submit(torch.cuda.set_device, self.bus.device).result()  # new threads start with the first GPU
         thread.submit(torch.set_num_threads, num_cores).result()
-        torch.set_num_threads(num)  # threads that are new take the last number that anybody set
+        torch.set_num_threads(num)  # new threads inherit the last number that was set
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that the plan has counted; zero."""
+        """Return zeroed host memory that the plan has counted."""
         return self._arena.take(numel, dtype)
 
     def more_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that nobody could plan for."""
+        """Allocate host memory that the plan has not counted."""
         return self.worker.submit(page_aligned, numel * dtype.itemsize, pinned=self.pinned).result().view(dtype)
 
     def more_states(self, tier: Tier, needs: Sequence[Need]) -> Iterator[torch.Tensor | DiskTensor]:
@@ -159,10 +163,11 @@ class OffloadMemory:
         return (reserved[need].pop(0) for need in needs)
 
     def buffers(self, num: int, num_bytes: int) -> Buffers:
+        """Allocate staging buffers in host memory."""
         return self.worker.submit(Buffers, num, num_bytes, pinned=self.pinned).result()
 
     def param_shard(self, tier: Tier, numel: int, dtype: torch.dtype) -> ParamShard:
-        """Room for a parameter shard in one of the tiers."""
+        """Allocate a parameter shard in a tier."""
         if tier is Tier.DEVICE:
             return DeviceShard(torch.empty(numel, dtype=dtype, device=self.bus.device), self.bus)
         if tier is Tier.HOST:
@@ -174,32 +179,32 @@ class OffloadMemory:
         return DiskShard(self._parameters[numel, dtype].pop(0), self._parameter_buffers, self.bus)
 
     def state(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor | DiskTensor:
-        """Room for a master or an optimizer state below the device, or a part of one, all zero."""
+        """Return zeroed storage for an offloaded master or optimizer state, or for a part of one."""
         return self._states[numel, dtype].pop(0) if tier is Tier.NVME else self.host(numel, dtype)
 
     def forget_prefetched(self) -> None:
-        """Shards are about to change: what was read ahead is old."""
+        """Discard prefetched parameter shards, because the shards are about to change."""
         for holder in list(self._parameter_buffers.holders) if self._parameter_buffers is not None else ():
             holder.forget_prefetched()
 
     def drain(self) -> None:
-        """Until both threads have ended what they were asked for, or for a while: one of them may be who calls."""
-        wait([thread.submit(int) for thread in (self.worker, self.pass_worker)], _DRAIN_SECONDS)
+        """Wait until both threads are idle. The wait has a timeout, because the caller may be one of these threads."""
+        wait([thread.submit(int) for thread in (self.worker, self.stream_worker)], _DRAIN_SECONDS)
 
     def close(self) -> None:
-        """What was asked of the host is done; files are removed, and what still holds a shard holds no more than it."""
+        """Finish all jobs and copies, then remove files and release the host memory."""
         self.worker.shutdown()
-        self.pass_worker.shutdown()
+        self.stream_worker.shutdown()
         try:
             self.bus.drain()
         except RuntimeError as error:  # a device that has failed
-            logger.warning("the device did not end its copies to the host: %s", error)
+            logger.warning("the copies from the device to the host did not finish: %s", error)
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()
 
 
-# Copies down that may be under way before the oldest holds the compute up.
+# The number of device-to-host copies in flight before the compute stream waits for the oldest one.
 COPIES_IN_FLIGHT = 3
 
 
@@ -207,38 +212,38 @@ class GradOffload:
     """Copies of reduced gradients to host memory, in the order in which they are reduced.
 
     [Note: gradient offload]
-    Where the host steps, a reduced gradient leaves the device as soon as it is reduced, in the narrowest dtype that
-    holds it. The first one of an accumulation window is copied straight to where it waits for the step; the host adds
-    the others to it, so that no accumulator fills the device. The device's buffer is given back once the compute
-    stream is ordered behind the copy: a few units later, when that costs no waiting.
+    If optimizer states are offloaded, a gradient is copied to the host as soon as it is reduced, in the narrowest
+    dtype that stores it exactly. The first gradient of an accumulation window is copied directly to its destination.
+    The host adds the others to it, so that the device needs no accumulator. The device buffer is returned to its pool
+    after the compute stream has waited for the copy, a few units later, when the copy is usually complete.
     """
 
     def __init__(self, bus: Bus, worker: ThreadPoolExecutor, *, pinned: bool) -> None:
         self._bus, self._worker, self._pinned = bus, worker, pinned
         self._largest = 0
-        self._landings: Buffers | None = None
+        self._staging: Buffers | None = None
         self._under_way: deque[tuple[CopyEvent, torch.Tensor, torch.Tensor, Pool, Hashable]] = deque()
 
     def expect(self, num_bytes: int) -> None:
-        """A gradient of this size will come."""
+        """Register the size of a gradient, for the allocation of staging buffers."""
         self._largest = max(self._largest, num_bytes)
 
     @torch.no_grad()
     def start(
         self, total: torch.Tensor, target: torch.Tensor, slot: torch.Tensor, pool: Pool, key: Hashable, *, add: bool
     ) -> CopyEvent | Future[None]:
-        """What to wait for until `target` has it."""
+        """Start the copy of a reduced gradient. Return the event or future that completes when `target` is written."""
         bus = self._bus
         arriving: CopyEvent | Future[None]
         if not add and total.dtype == target.dtype:
             arriving = arrival = bus.down(total, target)
         elif bus.crosses:
-            if self._landings is None:
-                self._landings = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
-            buffer = self._landings.take()
-            landed = buffer[: total.nbytes].view(total.dtype)
-            arrival = bus.down(total, landed)
-            arriving = self._worker.submit(_take_over, arrival, self._landings, buffer, landed, target, add)
+            if self._staging is None:
+                self._staging = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
+            buffer = self._staging.take()
+            staged = buffer[: total.nbytes].view(total.dtype)
+            arrival = bus.down(total, staged)
+            arriving = self._worker.submit(_take_over, arrival, self._staging, buffer, staged, target, add)
         else:
             arriving = arrival = bus.down(total, target, add=add)
         self._under_way.append((arrival, total, slot, pool, key))
@@ -246,7 +251,7 @@ class GradOffload:
         return arriving
 
     def finish(self, num_left: int = 0) -> None:
-        """The device's buffers are free again, as the compute stream sees it, but for the newest `num_left`."""
+        """Return the device buffers of all but the newest `num_left` copies, in the order of the compute stream."""
         while len(self._under_way) > num_left:
             arrival, total, slot, pool, key = self._under_way.popleft()
             arrival.wait_on_stream()
@@ -256,14 +261,14 @@ class GradOffload:
 
 
 def _take_over(
-    arrival: CopyEvent, landings: Buffers, buffer: torch.Tensor, landed: torch.Tensor, target: torch.Tensor, add: bool
+    arrival: CopyEvent, staging: Buffers, buffer: torch.Tensor, staged: torch.Tensor, target: torch.Tensor, add: bool
 ) -> None:
-    """On the host's thread: what has come down joins what waits there."""
+    """Add or copy a gradient from its staging buffer to its destination, on the host's thread."""
     try:
         arrival.synchronize()
         if add:
-            target.add_(landed)
+            target.add_(staged)
         else:
-            target.copy_(landed)
-    finally:  # a unit that comes later waits for it
-        landings.give_back(buffer)
+            target.copy_(staged)
+    finally:  # a later unit may be waiting for it
+        staging.give_back(buffer)

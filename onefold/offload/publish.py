@@ -130,7 +130,7 @@ class ToHostShard(Publisher):
         return True
 
     def finish(self) -> CopyEvent:
-        """Tell the shard whether its newest value is the master."""
+        """Record whether the newest value of the shard is its master."""
         self._set_stale(self._cast_later)
         return COMPLETE
 

@@ -126,10 +126,10 @@ class ShardStore:
     def make_master(self, unsharded: torch.Tensor) -> None:
         """Create the master weight. `unsharded` is the flat parameter, for one that stays unsharded."""
         used = self.param.values if self.param is not None else unsharded[self.start : self.stop]
-        wide, form, size = master_dtype(self.spec.dtype), self.spec.kept.master, self.stop - self.start
-        if form is not None:
+        wide, format_, size = master_dtype(self.spec.dtype), self.spec.state_spec.master, self.stop - self.start
+        if format_ is not None:
             parts = [self._room(part) for part in self.spec.parts_of_master()]
-            self._master = Buffer([used, *parts] if self.spec.weight_is_master else parts, size, form)
+            self._master = Buffer([used, *parts] if self.spec.weight_is_master else parts, size, format_)
             if not self.spec.weight_is_master:
                 self._master.store(Buffer.of(used).fetch())
         elif self.is_offloaded and not self.spec.master_is_shard:
@@ -144,24 +144,24 @@ class ShardStore:
 
     def make_states(self) -> None:
         """Allocate the optimizer states, all zero."""
-        kept = self.spec.kept
-        self.states = {name: self._state(kept.form_of(name)) for name in kept.names}
+        spec = self.spec.state_spec
+        self.states = {name: self._state(spec.format_of(name)) for name in spec.names}
 
     def add_state(self, name: str, room: Buffer | None) -> None:
         """Add a state that the plan did not count, all zero, in the dtype of the master.
 
         `room` is its offloaded buffer, or None to allocate it on the device.
         """
-        kept, numel = self.spec.kept, self.stop - self.start
-        forms = (*kept.forms, None) if kept.forms else ()
-        self.spec = replace(self.spec, kept=replace(kept, names=(*kept.names, name), forms=forms))
+        spec, numel = self.spec.state_spec, self.stop - self.start
+        formats = (*spec.formats, None) if spec.formats else ()
+        self.spec = replace(self.spec, state_spec=replace(spec, names=(*spec.names, name), formats=formats))
         if room is None:
             room = Buffer.of(zeros_apart(numel, master_dtype(self.spec.dtype), self.device))
         self.states[name] = room
 
-    def _state(self, form: StateFormat | None) -> Buffer:
-        parts = (FormatPart(master_dtype(self.spec.dtype)),) if form is None else form.parts
-        return Buffer([self._room(part) for part in parts], self.stop - self.start, form)
+    def _state(self, format_: StateFormat | None) -> Buffer:
+        parts = (FormatPart(master_dtype(self.spec.dtype)),) if format_ is None else format_.parts
+        return Buffer([self._room(part) for part in parts], self.stop - self.start, format_)
 
     def _room(self, part: FormatPart) -> torch.Tensor | DiskTensor:
         """Allocate a part of a master or state in the tier of the states, all zero."""
@@ -352,8 +352,8 @@ class ShardStore:
 
     def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]:
         """Split a range as it is rounded: by parameter for stochastic rounding, else in one piece."""
-        kept = self.spec.kept
-        if not any(form is not None and form.is_dithered for form in (kept.master, *kept.forms)):
+        spec = self.spec.state_spec
+        if not any(each is not None and each.is_dithered for each in (spec.master, *spec.formats)):
             return [(first, last, None)]
         ranges: list[tuple[int, int, Dither | None]] = []
         for member in self.spec.layout.members:

@@ -1,23 +1,25 @@
-"""fp32 values in fewer bytes, and back: what each format of `plan/state_formats.py` means, in torch.
-`state_kernels.py` does the same in Triton, to the bit: every operation here rounds by itself, and none is a fused one.
+"""Encode and decode the formats of `plan/state_formats.py` in torch.
+
+`state_kernels.py` computes the same bits in Triton: every operation here is rounded separately, and none is fused.
 
 [Note: companded bytes]
-A block of 256 values is divided by its largest magnitude, its scale. Linear bytes would have no room for small values,
-and a search in a table is slow on a host, so a byte holds a root: the square root of what has either sign (a value of
-1/16,000 of the largest is not zero yet), the fourth root of squares (1/4,000,000,000). Among squares nothing becomes
-zero, unless all of the block is: they are divided by. The largest value comes back as it was, so values that were
-decoded are encoded to the same bytes again: a step that is left out, and a checkpoint in fp32, change nothing.
+A block of 256 values is divided by its largest magnitude, its scale. A linear 8-bit code would round small values to
+zero, and a table lookup is slow on a host. So a byte stores a root: the square root of signed values (the smallest
+nonzero magnitude is 1/16,000 of the largest), or the fourth root of squares (1/4,000,000,000). Squares are divisors, so
+none is rounded to zero unless its whole block is zero. The largest value is decoded exactly, so decoded values are
+encoded to the same bytes again: skipped steps and checkpoints in fp32 change nothing.
 
 [Note: split masters]
-An fp32 value is its bf16 rounding, the weight that computes, and the difference of both as whole numbers. It fits into
-16 bits, unless the value lies halfway between two weights: such a value, one in 65,536, moves by its last bit towards
-its weight. The weight stays torch's rounding of the master, so that a master and its weight may
-be cast from each other anywhere. Of the difference 8 bits may be kept alone.
+An fp32 value is split into its bf16 rounding, which is the model weight, and the integer difference of their bits. The
+difference fits in 16 bits unless the value lies halfway between two bf16 values. Such a value, one in 65,536, is
+changed by its last bit towards the model weight. The model weight is always torch's rounding of the master. The 8-bit
+format stores only the upper 8 bits of the difference.
 
 [Note: dithered rounding]
-A bf16 value that is changed by less than half a unit in its last place would never move. It is rounded up with the
-probability of what is cut off: the cut bits are compared with a number that is made of the step, the parameter's name
-and the place in it, so that it is the same wherever the value is rounded. Values that bf16 can hold stay as they are.
+With rounding to nearest, a bf16 value would never change if updates are smaller than half a unit in its last place. So
+rounding is stochastic: a value is rounded up with a probability equal to the fraction that is cut off. The random
+number depends on the step, the name of the parameter and the position in it, so it is the same wherever the value is
+rounded. Values that bf16 represents exactly do not change.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ import torch
 from onefold.gpu_kernels import kernels_of
 from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 
-# A block below this is zero: its smallest codes would not be normal numbers.
+# Blocks whose largest magnitude is below this become zero, because their smallest values would be subnormal.
 TINY = 2.0**-90
 
 _kernels = kernels_of("onefold.offload.state_kernels", "states in fewer bytes")
 
 
 def host_tile() -> int:
-    """Values that a host decodes or encodes at once: they stay in the caches of its cores between operations."""
+    """Return the number of values that a host encodes or decodes at once, so that they stay in the CPU caches."""
     return torch.get_num_threads() << 18
 
 
 @dataclass(frozen=True)
 class Dither:
-    """Which random numbers round values: of a step, from a place in a parameter on. Each state has its own."""
+    """The random numbers that round one range of a state: they depend on the step, parameter, position and state."""
 
     step: int
     parameter: str
@@ -53,18 +55,18 @@ class Dither:
     state: str = ""
 
     def after(self, num_values: int) -> Dither:
-        """From so many values later on."""
+        """Return the dither of the range that starts `num_values` later."""
         return replace(self, start=self.start + num_values)
 
     @property
     def seed(self) -> int:
-        """32 bits, signed."""
+        """The seed, a signed 32-bit integer."""
         number = zlib.crc32(f"{self.step} {self.state} {self.parameter}".encode())
         return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The values into `out`, fp32. All lie along whole blocks."""
+    """Decode whole blocks of values into `out`, an fp32 tensor."""
     if kernels := _kernels(out):
         kernels.decode(format, parts, out)
     else:
@@ -74,7 +76,7 @@ def decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor
 def encode(
     format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None
 ) -> None:
-    """fp32 values into the parts. Without a dither what has to be rounded is rounded to the nearest."""
+    """Encode fp32 values into the parts. Without a dither bf16 values are rounded to nearest."""
     if kernels := _kernels(values):
         kernels.encode(format, values, parts, dither)
     else:
@@ -82,6 +84,7 @@ def encode(
 
 
 def decode_in_torch(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Decode without Triton."""
     for low, high in _tiles(out):
         of_range = [_along(part, made.values, low, high) for part, made in zip(parts, format.parts, strict=True)]
         _decode(format, of_range, out[low:high])
@@ -90,6 +93,7 @@ def decode_in_torch(format: StateFormat, parts: Sequence[torch.Tensor], out: tor
 def encode_in_torch(
     format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None = None
 ) -> None:
+    """Encode without Triton."""
     for low, high in _tiles(values):
         of_range = [_along(part, made.values, low, high) for part, made in zip(parts, format.parts, strict=True)]
         _encode(format, values[low:high], of_range, dither.after(low) if dither is not None else None)
@@ -105,7 +109,10 @@ _of_thread = threading.local()
 
 
 def _scratch(like: torch.Tensor, number: int = 0) -> torch.Tensor:
-    """fp32 memory of a tile's size: on a host the same every time, as fresh memory is slow, and each thread's own."""
+    """Return an fp32 buffer of the size of `like`.
+
+    On a host each thread reuses its buffers, because touching new memory is slow.
+    """
     if like.device.type != "cpu":
         return torch.empty_like(like)
     memory: dict[int, torch.Tensor] = vars(_of_thread).setdefault("memory", {})
@@ -120,7 +127,8 @@ def _along(part: torch.Tensor, per_element: int, low: int, high: int) -> torch.T
 
 def _decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if format is SIGNED:
-        out.copy_(parts[0]).div_(out.new_full((), 127.0))  # a GPU would multiply by the reciprocal of a number
+        # Divide by a tensor, because torch on a GPU multiplies by the reciprocal of a Python number.
+        out.copy_(parts[0]).div_(out.new_full((), 127.0))
         out.mul_(torch.abs(out, out=_scratch(out)))
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
     elif format is SQUARES:
@@ -135,7 +143,7 @@ def _decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tenso
         below = _scratch(out).view(torch.int32).copy_(rest)
         if format is SPLIT_8:
             below.mul_(256)
-        # Where somebody has written zero over a weight, a rest below it would make a NaN.
+        # If the program wrote zero to a model weight, a negative rest would produce a NaN.
         least = torch.bitwise_and(bits, 0x7FFFFFFF, out=_scratch(out, 1).view(torch.int32)).neg_()
         bits.add_(torch.maximum(below, least, out=below))
 
@@ -150,7 +158,7 @@ def _encode(format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Ten
 
 
 def _companded(format: StateFormat, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    # On a host fresh memory, comparisons and choices are slow: only scales are compared.
+    # New memory, comparisons and `where` are slow on a host, so only scales are compared.
     blocks, roots = values.view(-1, BLOCK), _scratch(values).view(-1, BLOCK)
     magnitudes = torch.abs(blocks, out=roots) if format is SIGNED else blocks
     largest = magnitudes.amax(1, keepdim=True)
@@ -160,7 +168,8 @@ def _companded(format: StateFormat, values: torch.Tensor, codes: torch.Tensor, s
     if format is SIGNED:
         codes.view(-1, BLOCK).copy_(roots.mul_(127.0).add_(0.5).copysign_(blocks))
     else:
-        whole = _scratch(values, 1).view(torch.int16)[: values.numel()].view(-1, BLOCK)  # torch is slow at bytes alone
+        # torch converts fp32 to bytes slowly, so convert to int16 first.
+        whole = _scratch(values, 1).view(torch.int16)[: values.numel()].view(-1, BLOCK)
         codes.view(-1, BLOCK).copy_(whole.copy_(roots.sqrt_().mul_(255.0).add_(0.5).clamp_(min=1.0)))
 
 
@@ -186,7 +195,7 @@ def _dithered(values: torch.Tensor, out: torch.Tensor, dither: Dither | None) ->
 
 
 def noise(places: torch.Tensor, seed: int) -> torch.Tensor:
-    """16 random bits for each place: a mixed product of place and seed, in whole numbers of 32 bits."""
+    """Return 16 random bits for each place: a hash of place and seed, in 32-bit integer arithmetic."""
     mixed = places.mul_(-1640531527).add_(seed)
     for shift, mask, factor in ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387)):
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_(mask)).mul_(factor)

@@ -1,5 +1,7 @@
-"""The formats of masters and states in Triton: what `state_codec.py` specifies, to the bit, each value read and written
-once. Products and sums are kept apart (`enable_fp_fusion` is off), quotients and roots are rounded as IEEE says.
+"""Triton kernels for the formats of masters and states, bit-equal to `state_codec.py`.
+
+Each value is read and written once. Multiply-adds are not fused (`enable_fp_fusion` is off), and quotients and roots
+are rounded to nearest as IEEE 754 defines.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import triton.language as tl
 from onefold.offload import state_codec
 from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 
-# How a kernel is told of a format; PLAIN is fp32.
+# The constants that select a format in the kernels. PLAIN is fp32.
 BYTES, BYTES_OF_SQUARES, PLAIN, ROUNDED, SPLIT_TO_16, SPLIT_TO_8 = (tl.constexpr(number) for number in range(6))
 KINDS = {SIGNED: 0, SQUARES: 1, None: 2, DITHERED: 3, SPLIT_16: 4, SPLIT_8: 5}
 
-# Blocks that a program takes.
+# Blocks per Triton program.
 PER_PROGRAM = 8
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}
 
@@ -29,7 +31,7 @@ _SIZE = tl.constexpr(BLOCK)
 
 @triton.jit
 def load_values(first, second, block, place, inside, KIND: tl.constexpr):
-    """Blocks of values as fp32. `first` and `second` are the parts of a format."""
+    """Load blocks of values as fp32. `first` and `second` are the parts of the format."""
     if KIND <= BYTES_OF_SQUARES:
         scale = tl.load(second + block, mask=block * _SIZE < inside, other=0.0)[:, None]
         code = tl.load(first + place, mask=place < inside, other=0).to(tl.float32)
@@ -54,10 +56,11 @@ def load_values(first, second, block, place, inside, KIND: tl.constexpr):
 
 @triton.jit
 def store_values(value, first, second, block, place, inside, seed, start, KIND: tl.constexpr, DITHERS: tl.constexpr):
-    """The way back. `seed` and `start` are of the dither, where there is one."""
+    """Store blocks of fp32 values. `seed` and `start` belong to the dither and are used only if DITHERS is true."""
     bits = value.to(tl.int32, bitcast=True)
     if KIND <= BYTES_OF_SQUARES:
-        most = tl.max(bits & 0x7FFFFFFF, axis=1)  # as integers NaN is above infinity, and infinity above all else
+        # Compared as integers, NaN exceeds infinity, and infinity exceeds all finite values.
+        most = tl.max(bits & 0x7FFFFFFF, axis=1)
         largest = most.to(tl.float32, bitcast=True)
         finite = most < _INFINITY_BITS
         usable = finite & (largest >= _TINY)
@@ -99,7 +102,7 @@ def store_values(value, first, second, block, place, inside, seed, start, KIND: 
 
 @triton.jit
 def places_of_blocks(PER: tl.constexpr):
-    """The blocks of this program, and the values in them."""
+    """Return the indices of the blocks of this program, and of their values."""
     block = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
     return block, block[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
 
@@ -122,12 +125,12 @@ def grid_of(size: int) -> tuple[int]:
 
 
 def two_parts(parts: Sequence[Any]) -> tuple[Any, Any]:
-    """A format of one part has no second one, and no kernel touches it."""
+    """Return two parts. The second one is unused by kernels if the format has a single part."""
     return parts[0], parts[-1]
 
 
 def decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The values into `out`."""
+    """Decode values into `out`."""
     if out.numel():
         with torch.cuda.device(out.device):
             _decode[grid_of(out.numel())](*two_parts(parts), out, out.numel(), KINDS[format], PER_PROGRAM, **OPTIONS)
@@ -136,7 +139,7 @@ def decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor
 def encode(
     format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: state_codec.Dither | None
 ) -> None:
-    """The values into the parts."""
+    """Encode values into the parts."""
     if values.numel():
         seed, start = (dither.seed, dither.start) if dither is not None else (0, 0)
         with torch.cuda.device(values.device):
@@ -147,7 +150,7 @@ def encode(
 
 
 def try_out() -> None:
-    """Raise where the kernels do not build, run or agree."""
+    """Raise if the kernels do not compile, do not run, or differ from torch."""
     values = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
     for format in (SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8):
         of_form = values.abs() if format is SQUARES else values

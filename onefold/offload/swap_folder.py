@@ -1,14 +1,14 @@
-"""The folder that one rank of one job keeps its swapped tensors in: made, locked, measured, removed.
+"""The folder that stores the swapped tensors of one rank of one job.
 
 [Note: whose folder is it]
-`<nvme_path>/onefold-swap/<job>-rank<r>` holds two files: `lock`, which its process holds with flock for as long as it
-lives, and `data`. The kernel lets go of the lock however the process ends, so a folder whose lock can be taken belongs
-to nobody, and the next job on that drive removes it. Only the two names above are ever unlinked, and folders only while
-they are empty: whatever else lies there is the user's.
+`<nvme_path>/onefold-swap/<job>-rank<r>` contains two files: `data`, and `lock`, which the process locks with flock
+while it runs. The kernel releases the lock when the process ends. So a folder whose lock can be acquired belongs to a
+dead job, and the next job on that drive removes it. Only these two files are ever unlinked, and folders only if they
+are empty, because all other files belong to the user.
 
-Ranks start together, so one may take the folder of another for a leftover while it is made and not yet locked. Whoever
-makes a folder therefore looks, once it has the lock, whether the lock is still a file in a folder, and otherwise makes
-another. A rank cleans up once, so this ends.
+Ranks start at the same time, so one may remove the folder of another rank that is not locked yet. After it has acquired
+the lock, a rank therefore checks that the lock file still exists, and otherwise creates another folder. Each rank
+removes leftovers only once, so this terminates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_ATTEMPTS = 1000
 
 
 class SwapFolder:
-    """One locked folder on one drive, and the file in it."""
+    """A locked folder on one drive, and its data file."""
 
     def __init__(self, path: str, rank: int) -> None:
         self.path, self.rank = path, rank
@@ -43,7 +43,7 @@ class SwapFolder:
         self._pid = -1
 
     def prepare(self) -> None:
-        """Makes the user's path if need be, and removes what dead jobs left there."""
+        """Create the user's path if it does not exist, and remove the folders of dead jobs."""
         try:
             os.makedirs(self.path, exist_ok=True)
             _remove_leftovers(os.path.join(self.path, _SHELF))
@@ -51,11 +51,11 @@ class SwapFolder:
             raise _unusable(self.path, error) from error
 
     def make(self, num_bytes: int) -> None:
-        """Takes the bytes now, so that a drive that fills up shows here and not in a step. They read as zero."""
+        """Create the file and allocate its bytes, all zero, so that a full drive is detected before the first step."""
         try:
             self._make_and_lock()
             fd = self.data_fd = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            # Before O_DIRECT: where the file system cannot allocate, the C library writes single bytes instead.
+            # Allocate before O_DIRECT is used: without support of the file system the C library writes single bytes.
             os.posix_fallocate(fd, 0, num_bytes)
             direct_fd = _open_direct(self.data_path)
         except OSError as error:
@@ -64,8 +64,8 @@ class SwapFolder:
             raise _unusable(self.path, error) from error
         if direct_fd is None:
             logger.warning(
-                "nvme_path %s: its file system does not take O_DIRECT, so what is swapped passes through the page "
-                "cache: slower, and host memory fills with copies",
+                "nvme_path %s: its file system does not support O_DIRECT. Swapped tensors use the page cache, which is "
+                "slower and fills host memory",
                 self.path,
             )
         else:
@@ -73,8 +73,8 @@ class SwapFolder:
             self.data_fd, self.direct = direct_fd, True
 
     def remove(self) -> None:
-        """The lock goes last: until then nobody else takes the folder for a leftover."""
-        if self._folder is None or os.getpid() != self._pid:  # A forked child's exit must not take the parent's files.
+        """Remove the folder. The lock is released last, so that other ranks do not treat the folder as a leftover."""
+        if self._folder is None or os.getpid() != self._pid:  # A forked child must not remove them.
             return
         folder, self._folder = self._folder, None
         if self.data_fd >= 0:
@@ -83,7 +83,7 @@ class SwapFolder:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
         self.data_fd = self._lock_fd = -1
-        with suppress(OSError):  # Other ranks may still be in it.
+        with suppress(OSError):  # Other ranks may still use it.
             os.rmdir(os.path.dirname(folder))
 
     def _make_and_lock(self) -> None:
@@ -95,18 +95,18 @@ class SwapFolder:
                 self._folder = folder
                 self._lock_fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:
-                continue  # Taken for a leftover while it was empty, or the shelf was.
+                continue  # Another rank removed the folder or its parent while it was empty.
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
             if os.fstat(self._lock_fd).st_nlink:
                 self.data_path = os.path.join(folder, _DATA)
                 return
             os.close(self._lock_fd)
             self._lock_fd = -1
-        raise FileNotFoundError(errno.ENOENT, "folders vanish as soon as they are made", self.path)
+        raise FileNotFoundError(errno.ENOENT, "folders are removed as soon as they are created", self.path)
 
 
 def check_space(folders: Sequence[tuple[SwapFolder, int]]) -> None:
-    """Every file system must have room for all that this rank puts there; paths may share one."""
+    """Raise if a file system lacks space for all files of this rank. Several paths may be on one file system."""
     on_device: dict[int, list[tuple[SwapFolder, int]]] = {}
     for folder, num_bytes in folders:
         on_device.setdefault(os.stat(folder.path).st_dev, []).append((folder, num_bytes))
@@ -118,7 +118,10 @@ def check_space(folders: Sequence[tuple[SwapFolder, int]]) -> None:
 
 
 def _open_direct(path: str) -> int | None:
-    """A real page there and back decides: some file systems open with O_DIRECT and then refuse."""
+    """Open a file with O_DIRECT, or return None if it is not supported.
+
+    A page is written and read back, because some file systems accept O_DIRECT at `open` and fail later.
+    """
     fd = -1
     with mmap.mmap(-1, PAGE) as sent, mmap.mmap(-1, PAGE) as received:
         sent[:] = secrets.token_bytes(PAGE)
@@ -145,26 +148,31 @@ def _remove_leftovers(shelf: str) -> None:
 
 
 def _remove_if_dead(folder: str) -> None:
-    """Harmless however many ranks do it at once: names are never used twice, and each step may find it done."""
+    """Remove the folder of a dead job.
+
+    Several ranks may do this at once: names are never reused, and each operation may find its work done.
+    """
     try:
         lock_fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR)
-    except FileNotFoundError:  # Its maker, or somebody who cleaned up, died half-way; or it is just being made.
+    except FileNotFoundError:  # A process died while it created or removed it; or it is just being created.
         try:
             os.rmdir(folder)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY and _LOCK not in _names(folder):
-                logger.warning("left alone, as it has no lock but is not empty: %s", folder)
+                logger.warning("not removed, because it has no lock but is not empty: %s", folder)
         return
-    except OSError:  # Another user's.
+    except OSError:  # It belongs to another user.
         return
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unknown = ", ".join(sorted(_names(folder) - {_LOCK, _DATA}))
         if unknown:
-            logger.warning("left alone, as it holds files that onefold did not make (%s): %s", unknown, folder)
+            logger.warning(
+                "not removed, because it contains files that onefold did not create (%s): %s", unknown, folder
+            )
         else:
             _empty(folder)
-    except BlockingIOError:  # Its job lives.
+    except BlockingIOError:  # Its job is running.
         pass
     finally:
         os.close(lock_fd)
@@ -181,12 +189,12 @@ def _empty(folder: str) -> None:
     for name in (_DATA, _LOCK):
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
-    with suppress(OSError):  # Gone already, or the user put something in it.
+    with suppress(OSError):  # It is removed already, or contains files of the user.
         os.rmdir(folder)
 
 
 def _free_bytes(path: str) -> int | None:
-    """None where the file system does not say how large it is, as some in memory or over a network."""
+    """Return the free bytes, or None if the file system does not report its size."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 

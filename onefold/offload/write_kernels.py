@@ -1,4 +1,4 @@
-"""The comparison of `WriteCheck` in Triton: master and parameter are read once, and only what differs is written."""
+"""A Triton kernel for `WriteCheck`: master and model weight are read once, and only differing elements are written."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _take_over(master, used, size, BLOCK: tl.constexpr):
 
 
 def take_over(master: torch.Tensor, used: torch.Tensor) -> None:
-    """Elements of `used` that are not the master's rounding become the master's."""
+    """Copy elements of `used` that are not the master's rounding into the master."""
     with torch.cuda.device(master.device):
         _take_over[(triton.cdiv(master.numel(), BLOCK),)](master, used, master.numel(), BLOCK=BLOCK)
 
 
 def try_out() -> None:
-    """Raise where the kernel does not build, run or agree."""
+    """Raise if the kernel does not compile, does not run, or gives wrong values."""
     master = torch.tensor([1.0, 2.0, 3.0], device="cuda")
     take_over(master, torch.tensor([1.0, 5.0, 3.0], device="cuda", dtype=torch.bfloat16))
     if master.tolist() != [1.0, 5.0, 3.0]:

@@ -21,7 +21,7 @@ from onefold.optim.matrix_groups import GroupsOfMatrices
 from onefold.optim.matrix_rules import AnyRule, MatrixRule, MuonRule, ShampooRule, names_of_states
 from onefold.optim.rules import AdagradRule, AdamRule, LionRule, SGDRule
 from onefold.optim.signature import build, read_arguments
-from onefold.plan import KeptStates, StateFormats
+from onefold.plan import StateFormats, StateSpec
 from onefold.plan.matrices import Splits
 
 Groups = list[dict[str, Any]]
@@ -96,13 +96,13 @@ class Chosen:
         """Whether a group is stepped as whole matrices."""
         return any(isinstance(rule, MatrixRule) for rule in self.rules)
 
-    def states_of_groups(self) -> list[KeptStates]:
+    def states_of_groups(self) -> list[StateSpec]:
         """What is kept for each group beside its masters."""
         if not self.rules:
-            return [KeptStates(by_own_class=True)] * len(self.groups)
+            return [StateSpec(by_own_class=True)] * len(self.groups)
         names = names_of_states(self.rules, self.groups)
         return [
-            KeptStates(each, isinstance(rule, MatrixRule), isinstance(rule, InstanceRule))
+            StateSpec(each, isinstance(rule, MatrixRule), isinstance(rule, InstanceRule))
             for each, rule in zip(names, self.rules, strict=True)
         ]
 

@@ -322,7 +322,7 @@ class MatrixSteps:
         self._tiler = MatrixTiler(rules)
         group = in_flight.collective.group
         self._shard, self._first = group.shard, group.rank - group.shard
-        found = {s: matrices_of(s.spec.layout, splits) for s in stores if s.spec.kept.as_matrices}
+        found = {s: matrices_of(s.spec.layout, splits) for s in stores if s.spec.state_spec.as_matrices}
         owners: dict[tuple[ShardStore, Matrix], int] = {}
         for rule in self._matrix_rules():  # costs of different rules are in different units
             own = {store: [m for m in some if self._rule_of(store, m) is rule] for store, some in found.items()}

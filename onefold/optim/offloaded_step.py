@@ -41,7 +41,7 @@ from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
 from onefold.optim.pipeline import StateWindow, Windows, step_shard, whole_window
 from onefold.optim.tiles import Step, Tiler
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import passes_device
+from onefold.plan.memory import is_streamed
 from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.
@@ -135,13 +135,13 @@ class OffloadedStep:
         last_use = self._memory.bus.now()
         if self._nvme is not None:
             for store in stores:
-                self._nvme.plan([store], STATES if store.spec.kept.as_matrices else ALL)
+                self._nvme.plan([store], STATES if store.spec.state_spec.as_matrices else ALL)
         streamed: dict[ShardStore, _StreamTask] = {}
         try:
             for store in stores:
                 gradient = _gradient_of(store).value
                 assert gradient is not None
-                if store.spec.kept.as_matrices:
+                if store.spec.state_spec.as_matrices:
                     self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
                     continue
                 task: Future[CopyEvent]
@@ -157,7 +157,7 @@ class OffloadedStep:
                     store.start_step(task)
             self._tasks = tasks
             if streamed:
-                self._memory.pass_worker.submit(self._stream_all, streamed, step, last_use)
+                self._memory.stream_worker.submit(self._stream_all, streamed, step, last_use)
         except BaseException as error:  # an interrupt: no one may wait for tasks that were never submitted
             self._failed = RuntimeError("the step was interrupted before all of it was started")
             self._failed.__cause__ = error
@@ -222,7 +222,7 @@ class OffloadedStep:
     # -- on the stream thread -----------------------------------------------------------------------------------
 
     def _is_streamed(self, store: ShardStore) -> bool:
-        return self._stream is not None and passes_device(self._plan, store.spec)
+        return self._stream is not None and is_streamed(self._plan, store.spec)
 
     @torch.no_grad()
     def _stream_all(self, tasks: Mapping[ShardStore, _StreamTask], step: Step, last_use: LastUse) -> None:

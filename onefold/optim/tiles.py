@@ -18,7 +18,7 @@ from onefold.offload.write_check import WriteCheck
 from onefold.optim.matrix_rules import AnyRule, MatrixRule
 from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import MASTER, EncodedTile, Hyper, Tile
-from onefold.plan import KeptStates
+from onefold.plan import StateSpec
 from onefold.plan.layout import Segment
 
 # Elements of a tile, by device type.
@@ -38,14 +38,14 @@ class Step:
     """Groups whose late states are created by this step."""
 
 
-def num_tiles(kept: KeptStates) -> int:
+def num_tiles(kept: StateSpec) -> int:
     """Return the number of fp32 tiles that a step on a GPU allocates: the scaled gradient and all decoded buffers.
 
     Adam's kernel for encoded states needs none.
     """
-    if {"exp_avg", "exp_avg_sq"} == set(kept.names) and kept.forms and all(kept.forms):
+    if {"exp_avg", "exp_avg_sq"} == set(kept.names) and kept.formats and all(kept.formats):
         return 0
-    return 1 + sum(form is not None for form in (kept.master, *kept.forms))
+    return 1 + sum(form is not None for form in (kept.master, *kept.formats))
 
 
 class Steppable(Protocol):

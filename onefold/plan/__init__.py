@@ -1,5 +1,8 @@
-"""Pure decisions: what is placed where (table), how it lies in memory (layout), where a model is cut (cut),
-what is launched when (program), what rests in which tier and how many bytes that are (memory)."""
+"""All decisions about a run, computed without tensors.
+
+`plan` has the placement of model state, `layout` the offsets in flat parameters, `cut` the units of a model, `program`
+the order of collectives, `memory` bytes and traffic, and `tiers` the tier of each flat parameter.
+"""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
@@ -8,20 +11,17 @@ from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
     BufferBytes,
-    Crossing,
     FlatParamSpec,
-    KeptStates,
     ModelBytes,
+    OffloadTraffic,
     Residency,
-    assign_tiers,
+    StateSpec,
     count_buffers,
     count_bytes,
-    count_crossing,
+    count_offload_traffic,
     count_unit_in_use,
 )
-from onefold.plan.program import Moment, Program, coalesce, compile_program
-from onefold.plan.state_formats import StateFormats
-from onefold.plan.table import (
+from onefold.plan.plan import (
     Feedback,
     Loop,
     Monitoring,
@@ -35,3 +35,6 @@ from onefold.plan.table import (
     plan_every_stage,
     plan_with_less,
 )
+from onefold.plan.program import Moment, Program, coalesce, compile_program
+from onefold.plan.state_formats import StateFormats
+from onefold.plan.tiers import assign_tiers

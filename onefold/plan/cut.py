@@ -1,12 +1,12 @@
-"""Where a model is cut into units. The cut depends on the module tree alone, never on the stage or the world size.
+"""Split a model into units. The result depends only on the module tree, not on the stage or the world size.
 
 [Note: the structural cut]
-The first rule that finds something names the blocks: the names in `onefold.units`; the classes a Hugging Face model
-lists in `_no_split_modules`; the children of a ModuleList, Sequential or ModuleDict in which one class repeats. Blocks
-never nest: the outermost wins, so experts inside a block stay inside it. Leaf modules, named in the config or
-marked by `set_z3_leaf_modules`, are blocks too. Then every module outside the blocks that owns at least `LARGE`
-elements itself (embeddings, heads) is a block of its own, and what is left belongs to the root. A parameter that two
-blocks share belongs to the root, their common ancestor.
+Blocks are chosen by the first of these rules that matches a module: the names in `onefold.units`; the classes that a
+Hugging Face model lists in `_no_split_modules`; the children of a ModuleList, Sequential or ModuleDict in which one
+class repeats. Blocks never nest: the outermost one is used, so the experts of a block belong to that block. Leaf
+modules, named in the config or marked by `set_z3_leaf_modules`, are blocks too. Every module outside the blocks that
+directly owns at least `LARGE` elements (embeddings, heads) is a separate block. All other parameters belong to the
+root, and so does a parameter that two blocks share.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from onefold.config import ConfigError, LeafModule
 
 LARGE = 1 << 20
 
-# What DeepSpeed sets on a module that is never cut, and others set for it.
+# The attribute by which DeepSpeed, and libraries that support it, mark a module that is never split.
 LEAF_MARK = "_z3_leaf"
 
 
 @dataclass(frozen=True)
 class UnitCut:
-    """One unit: the module whose forward uses it, and the names of its parameters. `shared`: some have two names."""
+    """One unit of a model."""
 
     module: str
+    """The path of the module whose forward uses the unit."""
     parameters: tuple[str, ...]
     shared: bool
+    """Some of the parameters have two names in the model."""
 
 
 def cut(
@@ -41,7 +43,10 @@ def cut(
     leaves: LeafModule | None = None,
     numel: Callable[[nn.Parameter], int] = nn.Parameter.numel,
 ) -> list[UnitCut]:
-    """Units: the root's leftovers, then blocks in the order of the module tree. `numel` knows placeholders' sizes."""
+    """Split a model into units: the root first, then the blocks in module order.
+
+    `numel` returns the unsharded size of a parameter, which may be a placeholder.
+    """
     blocks = _blocks(model, names, leaves or LeafModule(), numel)
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -68,7 +73,7 @@ def _owner(parameter: str, blocks: Container[str]) -> str:
 
 
 def persistent_parameters(sizes: Mapping[str, int], threshold: int, in_all: int) -> set[str]:
-    """Names of the parameters of at most `threshold` elements, in order, until they come to `in_all` elements."""
+    """Return the names of the parameters of at most `threshold` elements, up to a total of `in_all` elements."""
     found: set[str] = set()
     total = 0
     for name, size in sizes.items():
@@ -81,7 +86,7 @@ def persistent_parameters(sizes: Mapping[str, int], threshold: int, in_all: int)
 def _blocks(
     model: nn.Module, names: Sequence[str], leaves: LeafModule, numel: Callable[[nn.Parameter], int]
 ) -> list[str]:
-    """Paths of the blocks, in the order of the module tree."""
+    """Return the paths of the blocks, in module order."""
     chosen = _named(model, names) if names else _no_split(model) or _outermost(_repeated(model))
     chosen = _outermost(chosen | _leaves(model, leaves))
     large = {
@@ -95,7 +100,7 @@ def _blocks(
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Modules whose class name or dotted path matches one of the patterns; a pattern that matches none is an error."""
+    """Return the modules whose class name or path matches a pattern. Raise if a pattern matches none."""
     found: set[str] = set()
     for pattern in names:
         hits = {
@@ -114,19 +119,19 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
 
 
 def _leaves(model: nn.Module, leaves: LeafModule) -> set[str]:
-    """Modules named in the config, each name an error if nothing answers to it, and those marked on themselves."""
+    """Return the leaf modules: those that the config names and those marked as leaves. Raise if a name matches none."""
     found = {path for path, module in model.named_modules() if getattr(module, LEAF_MARK, False)}
     named = {"classes": leaves.classes, "names": leaves.names, "name_suffixes": leaves.name_suffixes}
     for kind, names in named.items():
         for name in names:
-            hits = {path for path, module in model.named_modules() if path and _answers(path, module, kind, name)}
+            hits = {path for path, module in model.named_modules() if path and _matches(path, module, kind, name)}
             if not hits:
-                raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model answers to {name!r}")
+                raise ConfigError(f"zero_optimization.leaf_module.{kind}: no module of this model matches {name!r}")
             found |= hits
     return found
 
 
-def _answers(path: str, module: nn.Module, kind: str, name: str) -> bool:
+def _matches(path: str, module: nn.Module, kind: str, name: str) -> bool:
     if kind == "classes":
         of = type(module)
         return name in (of.__name__, f"{of.__module__}.{of.__qualname__}")
@@ -139,7 +144,7 @@ def _no_split(model: nn.Module) -> set[str]:
 
 
 def _repeated(model: nn.Module) -> set[str]:
-    """Children with parameters of a container in which one class stands at least twice."""
+    """Return the children with parameters of every container in which a class occurs at least twice."""
     found: set[str] = set()
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
@@ -152,5 +157,5 @@ def _repeated(model: nn.Module) -> set[str]:
 
 
 def _outermost(paths: set[str]) -> set[str]:
-    """Without those that lie inside another; the root itself is never a block."""
+    """Remove the paths that lie inside another one, and the root, which is never a block."""
     return {path for path in paths if path and not _owner(path, paths - {path})}

@@ -1,4 +1,4 @@
-"""How parameters lie in one flat parameter, cut into one equal shard per rank. No tensors."""
+"""The offsets of parameters in a flat parameter, which is split into equal shards. No tensors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-# Each parameter starts at a multiple of this many elements, and each optimizer group ends at one: vector kernels
-# then meet no scalar tail inside a range (a tail may round differently), and a block of so many elements, as quantized
-# states share a scale, belongs to one parameter and one rank.
+# Each parameter starts at a multiple of this number of elements, and each optimizer group ends at one. Vector kernels
+# then have no scalar tail inside a range (a tail may round differently), and each block of quantized states, which
+# share a scale, belongs to one parameter and one rank.
 PARAMETER_ALIGNMENT = 256
 
-# Each shard is a multiple of this many elements: vector kernels, quantization blocks and, at two bytes an element,
-# pages of direct disk access never straddle a rank. Elements of one byte need twice as many for a page.
+# The size of each shard is a multiple of this number of elements. Vector kernels, quantization blocks and, at two bytes
+# per element, pages of direct disk access then never span two ranks. One-byte elements need twice as many for a page.
 SHARD_ALIGNMENT = 2048
 
 
@@ -23,7 +23,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a flat one: its name, shape and place there."""
+    """One parameter of a flat parameter: its name, shape, optimizer group and range."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """A flat parameter: members in order of optimizer group, then padding up to equal, aligned shards."""
+    """The layout of a flat parameter: members ordered by optimizer group, then padding to equal, aligned shards."""
 
     members: tuple[Member, ...]
     num_shards: int
@@ -51,7 +51,7 @@ class Layout:
 
     @staticmethod
     def of(parameters: Iterable[tuple[str, tuple[int, ...], int]], num_shards: int, itemsize: int = 2) -> Layout:
-        """Lay out (name, shape, optimizer group) triples. Within a run each group is one range."""
+        """Lay out (name, shape, optimizer group) triples. Each group becomes one range."""
         alignment = SHARD_ALIGNMENT * (2 if itemsize == 1 else 1)
         members = []
         end = 0
@@ -67,12 +67,12 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements that are parameters, padding left out."""
+        """The number of elements without padding."""
         return sum(member.stop - member.start for member in self.members)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Where padding lies."""
+        """The ranges of padding."""
         ends, starts = [0, *(member.stop for member in self.members)], [*(m.start for m in self.members), self.total]
         return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
 
@@ -81,7 +81,7 @@ class Layout:
 
     @cached_property
     def group_ranges(self) -> tuple[Segment, ...]:
-        """One padded range per optimizer group, in order."""
+        """The padded range of each optimizer group, in order."""
         ranges: dict[int, Segment] = {}
         for member in self.members:
             first = ranges.get(member.group)
@@ -90,7 +90,7 @@ class Layout:
         return tuple(segment for segment in ranges.values() if segment.start < segment.stop)
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
-        """The group ranges inside [start, stop), counted from the start of the flat parameter."""
+        """Yield the group ranges inside [start, stop), as offsets in the flat parameter."""
         for segment in self.group_ranges:
             low, high = max(segment.start, start), min(segment.stop, stop)
             if low < high:
@@ -98,5 +98,5 @@ class Layout:
 
     @cached_property
     def shape_key(self) -> tuple[int, ...]:
-        """Equal for flat parameters with padding in the same places: their gradient buffers are interchangeable."""
+        """A key that is equal for layouts with the same padding, whose gradient buffers are interchangeable."""
         return (self.total, *(edge for member in self.members for edge in (member.start, member.stop)))

@@ -1,12 +1,11 @@
-"""Which matrices lie in a flat parameter, which pieces of each the ranks hold, and which rank works on each as a whole.
-No tensors.
+"""The matrices in a flat parameter, and the rank that updates each of them. No tensors.
 
 [Note: whole matrices]
-Some optimizers look at a matrix as a whole (Muon orthogonalises it), and shards cut through matrices. So each matrix
-has an owner: a rank that holds a piece of it anyway, to which the others send theirs and from which they get them back.
-Owners are chosen over all flat parameters at once: what lies on one rank stays there, then the dearest matrix comes
-first, each to the rank that has the least to do so far. Where every rank steps everything there is nothing to send, and
-each is its own owner.
+Some optimizers need a whole matrix (Muon orthogonalizes it), but shard boundaries split matrices. So each matrix has an
+owner: one of the ranks that store a piece of it. The other ranks send their pieces to the owner, which updates the
+matrix and sends them back. Owners are chosen over all flat parameters at once. Matrices that lie in one shard are owned
+by its rank. The others are assigned in order of decreasing cost, each to the rank with the least work so far. Where
+optimizer states are replicated nothing is sent: every rank updates every matrix.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from onefold.plan.layout import Layout, Member
 
 
 class MatrixError(ValueError):
-    """A parameter cannot be taken as the matrices that were asked for."""
+    """A parameter cannot be split into the requested matrices."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows and columns that lie one after the other in a flat parameter, from `start` on."""
+    """A matrix that is stored in row-major order in a flat parameter, at offset `start`."""
 
     member: int
-    """The place of its parameter among the members of the layout."""
+    """The index of its parameter among the members of the layout."""
     start: int
     rows: int
     columns: int
@@ -42,18 +41,20 @@ class Matrix:
         return self.rows, self.columns
 
     def piece(self, start: int, stop: int) -> tuple[int, int]:
-        """What of it lies in [start, stop); empty ranges are (x, x)."""
+        """Return the range of the matrix inside [start, stop). Empty ranges are (x, x)."""
         low = max(self.start, start)
         return low, max(low, min(self.stop, stop))
 
 
 Splits = Mapping[str, Sequence[int] | int]
-"""By a pattern of names: rows of each part (a fused QKV), or how many equal parts there are (heads)."""
+"""A map from name patterns to the rows of each part (a fused QKV), or to the number of equal parts (heads)."""
 
 
 def matrices_of(layout: Layout, splits: Splits | None = None) -> list[Matrix]:
-    """All matrices of a flat parameter, in their order. A parameter of three dimensions is as many matrices as its
-    first one says, as experts are; one of more, as convolutions have, is one with a row for each output.
+    """Return the matrices of a flat parameter, in order.
+
+    A parameter of three dimensions, such as fused experts, has one matrix per index of the first dimension. One of more
+    dimensions, such as a convolution, is a single matrix with one row per output channel.
     """
     found = []
     for place, member in enumerate(layout.members):
@@ -93,11 +94,11 @@ def _rows_of_parts(member: Member, rows: int, splits: Splits) -> list[int]:
 
 
 Cost = Callable[[int, int], float]
-"""What the work on a matrix of so many rows and columns costs, in any unit."""
+"""A function that returns the cost of updating a matrix of (rows, columns), in any unit."""
 
 
 def choose_owners(layouts: Sequence[tuple[Layout, Sequence[Matrix]]], cost: Cost) -> list[list[int]]:
-    """The owner of each matrix, as a shard's number, in the order of the layouts and their matrices."""
+    """Choose the owner of each matrix. Return shard indices, in the order of the layouts and their matrices."""
     owners = [[0] * len(matrices) for _, matrices in layouts]
     busy: dict[int, float] = {}
     places = [(line, place) for line, (_, matrices) in enumerate(layouts) for place in range(len(matrices))]
@@ -111,13 +112,13 @@ def choose_owners(layouts: Sequence[tuple[Layout, Sequence[Matrix]]], cost: Cost
 
 
 def holders(layout: Layout, matrix: Matrix) -> range:
-    """The shards that have a piece of it."""
+    """Return the indices of the shards that contain a piece of the matrix."""
     size = layout.shard_size
     return range(matrix.start // size, (matrix.stop - 1) // size + 1)
 
 
 def count_sent(layout: Layout, matrices: Sequence[Matrix], owners: Sequence[int], rank: int, itemsize: int = 2) -> int:
-    """Bytes that one shard's rank sends in a step: its pieces to their owners, and others' pieces back to them."""
+    """Compute the bytes that a rank sends in a step: its pieces to their owners, and updated pieces to other ranks."""
     sent = 0
     for matrix, owner in zip(matrices, owners, strict=True):
         low, high = matrix.piece(*layout.shard_range(rank))

@@ -1,7 +1,6 @@
-"""Bytes of model state per rank and tier, by arithmetic: what the runtime allocates is equal to this, to the byte.
+"""Bytes of model state and host-device traffic per rank and tier, computed from the plan.
 
-And which flat parameter rests in which tier: the device is filled first, then the host, then the disks. Units are taken
-in their order, so what stays on the device is used first: its forward runs while the host still steps the rest.
+The computed bytes are equal to those that the runtime allocates and copies.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from itertools import zip_longest
 import torch
 
 from onefold.plan.layout import Layout
+from onefold.plan.plan import Plan, Tier
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 from onefold.plan.state_formats import SIGNED, SQUARES, FormatPart, StateFormat, StateFormats
-from onefold.plan.table import Plan, Tier
 
 
 @dataclass(frozen=True)
 class Residency:
-    """The tiers of a flat parameter: of masters, states and gradients, and of what a gather starts from."""
+    """The tiers of a flat parameter: of its masters and states, and of the parameter shard that is all-gathered."""
 
     states: Tier = Tier.DEVICE
     parameters: Tier = Tier.DEVICE
     apart: bool = False
-    """The master is never gathered from below the device: the host may be stepping it."""
+    """An offloaded master is never the source of the all-gather, because a delayed step may be updating it."""
 
     @property
     def offloads_states(self) -> bool:
@@ -34,93 +33,100 @@ class Residency:
 
     @property
     def gradients(self) -> Tier:
-        """Reduced gradients wait where the step runs: the host steps what rests on the host or on a disk."""
+        """The tier of reduced gradients: host memory if the states are offloaded."""
         return Tier.HOST if self.offloads_states else Tier.DEVICE
 
 
 @dataclass(frozen=True)
-class KeptStates:
-    """What an optimizer keeps beside each master of a group, by name, two tensors for Adam; none where only its class
-    knows. `as_matrices`: it looks at whole matrices ([Note: whole matrices]). `by_own_class`: the user's class steps.
-    """
+class StateSpec:
+    """The optimizer states of a parameter group, and the formats of its states and masters."""
 
     names: tuple[str, ...] = ()
+    """The names of the states, such as `exp_avg`. Empty if a user-defined optimizer creates them."""
     as_matrices: bool = False
+    """The optimizer updates whole matrices ([Note: whole matrices])."""
     by_own_class: bool = False
-    forms: tuple[StateFormat | None, ...] = ()
-    """Of each name ([Note: state formats]), None for those in the dtype of the master; empty: none has one."""
+    """A user-defined optimizer class performs the step."""
+    formats: tuple[StateFormat | None, ...] = ()
+    """The format of each state ([Note: formats of states]); None is the dtype of the master. Empty: all are None."""
     master: StateFormat | None = None
+    """The format of the master. None is fp32, or fp64 for fp64 parameters."""
 
-    def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> KeptStates:
-        """The same for a parameter of this name, dtype and size, in the forms that the config asks for."""
-        forms = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
-        if self.as_matrices:  # a rule of the user's may call anything by these names
-            forms = tuple(SIGNED if form is SQUARES else form for form in forms)
-        return replace(self, forms=forms if any(forms) else (), master=formats.of_master(dtype))
+    def held_as(self, formats: StateFormats, parameter: str, dtype: torch.dtype, numel: int) -> StateSpec:
+        """Return this spec with the formats that the config selects for one parameter."""
+        chosen = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
+        if self.as_matrices:  # a user-defined rule may store signed values under these names
+            chosen = tuple(SIGNED if each is SQUARES else each for each in chosen)
+        return replace(self, formats=chosen if any(chosen) else (), master=formats.of_master(dtype))
 
-    def form_of(self, name: str) -> StateFormat | None:
-        return self.forms[self.names.index(name)] if self.forms else None
+    def format_of(self, name: str) -> StateFormat | None:
+        return self.formats[self.names.index(name)] if self.formats else None
 
 
-# In what matrices travel to their owners and back.
+# Bytes per element of the matrices that are sent to their owners and back.
 MATRIX_ITEMSIZE = 2
 
 
 @dataclass(frozen=True)
 class FlatParamSpec:
-    """A flat parameter without tensors: its layout, dtype and treatment."""
+    """The specification of a flat parameter: its layout, dtype, tiers and states."""
 
     layout: Layout
     dtype: torch.dtype
     trainable: bool
     persistent: bool
     packed: bool = False
-    """Frozen values in a format of their own, as quantized weights are: gathered byte for byte, never cast."""
+    """The values are frozen and in a packed format, such as quantized weights. They are gathered without a cast."""
     residency: Residency = Residency()
-    kept: KeptStates = KeptStates()
+    state_spec: StateSpec = StateSpec()
     given_to_device: bool = False
-    """Where host and device step what rests below the device together: this is the device's."""
+    """The GPU steps this flat parameter when host and GPU share the step of offloaded states."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        return self.kept.names
+        return self.state_spec.names
 
     @property
     def master_is_shard(self) -> bool:
-        """Whether the master is what a gather starts from, so that no other copy is held: on the device it is cast on
-        the way, elsewhere it must have the dtype, and the tier, that the parameters rest in.
+        """Whether the master is the source of the all-gather, so that there is no separate parameter shard.
+
+        A master on the device is cast before the all-gather. An offloaded one must match the parameters in dtype and
+        tier.
         """
-        if not self.trainable or self.kept.master is not None:
+        if not self.trainable or self.state_spec.master is not None:
             return False
         same = master_dtype(self.dtype) == self.dtype and self.residency.states is self.residency.parameters
         return not self.residency.offloads_states or (same and not self.residency.apart)
 
     @property
     def weight_is_master(self) -> bool:
-        """Whether the bf16 part of a master that has a form is the very tensor that computes, or that is gathered: both
-        rest in one tier.
+        """Whether the bf16 part of a split master is the model weight, or the parameter shard.
+
+        This requires both to be stored in the same tier.
         """
-        if not self.trainable or self.kept.master is None:
+        if not self.trainable or self.state_spec.master is None:
             return False
         apart = self.residency.apart and self.residency.offloads_states
         return self.residency.states is self.residency.parameters and not apart
 
     def parts_of_master(self) -> tuple[FormatPart, ...]:
-        """What is held of a master beside the weights, where these are a part of it."""
-        if self.kept.master is None:
+        """Return the tensors of a master, without the bf16 part if that is the model weight."""
+        if self.state_spec.master is None:
             return (FormatPart(master_dtype(self.dtype)),)
-        return self.kept.master.parts[1 if self.weight_is_master else 0 :]
+        return self.state_spec.master.parts[1 if self.weight_is_master else 0 :]
 
     def parts_of_states(self) -> tuple[FormatPart, ...]:
+        """Return the tensors of all optimizer states."""
         plain = FormatPart(master_dtype(self.dtype))
-        forms = self.kept.forms or (None,) * len(self.kept.names)
-        return tuple(part for form in forms for part in (form.parts if form is not None else (plain,)))
+        formats = self.state_spec.formats or (None,) * len(self.state_spec.names)
+        return tuple(part for each in formats for part in (each.parts if each is not None else (plain,)))
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one rank when backward ends. Where gradients are sharded by then, each open unit held a slot before;
-    sharded parameters are at rest: their masters, or the shards of those that are not trained.
+    """Bytes of model state on one rank at the end of backward, when sharded parameters are resharded.
+
+    `largest_slot` is the largest buffer that a unit needs during backward for its unsharded gradient.
     """
 
     parameters: int
@@ -135,7 +141,7 @@ class ModelBytes:
 
 
 def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DEVICE) -> ModelBytes:
-    """The plan's arithmetic, for one tier."""
+    """Compute the bytes of model state of one rank in one tier."""
     parameters = gradients = masters = states = largest_slot = 0
     precision, num_micro_steps = plan.precision, plan.num_micro_steps
     for spec in specs:
@@ -159,7 +165,7 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
             if in_place:
                 gradients += layout.total * precision.of_gradient(spec.dtype, num_micro_steps).itemsize
             else:
-                # One is stepped with while the next comes down.
+                # A delayed step reads one gradient while the next one is copied to the host.
                 num = 2 if plan.delays_host and residency.offloads_states else 1
                 gradients += layout.shard_size * reduced.itemsize * num
         if tier is residency.states:
@@ -179,14 +185,14 @@ Batches = Sequence[Sequence[FlatParamSpec]]
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank beside its model state: what pools keep from step to step, on a CPU, and what the largest unit
-    needs while it is in use: its parameters unsharded, and gradients as autograd makes them.
-    """
+    """Bytes of one rank in addition to its model state, without activations."""
 
     pools: int
+    """Buffers that pools retain from step to step, on CPU ranks."""
     unit_in_use: int
+    """The largest unit in use: its unsharded parameters, and the gradients that autograd creates."""
     matrices: int = 0
-    """Whole matrices in a step, at most: on their way, on their owner, and what the work on one of them needs."""
+    """The peak of whole matrices in a step: in flight, on their owner, and the workspace of one of them."""
 
     @property
     def total(self) -> int:
@@ -194,6 +200,7 @@ class BufferBytes:
 
 
 def count_unit_in_use(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> int:
+    """Compute the bytes of the largest unit while it is in use."""
     return max((sum(_bytes_in_use(spec, plan) for spec in specs) for specs in units), default=0)
 
 
@@ -203,9 +210,11 @@ def _bytes_in_use(spec: FlatParamSpec, plan: Plan) -> int:
 
 
 def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
-    """Bytes that pools keep on a CPU from step to step beside model state: whole gradients until they are reduced, of
-    the batch that lands and of those in flight, and what comes from other ranks meanwhile. Pools grow to the most that
-    is open at once. Batches of trained flat parameters, in the order of their reductions, and of steps.
+    """Compute the bytes that pools retain on a CPU rank from step to step, in addition to model state.
+
+    Pools grow to the largest number of buffers in use at once: the unsharded gradients of the batch that backward
+    computes and of the reductions in flight, and the data that those reductions receive. `reductions` and `refreshes`
+    are batches of trained flat parameters, in the order of their reductions and of the all-gathers after a step.
     """
     most: Counter[Hashable] = Counter()
 
@@ -225,10 +234,10 @@ def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
             in_flight.popleft()
         in_flight.append(batch)
         arriving = [spec for some in in_flight for spec in some]
-        landed = [*arriving, *(after if plan.overlap else ())]
+        computed = [*arriving, *(after if plan.overlap else ())]
         open_at_once(
             each
-            for specs, buffers in ((landed, _slots), (arriving, _inboxes))
+            for specs, buffers in ((computed, _slots), (arriving, _inboxes))
             for spec in specs
             for each in buffers(spec, plan)
         )
@@ -255,7 +264,7 @@ def _inboxes(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]:
 
 
 def _slot_dtype(spec: FlatParamSpec, plan: Plan) -> torch.dtype:
-    """Of a whole gradient, of as many micro-steps as add up before it is reduced."""
+    """Return the dtype of an unsharded gradient, which accumulates until it is reduced."""
     return plan.precision.of_gradient(spec.dtype, plan.num_micro_steps if plan.keeps_whole_gradient else 1)
 
 
@@ -267,18 +276,21 @@ def _gathered(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]
 
 
 def feedback_bytes(numel: int, num_ranks: int, node_size: int) -> int:
-    """Of what each hop of a quantized reduction has lost: a byte a value, and a scale a block of 256."""
+    """Compute the bytes of error feedback: for each hop, one byte per value and an fp32 scale per block of 256."""
     values = (numel if node_size > 1 else 0) + (numel // node_size if num_ranks > node_size else 0)
     return values + values // 64
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The optimizer updates fp32, or fp64 where the parameter is fp64."""
+    """Return the dtype of the master of a parameter: fp64 for fp64 parameters, otherwise fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Whether it is unsharded at rest: as the plan says, if it is small, or if its shard is no smaller."""
+    """Return whether a flat parameter stays unsharded between uses.
+
+    This is the case if the plan replicates parameters, if it is persistent, or if sharding would save no memory.
+    """
     if not plan.shards_parameters or spec.persistent:
         return True
     if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE or plan.shards_on_one_rank:
@@ -287,7 +299,7 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
 
 
 def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> bool:
-    """Whether the reduced shard lies in its own slice of the flat gradient, so that it costs no byte of its own."""
+    """Return whether the reduced gradient shard is a slice of the flat gradient, so that it needs no extra memory."""
     num_ranks = spec.layout.num_shards
     if spec.residency.offloads_states:
         return False
@@ -297,75 +309,90 @@ def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> b
     return whole == plan.precision.of_reduced(spec.dtype, num_micro_steps, num_ranks)
 
 
-class SharedStep:
-    """Which units the device steps and which the host, where what rests below the device is stepped by both at once.
+class OffloadedStepSplit:
+    """Splits the step of offloaded units between the host and the GPU.
 
     [Note: host and device step together]
-    A host's step is bound by its memory, and states that pass through the device are bound by the bus. Together they
-    are faster than either: 1.3B parameters on an H200 and 16 cores, 0.46 s a step instead of 0.53 and 0.61. Units take
-    turns by their size, in the model's order, which is nearly that of the next forward. A device rounds differently
-    from a host. So under the same keys who steps what depends on the cut into units and on what is trained alone: every
-    stage, tier and number of ranks has the same bits.
+    A step on the host is bound by its memory bandwidth, and streaming states through the GPU is bound by the bus. Both
+    together are faster than either: 0.46 s a step for 1.3B parameters on an H200 and 16 cores, instead of 0.53 and
+    0.61 s. Units are assigned by their size, in model order, which is close to the order of the next forward. The GPU
+    rounds differently from the host, so under the same config the split depends only on the units and on the trained
+    parameters. Results are then bit-equal for every stage, tier and number of ranks.
     """
 
-    # Of all trained elements, the device's.
+    # The fraction of all trained elements that the GPU steps.
     SHARE = 0.6
 
     def __init__(self) -> None:
         self._host = self._device = 0
 
-    def gives_to_device(self, numel: int) -> bool:
-        """Whether the next unit, of so many trained elements, is the device's."""
+    def assign(self, numel: int) -> bool:
+        """Assign the next unit, which has `numel` trained elements. Return True if the GPU steps it."""
         is_devices = self._device * (1 - self.SHARE) < self._host * self.SHARE
         self._device += numel * is_devices
         self._host += numel * (not is_devices)
         return is_devices
 
 
-def passes_device(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Whether a GPU steps what rests below it ([Note: states streamed through the GPU])."""
-    kept = spec.kept
-    if plan.delays_host or kept.as_matrices or kept.by_own_class or plan.offloaded_step == "host":
+def is_streamed(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Return whether the offloaded states of a flat parameter are streamed through the GPU for the step.
+
+    See [Note: states streamed through the GPU].
+    """
+    states = spec.state_spec
+    if plan.delays_host or states.as_matrices or states.by_own_class or plan.offloaded_step == "host":
         return False
     if plan.offloaded_step == "device" or (plan.offloaded_step == "auto" and not plan.formats.are_plain):
         return True
-    # A bus is several times slower with memory that is not page-locked.
+    # Copies are several times slower from memory that is not page-locked.
     return spec.given_to_device and (plan.offload.is_pinned or plan.offloaded_step == "both")
 
 
 def bytes_of_step(spec: FlatParamSpec) -> int:
-    """What a step reads and writes of a shard: its master, with the weights in it, and its states."""
-    weight = spec.kept.master.parts[:1] if spec.weight_is_master and spec.kept.master is not None else ()
+    """Compute the bytes of a shard that a step reads and writes: its master, including its weights, and its states."""
+    weight = spec.state_spec.master.parts[:1] if spec.weight_is_master and spec.state_spec.master is not None else ()
     return _bytes_of([*weight, *spec.parts_of_master(), *spec.parts_of_states()], spec.layout.shard_size)
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """Bytes that one rank moves between tiers in one step: to the host and back, from disk and to it. `up` and `read`
-    take each unit to be gathered once a forward and once a backward; what the program keeps unsharded saves a gather.
+class OffloadTraffic:
+    """Bytes that one rank copies between tiers in one step.
+
+    `up` and `read` count one all-gather of each unit per forward and one per backward. Units that the program leaves
+    unsharded between two uses need fewer.
     """
 
     down: int
+    """Bytes copied from the device to the host."""
     up: int
+    """Bytes copied from the host to the device."""
     read: int
+    """Bytes read from disk."""
     written: int
+    """Bytes written to disk."""
 
     @property
     def any(self) -> bool:
         return bool(self.down or self.up or self.read or self.written)
 
 
-def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool) -> Crossing:
-    """The plan's arithmetic of a step with so many micro-steps. `device_casts`: the device is a GPU. Shards on the host
-    beside their masters take its cast: with the step where it steps them, else when they are gathered from the master.
+def count_offload_traffic(
+    specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: int, *, device_casts: bool
+) -> OffloadTraffic:
+    """Compute the bytes that a step of `num_micro_steps` micro-steps copies between tiers.
+
+    `device_casts` is True if the device is a GPU, which then casts fp32 masters to the parameter shards of the host:
+    in the step if it is streamed through the GPU, otherwise when the master is gathered for the first time.
     """
     down = up = read = written = 0
     for spec in specs:
         shard, residency = spec.layout.shard_size, spec.residency
-        # What goes up of an updated value: the master, or the weight of one that has a form.
-        master = spec.kept.master.parts[0].dtype.itemsize if spec.kept.master else master_dtype(spec.dtype).itemsize
+        # Bytes per updated value that are copied to the device: the master, or the bf16 part of a split one.
+        held_as = spec.state_spec.master
+        master = (held_as.parts[0].dtype if held_as is not None else master_dtype(spec.dtype)).itemsize
         unsharded = stays_unsharded(plan, spec)
-        # With secondary shards only the first gather of a step starts below the device; those of frozen ones stay.
+        # With secondary shards only the first all-gather of a step reads the offloaded shard. Secondary shards of
+        # frozen parameters remain valid.
         gathers = (1 if spec.trainable else 0) if plan.node_shard_size > 1 else 2 * num_micro_steps
         below = not unsharded and residency.parameters is not Tier.DEVICE
         gathered = gathers * shard * spec.dtype.itemsize if below else 0
@@ -376,16 +403,16 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
         # One micro-step of one rank is exact in its own dtype; sums over ranks are not.
         travels = plan.precision.of_reduced(spec.dtype, 1, spec.layout.num_shards)
         down += num_micro_steps * shard * travels.itemsize
-        if spec.kept.as_matrices:  # to the device, where they are worked on, and back
+        if spec.state_spec.as_matrices:  # copied to the device for the update, and back
             up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
         of_step = bytes_of_step(spec)
         on_host = not unsharded and residency.parameters is Tier.HOST
         is_held_twice = on_host and not (spec.master_is_shard or spec.weight_is_master)
-        # After a step of the host's a shard is gathered from its fp32 master. A delayed step, and an optimizer of the
-        # user's that steps all shards at once, write the shard themselves.
-        writes_shard = plan.delays_host or (spec.kept.by_own_class and plan.states.tier is not Tier.NVME)
-        casts_later = residency.states is Tier.HOST and spec.kept.master is None and not writes_shard
-        if device_casts and passes_device(plan, spec):
+        # After a step on the host a shard is gathered from its fp32 master. A delayed step, and a user-defined
+        # optimizer that steps all shards at once, write the parameter shard themselves.
+        writes_shard = plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
+        casts_later = residency.states is Tier.HOST and spec.state_spec.master is None and not writes_shard
+        if device_casts and is_streamed(plan, spec):
             held = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
             up, down = up + of_step + shard * held.itemsize, down + of_step
             down += shard * spec.dtype.itemsize if is_held_twice else 0
@@ -396,87 +423,8 @@ def count_crossing(specs: Iterable[FlatParamSpec], plan: Plan, num_micro_steps: 
             down += shard * spec.dtype.itemsize
         if residency.states is Tier.NVME:
             read, written = read + of_step, written + of_step
-            # What a delayed step has made is read once more, when it is used.
+            # The masters that a delayed step updated are read again when they are used.
             read += _bytes_of(spec.parts_of_master()[:1], shard) if plan.delays_host else 0
         if not unsharded and residency.parameters is Tier.NVME and not (spec.master_is_shard or spec.weight_is_master):
             written += shard * spec.dtype.itemsize
-    return Crossing(down, up, read, written)
-
-
-# -- which flat parameter rests in which tier -----------------------------------------------------------------------
-
-
-def assign_tiers(
-    specs: Sequence[FlatParamSpec], plan: Plan, *, device_bytes: int | None = None, host_bytes: int | None = None
-) -> list[FlatParamSpec]:
-    """The same flat parameters, each with its residency. `device_bytes` and `host_bytes`: what model state may take of
-    these tiers where the config names no share (`ratio`); None: as much as it likes.
-    """
-    wanted, ratio = plan.states.tier, plan.offload.optimizer.ratio
-    settled = list(specs)
-    trained = [place for place, spec in enumerate(specs) if spec.trainable]
-    if wanted is not Tier.DEVICE:
-        below = Residency(Tier.HOST if ratio is None else wanted)
-        for place in trained:
-            settled[place] = replace(specs[place], residency=below)
-        settled = [_with_parameters(spec, plan) for spec in settled]
-        for place in _kept_on_device(settled, trained, plan, device_bytes):
-            settled[place] = replace(specs[place], residency=Residency())
-    left = [place for place in trained if settled[place].residency.offloads_states]
-    if wanted is Tier.NVME and ratio is None:
-        for place in reversed(left):  # what the host has no room for goes to disk, the last first
-            if host_bytes is None or count_bytes(settled, plan, Tier.HOST).total <= host_bytes:
-                break
-            settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
-    elif wanted is Tier.NVME:
-        spare = plan.offload.optimizer.max_in_cpu
-        for place in left:
-            spare -= specs[place].layout.shard_size
-            if spare >= 0:
-                settled[place] = replace(settled[place], residency=Residency(Tier.HOST))
-    settled = [_with_parameters(spec, plan) for spec in settled]
-    spare = plan.offload.param.max_in_cpu
-    for place, spec in enumerate(settled):
-        if spec.residency.parameters is Tier.NVME:
-            spare -= spec.layout.shard_size
-            if spare >= 0:
-                settled[place] = replace(spec, residency=replace(spec.residency, parameters=Tier.HOST))
-    return settled
-
-
-def _kept_on_device(
-    settled: list[FlatParamSpec], trained: list[int], plan: Plan, device_bytes: int | None
-) -> list[int]:
-    """The first ones, as far as the ratio or the device goes."""
-    kept: list[int] = []
-    ratio = plan.offload.optimizer.ratio
-    if ratio is None:
-        if device_bytes is None:
-            return trained
-        trial = list(settled)
-        for place in trained:
-            trial[place] = replace(trial[place], residency=Residency())
-            bytes_ = count_bytes(trial, plan)
-            if bytes_.total + 2 * bytes_.largest_slot > device_bytes:
-                break
-            kept.append(place)
-        return kept
-    total = sum(settled[place].layout.numel for place in trained)
-    used = 0
-    for place in trained:
-        used += settled[place].layout.numel
-        if used > (1 - ratio) * total:
-            break
-        kept.append(place)
-    return kept
-
-
-def _with_parameters(spec: FlatParamSpec, plan: Plan) -> FlatParamSpec:
-    """What stays unsharded stays on the device, and so does what is cast from a master there: it is held once."""
-    states, tier = spec.residency.states, plan.parameters.tier
-    has_master_dtype = spec.trainable and master_dtype(spec.dtype) == spec.dtype
-    if not plan.shards_parameters or spec.persistent or (spec.trainable and states is Tier.DEVICE):
-        tier = Tier.DEVICE
-    elif tier is Tier.NVME and states is Tier.HOST and has_master_dtype:
-        tier = Tier.HOST  # the master there is what is gathered
-    return replace(spec, residency=Residency(states, tier, apart=plan.delays_host))
+    return OffloadTraffic(down, up, read, written)

@@ -1,11 +1,11 @@
-"""From the order in which units are used to what is launched when, and what is kept. No tensors, no ranks.
+"""Compute the order of collectives, and the units that stay unsharded, from the order of uses. No tensors, no ranks.
 
 [Note: the program of a pass]
-A pass is one forward and its backward. Its events, in an order that every rank has agreed on, are the uses of units
-and the ends of their backwards. The program says for each event which collectives have been launched by then: the
-gathers of what is used, the gathers ahead of it, the reductions of what is finished. Launches form one line; a rank
-may reach an event early or late or never, but it launches in that line's order, which is why no ranks can wait for
-each other in a circle. Limits move launches along the line; they never change a bit of what is computed.
+A pass is one forward and its backward. Its events are the uses of units and the ends of their backwards, in an order
+that all ranks have agreed on. For each event the program defines the collectives that have been launched by then: the
+all-gathers of the used units, the prefetches, and the reductions of finished units. All launches form one sequence. A
+rank may reach an event early, late or never, but it launches in the order of that sequence, so ranks cannot deadlock.
+Limits move launches within the sequence; they never change the computed values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cached_property
 
 
 class Moment(IntEnum):
-    """What happens to a unit at an event."""
+    """The kind of an event of a unit."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -27,25 +27,28 @@ class Moment(IntEnum):
 
 Event = tuple[Moment, int]
 
-# A third reduction in flight buys no overlap, only memory: each holds slots and what it receives, and its sum is
-# cheapest while that is still in cache.
+# A third reduction in flight would add memory but no overlap. Each reduction holds slots and receive buffers, and its
+# sum is fastest while those are still in the cache.
 REDUCTIONS_IN_FLIGHT = 2
-# Units smaller than this share a collective with the next one: below it latency costs more than bytes.
+# Units smaller than this share a collective with the next one, because latency would dominate its time.
 SMALL_MESSAGE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Elements: gathered ahead of use, whole at one time, between two uses of a unit that stays whole."""
+    """The limits of a program, in elements."""
 
     prefetch: int = 0
+    """Elements that are gathered ahead of their use."""
     live: int = 0
+    """Elements that are unsharded at one time."""
     reuse: int = 0
+    """Elements of other units used between two uses of a unit that stays unsharded."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective: the gather, or the reduction, of some units."""
+    """One collective: the all-gather or the reduction of some units."""
 
     gathers: bool
     units: tuple[int, ...]
@@ -53,15 +56,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Program:
-    """`launched_at[k]`: launches made by the time of event k. `kept[k]`: the unit stays whole after its use there."""
+    """The collectives of a pass. See [Note: the program of a pass]."""
 
     events: tuple[Event, ...]
     launches: tuple[Launch, ...]
     launched_at: tuple[int, ...]
+    """The number of launches that precede the use at each event."""
     kept: tuple[bool, ...]
+    """Whether the unit stays unsharded after its use at each event."""
 
     def find(self, event: Event, first: int) -> int | None:
-        """The next place of an event, from `first` on."""
+        """Return the next position of an event, starting at `first`."""
         places = self._places.get(event, [])
         index = bisect_left(places, first)
         return places[index] if index < len(places) else None
@@ -82,9 +87,11 @@ def compile_program(
     reduce_bucket: int,
     enclosing: Container[int] = (),
 ) -> Program:
-    """`gathered[u]`: elements of unit u that a use gathers, 0 where it rests whole. `reduced[u]`: those of its sum.
+    """Compute the program of a pass.
 
-    Units that enclose others are in use around those others: they are never gathered ahead, and always counted.
+    `gathered[u]` is the number of elements that a use of unit u gathers, 0 if it stays unsharded. `reduced[u]` is the
+    number of elements that its reduction sums. Units in `enclosing` are in use while the units inside them are: they
+    are never prefetched and always counted as live.
     """
     around = sum(size for unit, size in enumerate(gathered) if unit in enclosing)
     kept, needed = _kept(events, gathered, limits, enclosing, around)
@@ -112,7 +119,7 @@ def compile_program(
                 following = events[place][1]
                 size = gathered[following]
                 if place > position:
-                    # Everything up to this use must come; further only what is not whole now and fits the limits.
+                    # All units up to this use must be gathered. Later ones only if they are sharded now and fit.
                     whole = following in live or following in enclosing
                     full = sum(ahead.values()) >= limits.prefetch or around + sum(live.values()) + size > limits.live
                     if whole or full:
@@ -133,7 +140,7 @@ def compile_program(
 def _kept(
     events: Sequence[Event], gathered: Sequence[int], limits: Limits, enclosing: Container[int], around: int
 ) -> tuple[list[bool], list[bool]]:
-    """Which uses leave their unit whole for the next one, and which uses need a gather."""
+    """Compute which uses leave their unit unsharded for the next use, and which uses need an all-gather."""
     traversed = [0]
     for moment, unit in events:
         passes_by = moment is not Moment.REDUCE and unit not in enclosing
@@ -155,7 +162,7 @@ def _kept(
         whole[unit] = gathered[unit]
         again = following[position]
         if again is not None and traversed[again] - traversed[position + 1] < limits.reuse:
-            # Room must be left for the largest of what is used in between.
+            # Leave room for the largest unit that is used in between.
             between = {other for moment, other in events[position + 1 : again] if moment is not Moment.REDUCE}
             largest = max((gathered[other] for other in between if other not in whole), default=0)
             others = sum(size for other, size in whole.items() if other not in enclosing)
@@ -166,8 +173,9 @@ def _kept(
 
 
 def coalesce(units: Iterable[int], sizes: Sequence[int], bucket: int) -> list[list[int]]:
-    """Neighbours that are small share a batch, and so do the last two, beside which little is left to compute: up to
-    the bucket size.
+    """Group units into batches of at most the bucket size.
+
+    Small neighbours share a batch. The last two batches are merged, because little computation is left to overlap them.
     """
     batches: list[list[int]] = []
     for unit in units:

@@ -1,12 +1,11 @@
-"""In what masters and optimizer states are held, where that is not fp32: their formats. No tensors.
+"""The formats of master weights and optimizer states that are not stored as fp32. No tensors.
 
 [Note: state formats]
-A format holds fp32 values along a shard in one or two flat tensors, its parts: `int8` as a byte a value and a scale for
-every 256 of them, a split master as the 16-bit weight and what is left of the fp32 value beside it. Formats are decided
-parameter by parameter, by its name, dtype and size alone, and a block of 256 values never crosses a parameter or a
-rank: so whatever the stage, the ranks, the cut or the tier, the same values are rounded in the same way, and bits stay
-equal.
-What the values of each format are is told by `offload/state_codec.py`.
+A format stores the fp32 values of a shard in one or two flat tensors, its parts. `int8` is one byte per value and a
+scale per 256 values. A split master is the bf16 weight and the remaining bits of the fp32 value. The format of a
+parameter depends only on its name, dtype and size, and a block of 256 values never spans two parameters or ranks. So
+values are rounded in the same way, and results are bit-equal, for every stage, number of ranks, cut and tier.
+`offload/state_codec.py` defines the encoding.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal
 
 import torch
 
-# Values that share a scale. Parameters lie at multiples of it (`PARAMETER_ALIGNMENT`).
+# The number of values that share a scale. Parameters start at multiples of it (`PARAMETER_ALIGNMENT`).
 BLOCK = 256
 
 StateDtype = Literal["fp32", "int8", "bf16"]
@@ -26,10 +25,11 @@ MasterDtype = Literal["fp32", "bf16_int16", "bf16_int8", "bf16"]
 
 @dataclass(frozen=True)
 class FormatPart:
-    """A flat tensor of a format: one element of it serves so many values."""
+    """One flat tensor of a format."""
 
     dtype: torch.dtype
     values: int = 1
+    """The number of values that share an element of this tensor."""
 
     def numel(self, num_values: int) -> int:
         return -(-num_values // self.values)
@@ -37,16 +37,16 @@ class FormatPart:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The parts in which values are held. Of a master the first part is the weight that computes."""
+    """The parts that store a tensor of values. The first part of a master is the model weight."""
 
     name: str
     parts: tuple[FormatPart, ...]
     is_dithered: bool = False
-    """Rounded at random, by the step and the place in the parameter ([Note: dithered rounding])."""
+    """Values are rounded stochastically ([Note: dithered rounding])."""
 
     @property
     def block(self) -> int:
-        """Values that are encoded together."""
+        """The number of values that are encoded together."""
         return max(part.values for part in self.parts)
 
     def num_bytes(self, num_values: int) -> int:
@@ -62,27 +62,28 @@ SPLIT_8 = StateFormat("bf16 and 8 bits", (FormatPart(torch.bfloat16), FormatPart
 
 MASTERS: dict[str, StateFormat | None] = {"fp32": None, "bf16_int16": SPLIT_16, "bf16_int8": SPLIT_8, "bf16": DITHERED}
 
-# States that are never negative, and span twice as many orders of magnitude.
+# Names of states that are never negative and span twice as many orders of magnitude.
 _OF_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum")
 
 
 @dataclass(frozen=True)
 class StateFormats:
-    """What the config says of masters and states."""
+    """The formats of masters and states that the config selects."""
 
     states: StateDtype = "fp32"
     masters: MasterDtype = "fp32"
     min_numel: int = 4096
-    """Parameters of fewer elements keep fp32 states where others have int8."""
+    """Parameters with fewer elements have fp32 states instead of int8 ones."""
     fp32_names: tuple[str, ...] = ()
-    """Patterns of names of parameters that keep fp32 states in any case."""
+    """Name patterns of parameters that always have fp32 states."""
 
     @property
     def are_plain(self) -> bool:
+        """Whether masters and states are fp32."""
         return self.states == self.masters == "fp32"
 
     def of_state(self, name: str, parameter: str, dtype: torch.dtype, numel: int) -> StateFormat | None:
-        """None: in the dtype of the masters."""
+        """Return the format of one state of a parameter, or None for the dtype of its master."""
         is_plain = dtype == torch.float64 or self.states == "fp32"
         if is_plain or any(fnmatchcase(parameter, pattern) for pattern in self.fp32_names):
             return None
@@ -93,5 +94,5 @@ class StateFormats:
         return SQUARES if name in _OF_SQUARES else SIGNED
 
     def of_master(self, dtype: torch.dtype) -> StateFormat | None:
-        """Only a parameter that computes in bf16 has one to be held in fewer bytes."""
+        """Return the format of the master of a parameter. It is None unless the model weight is bf16."""
         return MASTERS[self.masters] if dtype == torch.bfloat16 else None

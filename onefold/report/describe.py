@@ -10,8 +10,8 @@ from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
 from onefold.plan import (
     BufferBytes,
-    Crossing,
     ModelBytes,
+    OffloadTraffic,
     Plan,
     Residency,
     Tier,
@@ -19,12 +19,12 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
-from onefold.plan.memory import passes_device
+from onefold.plan.memory import is_streamed
 from onefold.runtime import Schedule, Unit
 
 
 def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
-    """Model-state bytes of one rank in one tier, by arithmetic. `on_device`: as if nothing were offloaded."""
+    """Compute the planned bytes of model state in one tier. With `on_device`, as if nothing were offloaded."""
     specs = [param.spec for unit in units for param in unit.params]
     if on_device:
         specs = [replace(spec, residency=Residency()) for spec in specs]
@@ -32,7 +32,7 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
 
 
 def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *, keeps: bool) -> BufferBytes:
-    """Bytes beside model state, by arithmetic. `keeps`: pools keep what was given back, as on a CPU."""
+    """Compute the planned bytes of buffers. `keeps` is True if pools retain freed buffers, as on a CPU."""
     reductions, refreshes = (
         [[param.spec for unit in batch for param in unit.trained] for batch in batches]
         for batches in (schedule.order.reduction_batches, schedule.order.step_batches)
@@ -47,7 +47,7 @@ def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *,
 
 
 def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> ModelBytes:
-    """Model-state bytes of this rank in one tier, counted from its tensors."""
+    """Count the allocated bytes of model state of this rank in one tier."""
     params = [param for unit in schedule.units for param in unit.params]
     return ModelBytes(
         parameters=sum(param.param_bytes(tier) for param in params),
@@ -63,12 +63,12 @@ def describe(
     plan: Plan,
     sizes: Mapping[Tier, ModelBytes],
     buffers: BufferBytes,
-    crossing: Crossing,
+    offload_traffic: OffloadTraffic,
     batch: Batch,
     optimizer: str | None,
     collective: str,
 ) -> str:
-    """Describe what is replicated, what is sharded, and what one rank holds of each."""
+    """Describe the placement of model state and the bytes of one rank."""
     params = [param for unit in units for param in unit.params]
     trained = sum(param.layout.numel for param in params if param.trainable)
     frozen = sum(param.layout.numel for param in params if not param.trainable)
@@ -99,16 +99,16 @@ def describe(
     lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
     if offloaded := [param for unit in units for param in unit.trained if param.store.is_offloaded]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
-        by_gpu = sum(param.layout.numel for param in on_gpu if passes_device(plan, param.spec))
+        by_gpu = sum(param.layout.numel for param in on_gpu if is_streamed(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
-        beside = f", by the GPU {by_gpu:,}" if on_gpu else ""
-        lines.append(f"offloaded step    by the host {by_host:,} parameters{beside}")
-    if crossing.any:
-        lines.append("bytes per step    " + _spell(crossing, ("down", "up", "read", "written")))
+        on_gpus = f", by the GPU {by_gpu:,}" if on_gpu else ""
+        lines.append(f"offloaded step    by the host {by_host:,} parameters{on_gpus}")
+    if offload_traffic.any:
+        lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)
 
 
-def _spell(sizes: ModelBytes | Crossing, names: Sequence[str]) -> str:
-    """Spell the sizes that are not zero."""
+def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:
+    """Format the sizes that are not zero, and the total."""
     found = {name: getattr(sizes, name) for name in names}
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size or name == "total")

@@ -1,4 +1,4 @@
-"""Memory in use: of the device where there is one, of the process everywhere."""
+"""Memory use of the device and of the process."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ GIB = 1 << 30
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process."""
     return _status("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most resident memory this process has had."""
+    """Return the peak of the resident memory of this process."""
     return _status("VmHWM")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak of what the ranks compete for: GPU memory on a GPU, resident memory on a CPU."""
+    """Return the peak of GPU memory, or of resident memory on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def used_bytes(device: torch.device) -> int:
+    """Return the allocated GPU memory, or the resident memory on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log memory now and at its peak, on the first rank. As in DeepSpeed, silent unless `force`."""
+    """Log current and peak memory on the first rank. As in DeepSpeed, do nothing unless `force` is set."""
     if force:
         memory_status(message)
 
 
 def memory_status(message: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log memory now and at its peak; `print_rank` -1 means the first rank. `reset_max` starts the peak anew."""
+    """Log current and peak memory. `print_rank` -1 is the first rank. `reset_max` resets the peak."""
     has_device = torch.cuda.is_available()
     if not dist.is_initialized() or dist.get_rank() == max(print_rank, 0):
         line = f"host {resident_bytes() / GIB:.2f} GiB (peak {peak_resident_bytes() / GIB:.2f})"
@@ -56,5 +57,5 @@ def _status(field: str) -> int:
     except OSError:
         import resource
 
-        # Systems without /proc report the peak alone, in KiB (macOS in bytes, which is no platform of ours).
+        # Systems without /proc report only the peak, in KiB. (macOS reports bytes, but is not supported.)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
 """Live monitors under DeepSpeed's config sections and names: TensorBoard, CSV files, Weights & Biases, Comet.
 
-An event is (name, value, samples so far). Only the first rank writes. Packages are imported when a section asks for
-them, and `check_installed` names the one that is missing before anything is built.
+An event is (name, value, samples so far). Only the first rank writes. Packages are imported if a section is enabled.
+`check_installed` raises for a missing package before the engine is built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onefold.config import ConfigError
 
 Event = tuple[str, Any, int]
 
-# The section of a config, the package that it needs, and what installs that.
+# The section of the config, the package that it needs, and the requirement that installs it.
 _PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),
@@ -27,7 +27,7 @@ _PACKAGES = {
 
 
 def check_installed(monitor_config: Any) -> None:
-    """Raise for an enabled section whose package is not there."""
+    """Raise if the package of an enabled section is not installed."""
     for section, (package, requirement) in _PACKAGES.items():
         if getattr(monitor_config, section).enabled and importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -37,7 +37,7 @@ def check_installed(monitor_config: Any) -> None:
 
 
 class EventWriter(Protocol):
-    """One place that events go to."""
+    """A destination of events."""
 
     def write_events(self, event_list: Iterable[Event]) -> None: ...
 
@@ -46,7 +46,10 @@ class MonitorMaster:
     """All monitors that a config enables. `enabled` is the same on every rank, and only the first rank writes."""
 
     def __init__(self, monitor_config: Any) -> None:
-        """`monitor_config` has the sections `tensorboard`, `csv_monitor`, `wandb` and `comet`."""
+        """Create the enabled monitors.
+
+        `monitor_config` has the sections `tensorboard`, `csv_monitor`, `wandb` and `comet`.
+        """
         self.monitor_config = monitor_config
         self.tb_monitor: TensorBoardMonitor | None = None
         self.wandb_monitor: WandbMonitor | None = None
@@ -71,14 +74,14 @@ class MonitorMaster:
         return [writer for writer in found if writer is not None]
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Of the first rank; on others nothing happens."""
+        """Write events on the first rank. Do nothing on the others."""
         events = list(event_list)
         for writer in self.writers:
             writer.write_events(events)
 
 
 class TensorBoardMonitor:
-    """Event files in `output_path/job_name`."""
+    """A writer of TensorBoard event files in `output_path/job_name`."""
 
     def __init__(self, tensorboard_config: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -99,7 +102,10 @@ class TensorBoardMonitor:
 
 
 class CsvMonitor:
-    """One file a metric in `output_path/job_name`: `Train_Samples_lr.csv` has the columns step and lr."""
+    """A writer of one file per metric in `output_path/job_name`.
+
+    For example, `Train_Samples_lr.csv` has the columns step and lr.
+    """
 
     def __init__(self, csv_config: Any) -> None:
         self.enabled = csv_config.enabled
@@ -136,7 +142,7 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """An experiment of Comet. Of each name it gets an event every `samples_log_interval` samples."""
+    """An experiment of Comet. Each metric is logged every `samples_log_interval` samples."""
 
     def __init__(self, comet_config: Any) -> None:
         import comet_ml

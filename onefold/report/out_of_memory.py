@@ -1,7 +1,6 @@
-"""What an out-of-memory error says: which bytes were where, and which key would free how many by the plan's own sums.
+"""The report of an out-of-memory error: the use of device memory, and config changes that would free memory.
 
-Nothing here touches a device: the account and the remedies are arithmetic over numbers that `engine/memory_errors.py`
-collects when memory has run out.
+This module does not access the device. It computes with the numbers that `engine/memory_errors.py` collects.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from enum import IntEnum
 from onefold.log import format_bytes
 from onefold.plan import FlatParamSpec, ModelBytes, Plan, Residency, Tier, assign_tiers, count_bytes, count_unit_in_use
 
-# A share of the device below which a remedy is not worth its line.
+# Remedies that free a smaller fraction of the device are not reported.
 _WORTH = 0.01
-# Of what the allocator keeps unused: from here on it is fragmented.
+# The unused fraction of the device from which the allocator counts as fragmented.
 _FRAGMENTED = 0.05
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)")
@@ -24,26 +23,26 @@ _ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)")
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """Bytes of one rank's device when memory ran out."""
+    """The memory of one rank's device when an allocation failed, in bytes."""
 
     total: int
     limit: int
-    """What this process may have of it: all, unless torch.cuda.set_per_process_memory_fraction says less."""
+    """The memory that this process may use, see torch.cuda.set_per_process_memory_fraction."""
     free: int
     reserved: int
-    """By torch's allocator in this process,"""
+    """Bytes that torch's allocator has reserved in this process."""
     allocated: int
-    """and what of it is in use."""
+    """Reserved bytes that are in use."""
     held: ModelBytes
-    """Model state, without the next two."""
+    """Model state, without `unsharded` and `slots`."""
     unsharded: int
-    """Units that are unsharded only while they are used."""
+    """Parameters of units that are unsharded while they are in use."""
     slots: int
-    """Whole gradients that are not reduced yet."""
+    """Unsharded gradients that are not reduced yet."""
 
     @property
     def activations(self) -> int:
-        """What nothing of the engine's accounts for."""
+        """Allocated bytes that do not belong to the engine."""
         return max(0, self.allocated - self.held.total - self.unsharded - self.slots)
 
     @property
@@ -55,6 +54,7 @@ class DeviceAccount:
         return max(0, self.total - self.free - self.reserved)
 
     def lines(self) -> list[str]:
+        """Return the rows of the report."""
         rows = {
             "parameters": self.held.parameters,
             "gradients": self.held.gradients,
@@ -72,7 +72,7 @@ class DeviceAccount:
 
 
 class Price(IntEnum):
-    """What a remedy costs, the least first."""
+    """The cost of a remedy, in increasing order."""
 
     NOTHING = 0
     TRAFFIC = 1
@@ -90,13 +90,13 @@ class Price(IntEnum):
 
 @dataclass(frozen=True)
 class Remedy:
-    """A key to turn, or another change, and the bytes that it frees on this rank."""
+    """A change of the config or the program, and the bytes that it frees on this rank."""
 
     change: str
     frees: int
     cost: Price
     hedge: str = ""
-    """In words, where no arithmetic knows it exactly: activations are the model's."""
+    """The words "about" or "up to" if the bytes are an estimate, as for activations."""
 
     def __str__(self) -> str:
         size = f"{self.hedge} {format_bytes(self.frees)}".strip()
@@ -105,12 +105,12 @@ class Remedy:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the remedies are computed from, beside the account."""
+    """The facts about a run from which remedies are computed, in addition to the account."""
 
     plan: Plan
     units: Sequence[Sequence[FlatParamSpec]]
     with_less: Mapping[str, Plan]
-    """Plans that hold less on the device, by the keys that make them."""
+    """Plans that store less on the device, keyed by the config change that selects them."""
     micro_batch: int
     accumulation: int
     asked: int | None = None
@@ -118,13 +118,13 @@ class RunFacts:
 
 
 def needed_bytes(units: Sequence[Sequence[FlatParamSpec]], plan: Plan) -> int:
-    """On the device of one rank, at the end of a backward, with the largest unit in use; activations aside."""
+    """Compute the device bytes of one rank at the end of backward with the largest unit in use, without activations."""
     specs = [spec for unit in units for spec in unit]
     return count_bytes(specs, plan).total + count_unit_in_use(units, plan)
 
 
 def advise(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
-    """What would free memory on this rank: what frees most first, and of two that free the same what costs less."""
+    """Return the remedies for this rank, sorted by the bytes that they free, then by their cost."""
     found = [*_by_plan(run), *_by_live_units(account, run), *_by_activations(account, run)]
     fragmented = account.unused >= min(run.asked or account.limit, _FRAGMENTED * account.limit)
     if fragmented and not run.has_expandable_segments:
@@ -153,18 +153,18 @@ def _by_plan(run: RunFacts) -> list[Remedy]:
 
 
 def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
-    """As another plan would have it, before it gives it a tier; in the form of its largest parameter."""
-    kept = spec.kept
+    """Return a spec for another plan, before a tier is assigned, in the format of its largest parameter."""
+    state_spec = spec.state_spec
     if spec.trainable:
         largest = max(spec.layout.members, key=lambda member: member.stop - member.start)
-        kept = replace(kept, forms=(), master=None).held_as(
+        state_spec = replace(state_spec, formats=(), master=None).held_as(
             plan.formats, largest.name, spec.dtype, largest.stop - largest.start
         )
-    return replace(spec, residency=Residency(), kept=kept)
+    return replace(spec, residency=Residency(), state_spec=state_spec)
 
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
-    """Units that are gathered ahead, or kept between two uses."""
+    """Return the remedy against units that are prefetched or stay unsharded between two uses."""
     sizes = [sum(spec.layout.total * spec.dtype.itemsize for spec in unit) for unit in run.units]
     elements = [sum(spec.layout.total for spec in unit) for unit in run.units]
     largest = max(sizes, default=0)
@@ -194,7 +194,7 @@ def _by_activations(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
 
 
 def asked_bytes(message: str) -> int | None:
-    """What torch says it tried to allocate."""
+    """Return the size of the failed allocation from the message of torch."""
     found = _ASKED.search(message)
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
@@ -203,7 +203,7 @@ MARK = "What was where on"
 
 
 def explain(where: str, device: str, account: DeviceAccount, remedies: Sequence[Remedy], asked: int | None) -> str:
-    """The words that follow torch's own. `where`: rank, phase and unit."""
+    """Return the report that is appended to the message of torch. `where` names rank, phase and unit."""
     wanted = f": {format_bytes(asked)} were asked for" if asked is not None else ""
     lines = [f"onefold: {where}{wanted}. {MARK} {device}, of {format_bytes(account.total)}:", *account.lines()]
     if remedies:
@@ -215,7 +215,7 @@ def explain(where: str, device: str, account: DeviceAccount, remedies: Sequence[
 
 
 def explain_host(where: str, available: int, resident: int, held: ModelBytes) -> str:
-    """The same for the host's memory."""
+    """Return the report for host memory."""
     rows = {
         "available": available,
         "resident in this process": resident,

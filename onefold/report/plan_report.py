@@ -1,4 +1,4 @@
-"""The plan against what was measured: bytes of each tier and kind, buffers, peaks, traffic. Plain numbers, no torch."""
+"""The comparison of a plan with measurements: model state, buffers, peaks and traffic. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ KINDS = ("parameters", "gradients", "masters", "states")
 HeldBytes = dict[str, dict[str, int]]
 """Bytes of model state by tier and kind."""
 
-# What a ledger calls each way between tiers.
+# The operation of the ledger for each direction of offload traffic.
 _WAYS = {"down": "down", "up": "up", "read": "read", "written": "write"}
 
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What one rank sent, or moved between tiers, by one operation."""
+    """The bytes that one rank sent, or copied between tiers, by one operation."""
 
     operation: str
     group: str
@@ -28,7 +28,7 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class Compared:
-    """One line of the table. `measured` None: nothing measures it by itself."""
+    """One row of the table. A value is None if it is not planned or not measured."""
 
     where: str
     what: str
@@ -38,23 +38,23 @@ class Compared:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """One rank's plan, and what was measured of it so far."""
+    """The plan of one rank, and the measurements so far."""
 
     planned: HeldBytes
     held: HeldBytes
-    """When the last backward had ended, which is what the plan speaks of; before the first, now."""
+    """Measured model state at the end of the last backward, as planned; before the first backward, at present."""
     buffers: dict[str, int]
-    """Planned: what pools keep, and what the largest unit needs while it is in use."""
+    """Planned bytes of pools, and of the largest unit in use."""
     crossing: dict[str, int]
-    """Planned: bytes of a step between tiers, each way."""
+    """Planned bytes that a step copies between tiers, by direction."""
     peaks: dict[str, int]
-    """Measured, of the whole process: `device` where there is one, and `host`."""
+    """Measured peaks of the process: `device` on a GPU, and `host`."""
     traffic: tuple[TrafficRow, ...]
-    """Measured, of all `num_steps` together."""
+    """Measured traffic of all `num_steps` steps."""
     num_steps: int
 
     def rows(self) -> Iterator[Compared]:
-        """The table, top to bottom. A new kind of prediction is a new line here."""
+        """Yield the rows of the table."""
         for tier in TIERS:
             planned, held = self.planned.get(tier, {}), self.held.get(tier, {})
             if not sum(planned.values()) and not sum(held.values()):
@@ -77,16 +77,18 @@ class PlanReport:
                 yield Compared("a step", f"sent: {row.operation} ({row.group})", None, self.per_step(row.bytes))
 
     def per_step(self, num_bytes: int) -> int | None:
+        """Return the mean per step, or None before the first step."""
         return round(num_bytes / self.num_steps) if self.num_steps else None
 
     def text(self) -> str:
+        """Return the table as text."""
         lines = [f"{'':<8}{'bytes of one rank':<34}{'planned':>12}{'measured':>12}"]
         lines += [
             f"{row.where:<8}{row.what:<34}{_shown(row.planned):>12}{_shown(row.measured):>12}" for row in self.rows()
         ]
         steps = f"{self.num_steps} step{'s' * (self.num_steps != 1)}"
         lines.append(
-            f"model state at the end of a backward; traffic is the mean of {steps}, with all that lies between"
+            f"model state at the end of backward; traffic is the mean of {steps}, including the time between steps"
         )
         return "\n".join(lines)
 

@@ -1,13 +1,13 @@
-"""The record of a run, `run.jsonl`: what its lines say, and how it is read. No torch: `onefold watch` starts at once.
+"""The format of the record of a run, `run.jsonl`, and its reader. No torch, so that `onefold watch` starts quickly.
 
 [Note: lines of a run]
 Each line is one JSON object with a `kind`:
-* `run`: facts, once for each engine that has written to the file. A run that is resumed appends another and goes on
-  from its checkpoint: steps that come again replace those of before;
-* `note`: more facts, from whoever knows them, such as how many steps there will be;
+* `run`: the facts of a run, once for each engine that has written to the file. A resumed run appends another `run` line
+  and continues from its checkpoint; repeated steps replace the earlier ones;
+* `note`: additional facts, such as the total number of steps;
 * `step`: one optimizer step (`StepRow`);
-* `end`: the engine is closed: why, and the plan against what was measured.
-A number that is not finite is a string: "nan", "inf", "-inf". The last line may be cut off where a process was killed.
+* `end`: the reason why the engine was closed, and the comparison of plan and measurements.
+Numbers that are not finite are strings: "nan", "inf", "-inf". The last line is incomplete if the process was killed.
 """
 
 from __future__ import annotations
@@ -30,74 +30,77 @@ _Value = TypeVar("_Value")
 
 
 class RunFileError(ValueError):
-    """A file that is no record of a run; the message says where and why."""
+    """A file is not a valid record of a run."""
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Memory of the first rank when a backward has ended and the step begins, in bytes."""
+    """Memory of the first rank between the end of backward and the step, in bytes."""
 
     held: HeldBytes
-    """Model state by tier and kind, counted from tensors. A CPU's device tier is host memory."""
+    """Model state by tier and kind, counted from tensors. On a CPU the device tier is host memory."""
     rest: int
-    """What else is allocated on the device: activations and buffers. On a CPU the rest of the process."""
+    """Other allocated bytes on the device: activations and buffers. On a CPU, other resident memory."""
     host_resident: int
     host_peak: int
     device_allocated: int | None = None
-    """None on a CPU, as are the next two."""
+    """Allocated GPU memory. This and the next two fields are None on a CPU."""
     device_reserved: int | None = None
     device_peak: int | None = None
 
     @property
     def peak(self) -> int:
-        """Of what ranks compete for: device memory, or resident memory on a CPU."""
+        """The peak of device memory, or of resident memory on a CPU."""
         return self.host_peak if self.device_peak is None else self.device_peak
 
     def by_kind(self) -> dict[str, int]:
+        """Return the bytes of model state by kind, summed over tiers."""
         return {kind: sum(kinds.get(kind, 0) for kinds in self.held.values()) for kind in KINDS}
 
     def by_tier(self) -> dict[str, int]:
+        """Return the bytes of model state by tier, summed over kinds."""
         return {tier: sum(self.held.get(tier, {}).values()) for tier in TIERS}
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One optimizer step, as the first rank saw it."""
+    """One optimizer step, measured on the first rank."""
 
     step: int
     samples: int
-    """Of all ranks and steps so far,"""
+    """The number of samples of all ranks and steps so far."""
     batch_samples: int
-    """and of this step."""
+    """The number of samples of all ranks in this step."""
     time: float
-    """When it was over, in seconds since 1970."""
+    """The end of the step, in seconds since 1970."""
     seconds: float
-    """Since the step before, or since the engine stands."""
+    """Seconds since the previous step, or since the engine was built."""
     loss: float | None
-    """The mean of this rank's micro-steps; None where `engine.backward` was never given it."""
+    """The mean loss of this rank's micro-steps. None if `engine.backward` was not called."""
     learning_rates: tuple[float, ...]
-    """Of each parameter group, in this step."""
+    """The learning rate of each parameter group in this step."""
     grad_norm: float | None
-    """Of the averaged gradient, before clipping."""
+    """The norm of the averaged gradient before clipping."""
     loss_scale: float | None
-    """None where the loss is not scaled."""
+    """The loss scale. None if the loss is not scaled."""
     skipped: bool
     phases: dict[str, float]
-    """Seconds of `seconds` by phase, as the host sees them; with `wall_clock_breakdown` the device is waited for."""
+    """Seconds by phase, measured on the host. With `wall_clock_breakdown` each phase synchronizes with the device."""
     memory: MemoryRow
     traffic: tuple[TrafficRow, ...]
-    """What this rank has sent or moved since the step before."""
+    """The traffic of this rank since the previous step."""
 
     @property
     def samples_per_second(self) -> float | None:
         return self.batch_samples / self.seconds if self.seconds > 0 else None
 
     def bytes_of(self, operation: str) -> int:
+        """Return the bytes of one operation."""
         return sum(row.bytes for row in self.traffic if row.operation == operation)
 
     @staticmethod
     def of(line: Mapping[str, Any]) -> StepRow:
-        """From a line. Raises KeyError, TypeError or ValueError."""
+        """Parse a `step` line. Raise KeyError, TypeError or ValueError if it is invalid."""
         memory, rates = _object(line["memory"]), line["learning_rates"]
         return StepRow(
             step=_count(line["step"]),
@@ -125,7 +128,7 @@ class StepRow:
 
 
 def report_of(line: Mapping[str, Any]) -> PlanReport:
-    """The plan against measurement, from an `end` line. Raises as `StepRow.of`."""
+    """Parse the report of an `end` line. Raise KeyError, TypeError or ValueError if it is invalid."""
     return PlanReport(
         planned=_held(line["planned"]),
         held=_held(line["held"]),
@@ -138,19 +141,20 @@ def report_of(line: Mapping[str, Any]) -> PlanReport:
 
 
 def write_line(kind: str, **facts: Any) -> str:
-    """One line of the file."""
+    """Format one line of the file."""
     return json.dumps({"kind": kind, **_plain(facts)}, allow_nan=False, default=str) + "\n"
 
 
 def line_of(row: StepRow) -> str:
+    """Format a `step` line."""
     return write_line("step", **asdict(row))
 
 
 class RunFile:
-    """A record that is read as far as it is written; `update` reads on."""
+    """A reader of a record, which may still be written. `update` reads appended lines."""
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
-        """`place`: the file, or the folder that it is in."""
+        """Create a reader. `place` is the file or its folder."""
         path = Path(place)
         self.path = path if path.suffix == ".jsonl" else path / FILE_NAME
         self._start_over()
@@ -164,7 +168,7 @@ class RunFile:
 
     @staticmethod
     def read(place: str | os.PathLike[str]) -> RunFile:
-        """All of a file that is there and holds a run."""
+        """Read an existing record."""
         file = RunFile(place)
         try:
             file.update()
@@ -178,13 +182,13 @@ class RunFile:
         return file
 
     def update(self) -> bool:
-        """Read what was appended; whether that was anything. Raises FileNotFoundError where there is no file."""
-        # Opening a pipe would wait for a writer, and a device may have no end.
+        """Read the appended lines. Return whether there were any. Raise FileNotFoundError if there is no file."""
+        # Opening a pipe would wait for a writer, and reading a device might never end.
         if not stat.S_ISREG(self.path.stat().st_mode):
             raise self._error("not a regular file")
         read_any = False
         with self.path.open("rb") as opened:
-            if os.fstat(opened.fileno()).st_size < self._offset:  # it was removed, and another run has begun
+            if os.fstat(opened.fileno()).st_size < self._offset:  # it was replaced by the record of another run
                 self._start_over()
             opened.seek(self._offset)
             while (line := opened.readline(_LONGEST_LINE)).endswith(b"\n"):
@@ -192,13 +196,13 @@ class RunFile:
                 self._line_number += 1
                 self._take(line)
                 read_any = True
-        if len(line) == _LONGEST_LINE:  # what is shorter is being written, or was cut off
+        if len(line) == _LONGEST_LINE:  # a shorter line without an end is incomplete
             raise self._error(f"line {self._line_number + 1} is longer than {_LONGEST_LINE} bytes: no line of a run")
         return read_any
 
     @property
     def report(self) -> PlanReport:
-        """The plan against measurement: the engine's own words, or as far as the run has come."""
+        """The comparison of plan and measurements: the report of a closed engine, else from the steps so far."""
         if self.end is not None:
             return report_of(self.end["report"])
         last = self.steps[-1].memory if self.steps else None
@@ -221,7 +225,7 @@ class RunFile:
             self._bad = f"line {self._line_number} is no line of a run ({type(error).__name__}: {str(error)[:80]})"
             return
         if kind != "run":
-            self._fail_on_bad()  # only a run that was resumed comes after a line that was cut off
+            self._fail_on_bad()  # only a resumed run may follow an incomplete line
         self._bad = ""
         try:
             self._take_line(kind, read)
@@ -242,7 +246,7 @@ class RunFile:
             self.end = read
         elif kind == "step":
             row = StepRow.of(read)
-            while self.steps and self.steps[-1].step >= row.step:  # a run that goes on from a checkpoint
+            while self.steps and self.steps[-1].step >= row.step:  # the run was resumed from a checkpoint
                 self.steps.pop()
             self.steps.append(row)
 
@@ -255,6 +259,7 @@ class RunFile:
 
 
 def peaks_of(memory: MemoryRow) -> dict[str, int]:
+    """Return the peaks of host memory and, on a GPU, device memory."""
     peaks = {"host": memory.host_peak}
     return peaks if memory.device_peak is None else {"device": memory.device_peak, **peaks}
 
@@ -272,7 +277,7 @@ def _added(steps: list[StepRow]) -> tuple[TrafficRow, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numbers that are not finite become strings."""
+    """Convert a value to plain JSON. Numbers that are not finite become strings."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Writes the record of a run: `run.jsonl`, a line at a time, each flushed. What its lines say is in `run_file.py`."""
+"""Write the record of a run, `run.jsonl`, line by line. `run_file.py` defines the format."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from onefold.config import ConfigError
 from onefold.log import logger
 from onefold.report.run_file import FILE_NAME
 
-# Those that engines of this process are writing.
+# The records that engines of this process are writing.
 _open: weakref.WeakValueDictionary[Path, RunRecord] = weakref.WeakValueDictionary()
 
 
 class RunRecord:
-    """An open record. A disk that fails ends the record, with a warning, and not the training."""
+    """An open record. A failed write ends the record with a warning; the training continues."""
 
     def __init__(self, folder: str) -> None:
         self.path = check_folder(folder)
@@ -30,6 +30,7 @@ class RunRecord:
         _open[self.path] = self
 
     def write(self, line: str) -> None:
+        """Append a line and flush it."""
         if self._file is None:
             return
         try:
@@ -50,8 +51,9 @@ class RunRecord:
 
 
 def check_folder(folder: str) -> Path:
-    """The file of a record, ready to be appended to; a ConfigError where it cannot be written. A line that a killed
-    process has cut off is removed.
+    """Prepare the file of a record for appending and return its path. Raise ConfigError if it cannot be written.
+
+    An incomplete last line, left by a killed process, is removed.
     """
     path = Path(folder).absolute() / FILE_NAME
     try:

@@ -1,5 +1,6 @@
-"""Where the time of a step goes: phases for `wall_clock_breakdown` and the record of a run, and for `Profiling` the
-timeline of every unit.
+"""The time of the phases of a step, and the timeline of every unit for `Profiling`.
+
+`wall_clock_breakdown` and the record of a run use the phases.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from onefold.runtime.unit_spans import UnitSpans
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """One phase of a step: when it began, how long it took, and the memory in use at its end."""
+    """One phase of a step: its start, its duration, and the memory in use at its end."""
 
     phase: str
     start: float
@@ -34,8 +35,10 @@ class PhaseSpan:
 
 
 class Timeline:
-    """Phases of one engine. It costs nothing unless someone reads it; only a breakdown waits for the device. `records`:
-    each step's phases are kept as the host sees them.
+    """The times of the phases of one engine.
+
+    Only a breakdown synchronizes with the device. With `records` the phases of each step are stored, measured on
+    the host. Without any of these, and without `Profiling`, nothing is measured.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Timeline:
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
+        """Measure a phase, if a breakdown, a record or `Profiling` is active."""
         listener = Profiling.active
         waits = self._breakdown or listener is not None
         if not waits and not self._records:
@@ -85,12 +89,12 @@ class Timeline:
         return dict(self._totals)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
+        """Return the seconds by phase since the last call."""
         totals, self._totals = self._totals, {}
         return totals
 
     def take_recorded(self) -> dict[str, float]:
-        """The same for the record of a run."""
+        """Return the seconds by phase since the last call, for the record of a run."""
         recorded, self._recorded = self._recorded, {}
         return recorded
 
@@ -100,11 +104,11 @@ class Timeline:
 
 
 class Profiling:
-    """`with onefold.Profiling():` around a loop: time by phase, traffic and memory, as a table on rank 0.
+    """A context manager that measures time by phase, traffic and memory, and prints a table on rank 0.
 
-    `trace`: a file for the timeline of every unit on every rank, which Perfetto and chrome://tracing open. All ranks
-    enter and leave the context together; rank 0 writes the file. Nothing waits for the device inside: what it does is
-    timed by events that are read at the end, so overlap shows as it is.
+    `trace` is a file for the timeline of every unit on every rank, which Perfetto and chrome://tracing open. All ranks
+    enter and leave the context together, and rank 0 writes the file. The context does not synchronize with the device:
+    its work is timed by events that are read at the end, so the timeline shows the real overlap.
     """
 
     active: Profiling | None = None
@@ -113,9 +117,9 @@ class Profiling:
         self.spans: list[PhaseSpan] = []
         self.seconds = 0.0
         self.path: Path | None = None
-        """Of the trace, once it is written, on the rank that wrote it."""
+        """The path of the trace after it is written, on the rank that wrote it."""
         self._trace = trace
-        # Each engine's ledger, and what stood in it when its first phase began.
+        # The ledger of each engine, and its copy from the start of the first phase.
         self._ledgers: dict[Ledger, Ledger] = {}
         self._traffic: list[Ledger] | None = None
         self._engines: dict[Timeline, UnitSpans | None] = {}
@@ -139,7 +143,7 @@ class Profiling:
             if units is not None:
                 units.remove()
             if kind is None and units is not None:
-                engine.schedule.wait_for_step()  # what the last step has left in flight is part of the timeline
+                engine.schedule.wait_for_step()  # work of the last step that is in flight is part of the timeline
         Profiling.active = Recorder.active = None
         self._traffic = self.traffic()
         recorder.stop()
@@ -158,14 +162,14 @@ class Profiling:
     def _write(self, trace: str | os.PathLike[str], slices: list[Slice], device_error: int, *, failed: bool) -> None:
         timeline = RankTimeline(_rank(), host_name(), slices, device_error)
         agreement = next((engine.schedule.agreement for engine in self._engines), None)
-        if failed or agreement is None:  # other ranks may not come to where their parts would be collected
+        if failed or agreement is None:  # other ranks may never reach the collective
             self.path = write_alone(timeline, trace)
             logger.warning("the timeline of rank %d alone is in %s", timeline.rank, self.path)
         else:
             self.path = write_together(timeline, trace, agreement)
 
     def begin(self, engine: Timeline, phase: str) -> Span:
-        """A phase of an engine begins."""
+        """Start the span of a phase."""
         assert self._recorder is not None
         if engine not in self._engines:
             self._ledgers[engine.ledger] = engine.ledger.copy()
@@ -173,6 +177,7 @@ class Profiling:
         return self._recorder.start(Track.PHASES, phase)
 
     def end(self, engine: Timeline, span: Span) -> None:
+        """Finish the span of a phase."""
         units = self._engines.get(engine)
         if units is not None and span.name == "backward":
             units.end_backwards()
@@ -180,17 +185,18 @@ class Profiling:
         span.finish()
 
     def traffic(self) -> list[Ledger]:
-        """What each engine sent inside the context."""
+        """Return the traffic of each engine inside the context."""
         if self._traffic is not None:
             return self._traffic
         return [ledger.since(before) for ledger, before in self._ledgers.items()]
 
     def by_phase(self) -> dict[str, float]:
-        """Seconds of each phase, once the context is left."""
+        """Return the seconds of each phase, after the context is left."""
         phases = dict.fromkeys(span.phase for span in self.spans)
         return {phase: sum(span.seconds for span in self.spans if span.phase == phase) for phase in phases}
 
     def table(self) -> str:
+        """Return the table of phases, traffic and memory."""
         phases = self.by_phase()
         rows = [*phases.items(), ("outside", self.seconds - sum(phases.values()))]
         lines = [f"{'phase':<16}{'seconds':>10}{'share':>8}"]

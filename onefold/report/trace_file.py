@@ -1,4 +1,4 @@
-"""A timeline as a file that Perfetto and chrome://tracing open: a process a rank, a thread a track."""
+"""Timeline files for Perfetto and chrome://tracing, with one process per rank and one thread per track."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from onefold.comm import Agreement
 from onefold.comm.clocks import ClockOffset, bytes_for_first, clock_offset
 from onefold.recorder import Slice, Track, rows_of
 
-# Spans of these lie inside one another, as calls do; those of the others go on beside each other.
+# Spans of these tracks nest, as calls do. Spans of the others overlap.
 _NESTING = {Track.PHASES, Track.COMPUTE}
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """What one rank has recorded, with times in nanoseconds of its own clock."""
+    """The spans that one rank has recorded, with times in nanoseconds of its clock."""
 
     rank: int
     host: str
     slices: Sequence[Slice]
     device_error: int = 0
-    """Nanoseconds by which times of the device may be wrong on the rank's clock."""
+    """The error of device times on the clock of the rank, in nanoseconds."""
 
     def trace(self, offset: ClockOffset) -> dict[str, Any]:
-        """As events of a trace, on the clock of rank 0."""
+        """Return the events of the trace, on the clock of rank 0."""
         found = [*self._names()]
         for tid, piece in zip(self._threads(), self.slices, strict=True):
             times = {"ts": piece.begin + offset.nanoseconds, "dur": piece.end - piece.begin}
@@ -77,7 +77,10 @@ def host_name() -> str:
 
 
 def write_together(timeline: RankTimeline, path: str | os.PathLike[str], agreement: Agreement) -> Path | None:
-    """One file of all ranks, written by rank 0, which gets its path. All ranks call this together."""
+    """Write the timelines of all ranks to one file. All ranks call this together.
+
+    Rank 0 writes the file and returns its path. Other ranks return None.
+    """
     offset = clock_offset(agreement)
     own = json.dumps(timeline.trace(offset)).encode()
     found = bytes_for_first(agreement, "the timeline of all ranks", own)
@@ -85,14 +88,14 @@ def write_together(timeline: RankTimeline, path: str | os.PathLike[str], agreeme
 
 
 def write_alone(timeline: RankTimeline, path: str | os.PathLike[str]) -> Path:
-    """This rank's part, where the others may not come; the rank goes into the name."""
+    """Write the timeline of this rank to a separate file, whose name contains the rank."""
     target = Path(path)
     target = target.with_name(f"{target.stem}.rank{timeline.rank}{target.suffix}")
     return _write(target, [timeline.trace(ClockOffset())])
 
 
 def _write(target: Path, traces: Sequence[dict[str, Any]]) -> Path:
-    """Times count from the first event of any rank, in microseconds."""
+    """Write a trace file. Times are in microseconds after the first event of any rank."""
     events = [event for trace in traces for event in trace["events"]]
     first = min((event["ts"] for event in events if event["ph"] == "X"), default=0)
     for event in events:

@@ -1,6 +1,4 @@
-"""The steps that `onefold.trace` names, traced without a line of the program's: opened before the first, written after
-the last.
-"""
+"""Trace the steps that `onefold.trace` selects, without changes to the program."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from onefold.config.schema import TraceSection
 from onefold.log import logger
 from onefold.report.timeline import Profiling
 
-# Allocations of which a memory snapshot knows where they were made.
+# The number of allocations whose stacks a memory snapshot contains.
 _MAX_ENTRIES = 200_000
 
 
 class TraceWindow:
-    """One window over the steps of one engine. Steps count from 1."""
+    """The traced steps of one engine. Steps are counted from 1."""
 
     def __init__(self, options: TraceSection, device: torch.device, rank: int) -> None:
         self._options = options
@@ -34,12 +32,12 @@ class TraceWindow:
 
     @staticmethod
     def of(options: TraceSection, device: torch.device, rank: int) -> TraceWindow | None:
-        """None where nothing is asked for."""
+        """Return the trace window of the config, or None if it is not enabled."""
         asked = options.steps is not None or options.memory_snapshot
         return TraceWindow(options, device, rank) if asked else None
 
     def before_phase(self, num_steps: int) -> None:
-        """A forward, backward or step is about to begin, after so many steps."""
+        """Start tracing at the first phase of the window. `num_steps` steps have been taken."""
         if self._is_over or self._profiling is not None or self._options.steps is None:
             return
         first, last = self._options.steps
@@ -59,14 +57,14 @@ class TraceWindow:
             self._torch_profiler.start()
 
     def after_step(self, num_steps: int) -> None:
-        """So many steps are taken. After the last of the window all ranks write the file together."""
+        """Finish the trace after the last step of the window. All ranks write the file together."""
         if self._profiling is None or self._options.steps is None or num_steps < self._options.steps[1]:
             return
         self._stop_torch_profiler()
         profiling, self._profiling, self._is_over = self._profiling, None, True
         try:
             profiling.__exit__(None)
-        except OSError as error:  # of the file: what was trained is worth more
+        except OSError as error:  # do not stop the training because of the trace
             logger.error("onefold.trace.path: the timeline could not be written: %s", error)
         if self._snapshots:
             self._dump("memory")
@@ -75,7 +73,10 @@ class TraceWindow:
             logger.info("the timeline of steps %d to %d is in %s", *self._options.steps, profiling.path)
 
     def give_up(self) -> None:
-        """The engine goes before the last step: each rank writes its own part, as others may be gone."""
+        """Finish the trace when the engine is closed before the last step of the window.
+
+        Each rank writes a separate file, because other ranks may have failed.
+        """
         if self._profiling is not None:
             self._stop_torch_profiler()
             profiling, self._profiling, self._is_over = self._profiling, None, True
@@ -83,7 +84,7 @@ class TraceWindow:
         self._stop_history()
 
     def out_of_memory(self) -> str | None:
-        """Where a snapshot of the memory is, where that is wanted."""
+        """Write a memory snapshot if snapshots are enabled, and return its path."""
         return str(self._dump("out-of-memory")) if self._snapshots else None
 
     def _stop_history(self) -> None:
@@ -103,7 +104,7 @@ class TraceWindow:
         return path
 
     def _beside(self, what: str, suffix: str) -> Path:
-        """A file of this rank's next to the timeline."""
+        """Return the path of a file of this rank in the folder of the timeline."""
         path = Path(self._options.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f"{path.stem}.{what}.rank{self._rank}{suffix}")

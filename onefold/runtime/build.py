@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from onefold.comm import Agreement, Group, Ledger, broadcast_from
 from onefold.config import ConfigError
 from onefold.offload.offload_memory import OffloadMemory, make_memory, place
-from onefold.plan import FlatParamSpec, KeptStates, Layout, Plan, Precision, UnitCut, cut, persistent_parameters
-from onefold.plan.memory import SharedStep
+from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
+from onefold.plan.memory import OffloadedStepSplit
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -40,14 +40,14 @@ class _Alike(NamedTuple):
     trainable: bool
     persistent: bool
     packed: bool
-    kept: KeptStates
+    state_spec: StateSpec
 
 
 def lay_out(
     model: nn.Module,
     plan: Plan,
     groups: Mapping[int, int],
-    states: Sequence[KeptStates],
+    states: Sequence[StateSpec],
     group: Group,
     ledger: Ledger,
     device: torch.device,
@@ -70,7 +70,7 @@ def plan_units(
     model: nn.Module,
     plan: Plan,
     groups: Mapping[int, int],
-    states: Sequence[KeptStates],
+    states: Sequence[StateSpec],
     elsewhere: Collection[int] = (),
 ) -> list[UnitSpec]:
     """Cut a model and lay it out.
@@ -94,7 +94,7 @@ def plan_units(
         plan.cut.persistence_in_all,
     )
     specs = []
-    shared = SharedStep()
+    split = OffloadedStepSplit()
     for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:
@@ -109,13 +109,13 @@ def plan_units(
             packed = not trainable and not (is_plain_float(parameter.dtype) and plain_class(parameter) is nn.Parameter)
             dtype = parameter.dtype if packed else plan.precision.of_parameter(parameter.dtype)
             of_group = groups[id(parameter)] if trainable else 0
-            kept = KeptStates()
+            state_spec = StateSpec()
             if trainable:
-                kept = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
-            alike = _Alike(dtype, trainable, name in persistent, packed, kept)
+                state_spec = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
+            alike = _Alike(dtype, trainable, name in persistent, packed, state_spec)
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
-        by_device = shared.gives_to_device(trained)
+        by_device = split.assign(trained)
         params = []
         for alike, members in flat.items():
             layout = Layout.of(members, plan.num_shards, alike.dtype.itemsize)

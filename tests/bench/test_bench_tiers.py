@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.plan import Crossing
+from onefold.plan import OffloadTraffic
 from onefold.tools.bench import offload_bench
 from onefold.tools.bench.offload_bench import SETTINGS, BusRates, DiskRates, Measured
 from onefold.tools.cli.main import main
@@ -205,15 +205,15 @@ def test_what_a_setting_costs_by_hand(setting: str) -> None:
     rest, ways, seconds, bound_by = BY_HAND[setting]
     cost = offload_bench.cost_of(setting, P, FIXED)
     assert (cost.device_bytes, cost.host_bytes, cost.disk_bytes) == tuple(round(factor * P) for factor in rest)
-    assert cost.offload_traffic == Crossing(*(round(factor * P) for factor in ways))
+    assert cost.offload_traffic == OffloadTraffic(*(round(factor * P) for factor in ways))
     assert cost.seconds == pytest.approx(dict(zip(("bus", "host Adam", "disk"), seconds, strict=True)))
     assert cost.bound_by == bound_by
 
 
 def test_one_way_alone_is_no_faster_than_its_own_rate() -> None:
-    assert BusRates(down=10, up=20, both=25).seconds(Crossing(20 * GB, 20 * GB, 0, 0)) == 2
-    assert BusRates(down=10, up=20, both=25).seconds(Crossing(0, 80 * GB, 0, 0)) == 4
-    assert BusRates(down=10, up=20, both=25).seconds(Crossing(20 * GB, 40 * GB, 0, 0)) == 2.4
+    assert BusRates(down=10, up=20, both=25).seconds(OffloadTraffic(20 * GB, 20 * GB, 0, 0)) == 2
+    assert BusRates(down=10, up=20, both=25).seconds(OffloadTraffic(0, 80 * GB, 0, 0)) == 4
+    assert BusRates(down=10, up=20, both=25).seconds(OffloadTraffic(20 * GB, 40 * GB, 0, 0)) == 2.4
 
 
 def test_what_was_not_measured_is_unknown_and_not_free() -> None:

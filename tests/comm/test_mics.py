@@ -14,7 +14,7 @@ import onefold
 from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, make_collective
 from onefold.config import ConfigError
 from onefold.plan import Tier
-from onefold.plan.table import DTYPES
+from onefold.plan.plan import DTYPES
 
 NOTHING_KEPT = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 

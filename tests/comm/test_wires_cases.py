@@ -830,7 +830,7 @@ def offloaded(names: list[str], tier: str, extra: dict[str, Any], folder: str) -
         losses += [step(engine, x, y) for x, y in batches(1, seed=8)]
         engine.wait_for_step()
         memory = engine.model_memory
-        since, crossing = engine.ledger.since(before), memory.planned_crossing()
+        since, crossing = engine.ledger.since(before), memory.planned_offload_traffic()
         found[name] = {
             "losses": losses,
             "alike": evaluate_alike(engine),

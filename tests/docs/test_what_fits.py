@@ -41,7 +41,7 @@ from benchmarks.shapes import Block, Decoder, GatedMLP
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
 from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.table import TABLE
+from onefold.plan.plan import TABLE
 from onefold.tools.estimate.dry_run import META, dry_run
 from onefold.tools.estimate.forecast import FRAGMENTATION, PROCESS, forecast
 from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine

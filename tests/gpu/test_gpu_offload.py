@@ -178,7 +178,7 @@ def later_accumulation() -> tuple[int, int]:
             engine.backward(engine(x, y))
             engine.step()
         engine.wait_for_step()
-    moved, planned = engine.ledger.since(before).bytes("up"), engine.model_memory.planned_crossing().up
+    moved, planned = engine.ledger.since(before).bytes("up"), engine.model_memory.planned_offload_traffic().up
     engine.destroy()
     return moved, planned
 

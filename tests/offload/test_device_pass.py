@@ -28,7 +28,7 @@ from onefold.offload import host_memory, offload_memory, param_shard
 from onefold.offload.bus import Bus, CopyEvent, Pairs
 from onefold.offload.param_shard import HostShard
 from onefold.optim.gpu_stream import GpuStream
-from onefold.plan import Crossing, count_crossing
+from onefold.plan import OffloadTraffic, count_offload_traffic
 
 LOCK = threading.RLock()
 
@@ -100,10 +100,10 @@ def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> CopyEvent:
     return CopyEvent(arrived)
 
 
-def planned_on_gpu(memory: ModelMemory) -> Crossing:
+def planned_on_gpu(memory: ModelMemory) -> OffloadTraffic:
     state = memory._state
     specs = [param.spec for unit in state.schedule.units for param in unit.params]
-    return count_crossing(specs, memory.plan, state.window.batch.accumulation, device_casts=True)
+    return count_offload_traffic(specs, memory.plan, state.window.batch.accumulation, device_casts=True)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (Bus, "__init__", crossing),
             (Bus, "_copy", copy_late),
             (GpuStream, "_launch", counted),
-            (ModelMemory, "planned_crossing", planned_on_gpu),
+            (ModelMemory, "planned_offload_traffic", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
               for module in (host_memory, offload_memory, param_shard)),
         ]:  # fmt: skip

@@ -171,7 +171,7 @@ def measure(folder: str, names: list[str], dtype: str, accumulation: int, more_o
             since = engine.ledger.since(before)
             traffic = {way: since.bytes(way) for way in ("down", "up", "read", "write")}
             rest.append({tier: engine.model_memory.held_bytes(tier) for tier in Tier})
-        crossing = engine.model_memory.planned_crossing()
+        crossing = engine.model_memory.planned_offload_traffic()
         runs = [
             run for unit in engine.state.schedule.units for run in unit.trained if run.spec.residency.offloads_states
         ]

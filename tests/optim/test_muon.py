@@ -247,7 +247,7 @@ def run_tiers(dtype: str, folder: str, accumulation: int) -> tuple[dict[str, Tra
         engine.optimizer.sharded.wait_for_host()
         since = engine.ledger.since(before)
         moved = {row.operation: row.bytes for row in since.rows() if row.operation in ("down", "up", "read", "written")}
-        planned = engine.model_memory.planned_crossing()
+        planned = engine.model_memory.planned_offload_traffic()
         crossings[name] = (moved.get("down", 0), planned.down)
         engine.destroy()
     return traces, crossings

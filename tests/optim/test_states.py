@@ -263,7 +263,7 @@ def run_tiers(
         before = engine.ledger.copy()
         train(engine, accumulation)
         engine.optimizer.sharded.wait_for_host()
-        planned = engine.model_memory.planned_crossing()
+        planned = engine.model_memory.planned_offload_traffic()
         moved = {row.operation: row.bytes for row in engine.ledger.since(before).rows()}
         crossed = {way: moved.get(way, 0) for way in ("down", "write")}
         expected = {"down": planned.down, "write": planned.written}
@@ -636,7 +636,7 @@ def forms_of(given: dict[str, Any], optimizer: str = "", **shape: Any) -> dict[s
     found = {}
     for store in engine.state.step.stores:
         for member in store.spec.layout.members:
-            forms = store.spec.kept.forms or (None,) * len(store.spec.kept.names)
+            forms = store.spec.state_spec.formats or (None,) * len(store.spec.state_spec.names)
             found[member.name] = tuple(form.name if form else "fp32" for form in forms)
     return found
 
@@ -707,7 +707,7 @@ def of_bitsandbytes(given: dict[str, Any], key: str, value: Any) -> str:
         return str(error)
     finally:
         manager.pid2config.clear()
-    forms = {m.name: s.spec.kept.forms for s in engine.state.step.stores for m in s.spec.layout.members}
+    forms = {m.name: s.spec.state_spec.formats for s in engine.state.step.stores for m in s.spec.layout.members}
     return str(forms["blocks.0.up.weight"])
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onefold.config import ConfigError, load_config
-from onefold.plan import KeptStates, Layout, Placement, Tier, Wire, cut, make_plan, plan_every_stage
-from onefold.plan.memory import SharedStep, passes_device
+from onefold.plan import Layout, Placement, StateSpec, Tier, Wire, cut, make_plan, plan_every_stage
+from onefold.plan.memory import OffloadedStepSplit, is_streamed
 from onefold.runtime.build import plan_units
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -231,13 +231,13 @@ def test_the_cut_names_every_parameter_once():
 @given(st.lists(st.integers(0, 10**6), max_size=50))
 def test_the_device_is_given_its_share(sizes):
     """Never further from it than by one unit."""
-    shared, device, host = SharedStep(), 0, 0
+    split, device, host = OffloadedStepSplit(), 0, 0
     for size in sizes:
-        if shared.gives_to_device(size):
+        if split.assign(size):
             device += size
         else:
             host += size
-        assert abs(device - SharedStep.SHARE * (device + host)) <= max(sizes)
+        assert abs(device - OffloadedStepSplit.SHARE * (device + host)) <= max(sizes)
 
 
 def units_given(stage: int, world: int, own: dict[str, Any], **zero: Any) -> dict[str, bool]:
@@ -247,12 +247,9 @@ def units_given(stage: int, world: int, own: dict[str, Any], **zero: Any) -> dic
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **below}, "onefold": own}
     plan = make_plan(load_config(config), world)
     groups = {id(parameter): 0 for parameter in model.parameters()}
-    specs = plan_units(model, plan, groups, [KeptStates(("exp_avg", "exp_avg_sq"))])
+    specs = plan_units(model, plan, groups, [StateSpec(("exp_avg", "exp_avg_sq"))])
     return {
-        member.name: passes_device(plan, spec)
-        for unit in specs
-        for spec in unit.params
-        for member in spec.layout.members
+        member.name: is_streamed(plan, spec) for unit in specs for spec in unit.params for member in spec.layout.members
     }
 
 

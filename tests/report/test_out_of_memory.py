@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.config import load_config
 from onefold.offload.host_memory import HostShortage
-from onefold.plan import FlatParamSpec, KeptStates, Layout, ModelBytes, count_bytes, make_plan, plan_with_less
+from onefold.plan import FlatParamSpec, Layout, ModelBytes, StateSpec, count_bytes, make_plan, plan_with_less
 from onefold.report.out_of_memory import (
     DeviceAccount,
     Price,
@@ -31,8 +31,8 @@ WORLD = 4
 
 def units(num: int = 6, size: int = 1 << 24) -> list[list[FlatParamSpec]]:
     layout = Layout.of([("weight", (size,), 0)], WORLD)
-    kept = KeptStates(("exp_avg", "exp_avg_sq"))
-    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=kept)
+    states = StateSpec(("exp_avg", "exp_avg_sq"))
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, state_spec=states)
     return [[spec] for _ in range(num)]
 
 

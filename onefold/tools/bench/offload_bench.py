@@ -33,18 +33,18 @@ from onefold.optim.pipeline import StateWindow
 from onefold.optim.rules import AdamRule
 from onefold.optim.tiles import Step, Tiler
 from onefold.plan import (
-    Crossing,
     FlatParamSpec,
-    KeptStates,
     Layout,
+    OffloadTraffic,
+    StateSpec,
     Tier,
     assign_tiers,
     count_bytes,
-    count_crossing,
+    count_offload_traffic,
     make_plan,
 )
 from onefold.plan.layout import Segment
-from onefold.plan.memory import SharedStep, passes_device
+from onefold.plan.memory import OffloadedStepSplit, is_streamed
 from onefold.tools.bench.link_bench import LinkRates, measure_links
 
 Progress = Callable[[str, int, int], None]
@@ -64,7 +64,7 @@ class BusRates:
     up: float
     both: float
 
-    def seconds(self, traffic: Crossing) -> float:
+    def seconds(self, traffic: OffloadTraffic) -> float:
         """Return the seconds that a step's traffic takes."""
         return _seconds(traffic.down, self.down, traffic.up, self.up, self.both)
 
@@ -82,7 +82,7 @@ class DiskRates:
     free_bytes: int
     when: str
 
-    def seconds(self, traffic: Crossing) -> float:
+    def seconds(self, traffic: OffloadTraffic) -> float:
         """Return the seconds that a step's traffic takes."""
         return _seconds(traffic.read, self.read, traffic.written, self.write, self.both)
 
@@ -384,7 +384,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer nvme": {"stage": 2, "offload_optimizer": _NVME},
     "optimizer and param nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
 }
-_MOMENTS = KeptStates(tuple(AdamRule().state_names([{}])))
+_MOMENTS = StateSpec(tuple(AdamRule().state_names([{}])))
 # Models are offloaded by units; with this many, a ratio of tenths is exact.
 _NUM_UNITS = 20
 
@@ -397,7 +397,7 @@ class Cost:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
-    offload_traffic: Crossing
+    offload_traffic: OffloadTraffic
     seconds: dict[str, float | None]
     """Seconds by resource. 0.0: not used; None: used, but not measured."""
 
@@ -416,14 +416,14 @@ def cost_of(setting: str, num_parameters: float, measured: Measured) -> Cost:
     # All of it, independent of the memory of this host.
     plan = replace(plan, offload=replace(plan.offload, param=replace(plan.offload.param, max_in_cpu=0)))
     layout = Layout.of([("weight", (max(round(num_parameters / _NUM_UNITS), 1),), 0)], 1)
-    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, kept=_MOMENTS)
-    shared = SharedStep()
-    units = [replace(spec, given_to_device=shared.gives_to_device(layout.numel)) for _ in range(_NUM_UNITS)]
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, state_spec=_MOMENTS)
+    split = OffloadedStepSplit()
+    units = [replace(spec, given_to_device=split.assign(layout.numel)) for _ in range(_NUM_UNITS)]
     specs = assign_tiers(units, plan)
     bus, disk = measured.bus, measured.disk
-    traffic = count_crossing(specs, plan, 1, device_casts=True)
+    traffic = count_offload_traffic(specs, plan, 1, device_casts=True)
     below = [spec for spec in specs if spec.residency.offloads_states]
-    stepped = sum(spec.layout.numel for spec in below if not passes_device(plan, spec))
+    stepped = sum(spec.layout.numel for spec in below if not is_streamed(plan, spec))
     uses_bus, uses_disk = traffic.down or traffic.up, traffic.read or traffic.written
     device, host, on_disk = (count_bytes(specs, plan, tier).total for tier in Tier)
     seconds = {

@@ -33,7 +33,9 @@ _CKPT = "onefold.tools.cli.checkpoint_commands"
 COMMANDS = {
     "train": Command("fine-tune a Hugging Face model, or train a small GPT", job.train, f"{_CLI}.train:train"),
     "launch": Command("start your script on every GPU", job.launch, f"{_CLI}.launch:launch"),
-    "plan": Command("forecast memory, traffic and time, and recommend a setting", machine.plan, f"{_CLI}.plan:plan"),
+    "plan": Command(
+        "forecast memory, traffic and time, and recommend a setting", machine.plan, f"{_CLI}.plan_command:plan"
+    ),
     "compare": Command("run a job in several settings and recommend one", job.compare, f"{_CLI}.compare:compare"),
     "tune": Command("find the fastest setting by short real runs", job.tune, f"{_CLI}.tune:tune"),
     "watch": Command("show a running job from its record", job.watch, f"{_CLI}.watch_run:watch_run"),

@@ -171,7 +171,7 @@ def _step(engine: Engine, *, offloads: bool) -> None:
             if matrices is not None and store in matrices.matrices:
                 matrices.step(store, gradient, _NO_STEP)
             elif not offloads:
-                size = min(gradient.numel(), TILE["cuda"]) * num_tiles(store.spec.kept)
+                size = min(gradient.numel(), TILE["cuda"]) * num_tiles(store.spec.state_spec)
                 torch.empty(size, dtype=torch.float32, device=META)
         list(matrices.end_batch(batch, _NO_STEP) if matrices is not None else ())
     list(matrices.end_step([]) if matrices is not None else ())

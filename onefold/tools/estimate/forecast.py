@@ -12,17 +12,17 @@ from onefold.config import Config, ConfigError, load_config
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import (
-    Crossing,
     FlatParamSpec,
     ModelBytes,
+    OffloadTraffic,
     Plan,
     Tier,
     assign_tiers,
     count_bytes,
-    count_crossing,
+    count_offload_traffic,
     make_plan,
 )
-from onefold.plan.memory import bytes_of_step, passes_device
+from onefold.plan.memory import bytes_of_step, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
 from onefold.tools.estimate.models import build_once
@@ -124,7 +124,7 @@ class Forecast:
     nvme: int
     """NVMe bytes of a node."""
     traffic: Traffic | None
-    offload_traffic: Crossing
+    offload_traffic: OffloadTraffic
     """Host-device and NVMe traffic of one rank in a step."""
     seconds: dict[str, float]
     """Seconds per step that each resource is busy; empty without a forward."""
@@ -227,7 +227,7 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
     host_node = machine.gpus * (on_host.total + PROCESS)
     nvme = machine.gpus * on_disk.total
     micro_steps = config.gradient_accumulation_steps or 1
-    offload = count_crossing(specs, plan, micro_steps, device_casts=True)
+    offload = count_offload_traffic(specs, plan, micro_steps, device_casts=True)
     traffic = _traffic(found, machine)
     seconds, step = _times(question, found, plan, specs, offload, traffic, micro_steps, timer)
     shortages = tuple(
@@ -297,7 +297,7 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
     """
     largest = {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
-        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
+        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
             gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
             needed, tier = bytes_of_step(spec) + spec.layout.shard_size * gradient, spec.residency.states
             largest[tier] = max(largest[tier], needed)
@@ -318,7 +318,7 @@ def _times(
     found: DryRun,
     plan: Plan,
     specs: Sequence[FlatParamSpec],
-    offload: Crossing,
+    offload: OffloadTraffic,
     traffic: Traffic | None,
     micro_steps: int,
     timer: OpTimer | None,
@@ -334,10 +334,10 @@ def _times(
     passes += found.matrix_flops / (gpu.flops * machine.efficiency)
     stepped, through = {True: 0, False: 0}, {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
-        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and passes_device(plan, spec):
+        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
             through[spec.residency.states] += bytes_of_step(spec)
         elif spec.trainable:
-            slower = _QUANTIZED_SLOWDOWN if spec.kept.forms and spec.residency.offloads_states else 1
+            slower = _QUANTIZED_SLOWDOWN if spec.state_spec.formats and spec.residency.offloads_states else 1
             stepped[spec.residency.offloads_states] += slower * (
                 spec.layout.shard_size if plan.shards_states else spec.layout.total
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.plan import Placement
-from onefold.plan.table import TABLE
+from onefold.plan.plan import TABLE
 from onefold.tools.estimate.machines import Machine
 from onefold.tools.estimate.models import ModelSource
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onefold.plan import Placement
-from onefold.plan.table import TABLE
+from onefold.plan.plan import TABLE
 
 MOMENTS, MOMENTS_AND_MASTER = 8, 12
 

@@ -1,5 +1,6 @@
-"""The plan: a config and a number of ranks become every decision of a run. Above this package nobody reads a config or
-compares a stage number.
+"""The plan of a run: all decisions that follow from the config and the number of ranks.
+
+Packages above this one do not read the config and do not compare stage numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from onefold.plan.state_formats import StateFormats
 
 
 class Placement(Enum):
-    """Where the bytes of one kind of state are, over the ranks of the group."""
+    """The distribution of one kind of model state over the ranks."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
 
 
 class Tier(Enum):
-    """Where bytes rest between uses."""
+    """The memory that stores model state between uses."""
 
     DEVICE = "device"
     HOST = "host"
@@ -33,7 +34,7 @@ class Tier(Enum):
 
 
 class Wire(Enum):
-    """The form in which bytes travel."""
+    """The format in which collectives send data."""
 
     NATIVE = "native"
     INT8 = "int8"
@@ -42,7 +43,7 @@ class Wire(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """The decision for one kind of state."""
+    """The placement, tier and wire format of one kind of model state."""
 
     placement: Placement
     tier: Tier = Tier.DEVICE
@@ -51,17 +52,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of parameters and gradients. `compute` None: every parameter keeps the dtype it came with."""
+    """The dtypes of parameters, gradients and buffers."""
 
     compute: torch.dtype | None = None
+    """The dtype of model weights. None leaves the dtype of each parameter unchanged."""
     accumulate: torch.dtype = torch.float32
+    """The dtype in which gradients are accumulated."""
     communicate: torch.dtype | None = None
+    """The dtype in which gradients are reduced. None is the dtype of the model weight."""
     buffers: torch.dtype | None = None
-    """To which floating-point buffers are cast; None: those of torch's own layers follow the parameters."""
+    """The dtype of floating-point buffers. None casts only the buffers of torch's layers, to the compute dtype."""
     fp32_buffers: tuple[str, ...] = ()
-    """Patterns of names of buffers that are fp32 whatever `compute` and `buffers` say."""
+    """Name patterns of buffers that are always fp32."""
     autocast: torch.dtype | None = None
-    """Of `torch.autocast` around the forward; None: without it."""
+    """The dtype of `torch.autocast` around the forward. None disables autocast."""
     casts_inputs: bool = False
     """Floating-point inputs of the model are cast to the compute dtype."""
 
@@ -69,37 +73,37 @@ class Precision:
         return self.compute or dtype
 
     def of_gradient(self, dtype: torch.dtype, num_micro_steps: int) -> torch.dtype:
-        """The dtype in which a whole gradient waits for its reduction."""
+        """Return the dtype of an unsharded gradient before its reduction."""
         return dtype if num_micro_steps == 1 else self._accumulate(dtype)
 
     def of_reduced(self, dtype: torch.dtype, num_micro_steps: int, num_ranks: int) -> torch.dtype:
-        """The narrowest dtype that holds a reduced gradient exactly (contract point 3)."""
+        """Return the narrowest dtype that stores a reduced gradient exactly."""
         return dtype if num_micro_steps == 1 and num_ranks == 1 else self._accumulate(dtype)
 
     def of_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Gradients travel as the parameters compute unless `communication_data_type` says otherwise."""
+        """Return the dtype in which gradients are reduced."""
         return self.communicate or dtype
 
     def _accumulate(self, dtype: torch.dtype) -> torch.dtype:
-        # fp64 parameters keep fp64 gradients: narrowing them would lose what the user asked for.
+        # fp64 parameters have fp64 gradients, because users of fp64 expect its precision.
         return dtype if dtype == torch.float64 else self.accumulate
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut into units, and which parameters stay unsharded."""
+    """The rules that split a model into units, and the limits of persistent parameters."""
 
     units: tuple[str, ...] = ()
     leaves: LeafModule = field(default_factory=LeafModule)
     persistence_threshold: int = 0
-    """Parameters of at most so many elements are persistent,"""
+    """The largest size, in elements, of a persistent parameter, which stays unsharded."""
     persistence_in_all: int = 0
-    """as long as they come to no more than so many."""
+    """The largest number of elements of all persistent parameters together."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Error feedback of quantized gradients: a moving average of what was lost, given up now and then."""
+    """Error feedback of quantized gradients: a moving average of the rounding errors, which is reset periodically."""
 
     beta: float
     reset_every: int
@@ -107,21 +111,21 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What gradients and losses are multiplied by, and when a step is not taken."""
+    """The factors of gradients and losses, and the handling of nonfinite gradients."""
 
     prescale: float = 1.0
-    """Of gradients, before they are added over ranks."""
+    """The factor of gradients before they are summed over ranks."""
     postscale: float = 1.0
-    """And after."""
+    """The factor of gradients after they are summed over ranks."""
     loss_scale: Fp16 = field(default_factory=Fp16)
-    """Enabled where the loss is scaled, which autocast to fp16 needs too."""
+    """The loss scaling. It is also enabled for autocast to fp16."""
     clipping: float = 0.0
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
 
 
 @dataclass(frozen=True)
 class Offload:
-    """How much goes below the device, and how it moves there: the config's sections, and what memory they may take."""
+    """The offload sections of the config, and the limits of device and host memory."""
 
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
@@ -131,13 +135,13 @@ class Offload:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether host memory is page-locked: it is one piece, for states and for parameters."""
+        """Whether host memory is page-locked. States and parameters share one allocation."""
         return self.optimizer.pin_memory and self.param.pin_memory
 
 
 @dataclass(frozen=True)
 class Monitoring:
-    """Where events of training go: the config's sections."""
+    """The monitoring sections of the config."""
 
     tensorboard: FileMonitor = field(default_factory=FileMonitor)
     csv_monitor: FileMonitor = field(default_factory=FileMonitor)
@@ -151,7 +155,7 @@ class Monitoring:
 
 @dataclass(frozen=True)
 class Loop:
-    """What the training loop prints, counts, reports and saves."""
+    """The options of the training loop: printing, reports, tracing and checkpoints."""
 
     manages_accumulation: bool = True
     steps_per_print: int | None = None
@@ -159,33 +163,33 @@ class Loop:
     reports_memory: bool = False
     drops_last_batch: bool = False
     pauses_collector: bool = False
-    """Python's garbage collector is off while the engine is open."""
+    """Python's garbage collector is disabled while the engine is open."""
     gathers_weights_on_save: bool = False
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     trace: TraceSection = field(default_factory=TraceSection)
     record_folder: str | None = None
-    """Where the record of the run is written."""
+    """The folder that the record of the run is written to."""
     monitoring: Monitoring = field(default_factory=Monitoring)
 
     @property
     def reports_steps(self) -> bool:
-        """Whether anybody is told of every step."""
+        """Whether every step is reported to a record or a monitor."""
         return self.record_folder is not None or self.monitoring.enabled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement, tier and wire of parameters, gradients and states, and every other decision.
+    """Placement, tier and wire format of parameters, gradients and optimizer states, and all other decisions.
 
-    Gradients "replicated" means that every rank keeps its own unsharded partial gradient until the accumulation
-    boundary and only then reduces it; "sharded" means that each micro-step reduces into the shard.
+    With replicated gradients every rank accumulates its unsharded local gradient and reduces it at the accumulation
+    boundary. With sharded gradients each micro-step reduces into the gradient shard.
     """
 
     parameters: Part
     gradients: Part
     states: Part
     stage: int = 0
-    """Only to be told."""
+    """The ZeRO stage, for reports only."""
     precision: Precision = field(default_factory=Precision)
     formats: StateFormats = field(default_factory=StateFormats)
     cut: Cut = field(default_factory=Cut)
@@ -194,38 +198,38 @@ class Plan:
     loop: Loop = field(default_factory=Loop)
     collective: Literal["auto", "native", "exchange"] = "auto"
     num_shards: int = 1
-    """Neighbouring ranks that hold one whole model state between them,"""
+    """The number of neighbouring ranks that together store one copy of the model state."""
     num_replicas: int = 1
-    """and groups of them: more than one with MiCS."""
+    """The number of copies of the model state. It is more than one with MiCS."""
     shards_on_one_rank: bool = False
-    """Parameters are placeholders between uses on a single rank too, although that saves nothing."""
+    """Parameters are resharded between uses on a single rank too, although that saves no memory."""
     node_size: int | None = None
-    """Ranks of one node; None: as many as the launcher says."""
+    """The number of ranks per node. None uses the value of the launcher."""
     node_sums: torch.dtype = torch.float32
-    """In what sums of a node's gradients cross to other nodes."""
+    """The dtype in which the gradient sums of a node are sent to other nodes."""
     node_shard_size: int = 1
-    """Neighbouring ranks that hold secondary shards of the parameters between them, for all gathers of a step but the
-    first (hpZ); 1: none.
-    """
+    """The number of neighbouring ranks that together store a secondary copy of the parameters (hpZ). All all-gathers of
+    a step except the first use it. 1 disables secondary shards."""
     frozen_wire: Wire = Wire.NATIVE
+    """The wire format of frozen parameters."""
     feedback: Feedback | None = None
-    """What quantized gradients lose is kept and added to the next ones."""
+    """The error feedback of quantized gradients. None disables it."""
     accumulates: bool = False
-    """A step takes several micro-steps."""
+    """A step has several micro-steps."""
     overlap: bool = False
     honours_writes: bool = True
-    """The step looks for writes to unsharded parameters and takes them over into masters."""
+    """The step copies in-place writes to model weights into the masters."""
     offloaded_step: Literal["auto", "host", "device", "both"] = "auto"
-    """Who steps what rests below a GPU."""
+    """The processor that steps offloaded states."""
     delays_host: bool = False
-    """The host's step may last until the next one begins; devices compute with weights one step old meanwhile."""
+    """The host's step overlaps the next forward and backward, which compute with weights that are one step old."""
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
     limits: Limits = field(default_factory=Limits)
 
     @property
     def num_micro_steps(self) -> int:
-        """1, or 2 for any larger number."""
+        """The number of micro-steps that matters for dtypes and buffers: 1, or 2 for any larger number."""
         return 2 if self.accumulates else 1
 
     @property
@@ -241,13 +245,13 @@ class Plan:
         return self.states.placement is Placement.SHARDED
 
     def wire_of(self, *, trainable: bool) -> Wire:
-        """In which parameters of a run are gathered."""
+        """Return the wire format in which trainable or frozen parameters are gathered."""
         return self.parameters.wire if trainable else self.frozen_wire
 
     def words(self, persistent: int = 0, num_parameters: int = 0) -> list[str]:
-        """Describe the plan in a line each for parameters, gradients and optimizer states.
+        """Describe the placement of parameters, gradients and optimizer states in one line each.
 
-        `persistent` of `num_parameters` are below the persistence threshold, so they stay unsharded.
+        `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
         """
         if self.num_shards == 1 and self.num_replicas == 1:
             parameters = gradients = states = "not sharded: there is 1 rank"
@@ -256,7 +260,7 @@ class Plan:
         if not self.formats.are_plain:
             states += f", masters as {self.formats.masters}, states as {self.formats.states}"
         if self.delays_host:
-            states += ", stepped beside the next forward and backward (INEXACT: delayed_host_step)"
+            states += ", stepped during the next forward and backward (INEXACT: delayed_host_step)"
         frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
         return [
             f"parameters        {parameters}, {_rest(self.parameters)}{frozen}",
@@ -306,11 +310,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
-    """A row of the table, with the columns that offload and quantized wires change."""
+    """Compute the plan: the row of the stage in `TABLE`, changed by offload and quantized communication."""
     zero = config.zero_optimization
     parameters, gradients, states = (Part(placement) for placement in TABLE[zero.stage])
     sharded = parameters.placement is Placement.SHARDED
-    # One rank's shard is everything: nothing travels.
+    # A single rank sends nothing.
     travels = world_size > 1
     frozen_wire = Wire.NATIVE
     if sharded and travels and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
@@ -320,13 +324,13 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if zero.zero_quantized_gradients and travels:
         gradients = replace(gradients, wire=Wire.INT4)
     optimizer_tier = TIERS[zero.offload_optimizer.device]
-    # Unsharded parameters are on the device all the time.
+    # Unsharded parameters are always on the device.
     parameter_tier = TIERS[zero.offload_param.device] if sharded else Tier.DEVICE
     if optimizer_tier is not Tier.DEVICE:
-        # The host adds micro-steps up, so that no accumulator fills the device: what is reduced leaves it at once.
+        # The host accumulates micro-steps, so gradients are copied to it as soon as they are reduced.
         gradients = replace(gradients, placement=Placement.SHARDED, tier=Tier.HOST)
     elif not travels:
-        # Nothing is gained by reducing a gradient to the only shard before the boundary.
+        # With a single shard a reduction before the accumulation boundary saves nothing.
         gradients = replace(gradients, placement=Placement.REPLICATED)
     loco = zero.zeropp_loco_param if zero.zero_quantized_gradients and travels else None
     overlap = sharded if zero.overlap_comm is None else zero.overlap_comm
@@ -388,7 +392,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def plan_every_stage(config: Config, world_size: int) -> dict[str, Plan]:
-    """The plan that each stage would have made of the same config, with nothing offloaded."""
+    """Compute the plan of each stage for the same config without offload."""
     zero = config.zero_optimization
     zero = replace(
         zero,
@@ -402,8 +406,9 @@ def plan_every_stage(config: Config, world_size: int) -> dict[str, Plan]:
 
 
 def plan_with_less(config: Config, world_size: int, *, takes_formats: bool = False) -> dict[str, Plan]:
-    """Plans of the same config that hold less on the device, by the keys that make them. `takes_formats`: the optimizer
-    can have states and masters in fewer bytes.
+    """Compute plans that store less on the device, keyed by the config change that selects them.
+
+    `takes_formats` is True if the optimizer supports quantized states and split masters.
     """
     zero = config.zero_optimization
     section = "zero_optimization"
@@ -449,7 +454,7 @@ def make_precision(config: Config) -> Precision:
 
 
 def _formats(config: Config) -> StateFormats:
-    """DeepSpeed's switches of its bf16 section, an optimizer's name, or keys of ours."""
+    """Return the formats selected by DeepSpeed's bf16 section, the name of the optimizer, or the onefold section."""
     own, bf16 = config.onefold, config.bf16
     return StateFormats(
         states=config.state_dtype,
@@ -475,7 +480,10 @@ def _scaling(config: Config, world_size: int) -> Scaling:
 
 
 def _nonfinite(config: Config, *, scales_loss: bool) -> Literal["raise", "skip", "ignore"]:
-    """fp16 and bf16 do as DeepSpeed does; otherwise such a step would make every weight NaN, and raises."""
+    """Return the handling of nonfinite gradients.
+
+    fp16 and bf16 follow DeepSpeed. Otherwise the default is to raise, because the step would turn all weights into NaN.
+    """
     asked = config.onefold.nonfinite_gradients
     if scales_loss:
         if asked not in ("auto", "skip"):
