@@ -72,6 +72,7 @@ ELSEWHERE = {
     "optim/choose.py": "engine/engine runtime/cases",
     "optim/gpu_stream.py": "offload/device_pass",
     "optim/instance.py": "engine/engine",
+    "optim/matrix_exchange.py": "optim/muon",
     "optim/matrix_kernels.py": "gpu/gpu_muon",
     "optim/norm.py": "runtime/exactness runtime/cases comm/mics comm/wires_cases",
     "optim/nvme_windows.py": "offload/offload_waits offload/offload offload/offload_cases",
