@@ -182,7 +182,7 @@ MUTATIONS = [
     ),
     Mutation(
         "norm-by-the-new-loss-scale",
-        "onefold/optim/step.py",
+        "onefold/optim/decision.py",
         "return StepNorm(self._scalars, self._unscaled) if",
         "return StepNorm(self._scalars, self.unscale(1)) if",
         "test_engine.py -k loss_scale_moves",
@@ -203,7 +203,7 @@ MUTATIONS = [
     ),
     Mutation(
         "clipping-epsilon-in-stage-3",
-        "onefold/optim/step.py",
+        "onefold/optim/decision.py",
         "self._scaling.clipping / (norm + 1e-6)",
         "self._scaling.clipping / (norm + (1e-2 if self._schedule._plan.shards_parameters else 1e-6))",
         "test_exactness.py -k without_accumulation",
