@@ -678,8 +678,8 @@ MUTATIONS = [
     Mutation(
         "frozen-moves-by-any-optimizer",
         "onefold/optim/steppers.py",
-        "        with self._over_masters(), self._without_frozen():",
-        "        with self._over_masters():",
+        "        with self._with_masters(), self._without_frozen():",
+        "        with self._with_masters():",
         "test_held_parameters.py -k stops_moving",
     ),
     Mutation(
