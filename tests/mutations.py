@@ -685,7 +685,7 @@ MUTATIONS = [
     Mutation(
         "frozen-alike-unchecked",
         "onefold/optim/norm.py",
-        "    if len({row[_DONE] for row in rows}) > 1:",
+        "    if len({row[_CHANGES] for row in rows}) > 1:",
         "    if False:",
         "test_held_parameters.py -k freeze_different",
     ),

@@ -21,7 +21,7 @@ from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.matrix_rules import MatrixRule, names_of_states
 from onefold.optim.matrix_steps import MatrixSteps
-from onefold.optim.norm import GroupDigest, compare_written_groups, meet_for_call
+from onefold.optim.norm import GroupDigest, compare_written_groups, synchronize_call
 from onefold.optim.offloaded_step import OffloadedStep
 from onefold.optim.pipeline import whole_window
 from onefold.optim.rules import Hyper
@@ -296,7 +296,7 @@ class ShardedStep:
         schedule = self._schedule
         schedule.check_awake()
         self.wait_until_states_copied()
-        meet_for_call(schedule, method)
+        synchronize_call(schedule, method)
         self.flush()
         schedule.wait_for_step()
         self.about_to_write()
