@@ -189,8 +189,8 @@ def _synchronize(schedule: Schedule, call: int, first: int = 0, flags: int = 0, 
     if len({row[_CHANGES] for row in rows}) > 1:
         one, other = find_mismatch(schedule, "what was done to parameters", changes)
         raise RuntimeError(
-            f"rank {other.rank} has {_CHANGE_MESSAGES[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
-            f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
+            f"rank {other.rank} has {_CHANGE_MESSAGES[one.key]}; on rank {other.rank}: {other.value or 'none'}, on "
+            f"rank {one.rank}: {one.value or 'none'}. Do the same on all ranks"
         )
     return rows
 
