@@ -157,7 +157,8 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
         raise ConfigError(
             f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
             f"only a slice. Use zero_optimization.stage 0,{or_reduce} or an elementwise optimizer such as AdamW, or "
-            "Muon or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, docs/optimizers.md)"
+            "Muon or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, "
+            "docs/optimizers.md)"
         )
     if not chosen.elementwise and not allow_untested:
         raise ConfigError(
