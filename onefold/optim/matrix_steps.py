@@ -26,7 +26,7 @@ from onefold.config.keys import shown
 from onefold.offload.publish import InPlace, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_exchange import ExchangedMatrices, MatrixExchange, MatrixRoute
-from onefold.optim.matrix_rules import WIRE, AnyRule, Kept, MatrixRule, MovedPiece, RawPiece, work_on
+from onefold.optim.matrix_rules import WIRE, AnyRule, GradientPiece, Kept, MasterPiece, MatrixRule, work_on
 from onefold.optim.pipeline import StateWindow, step_shard, whole_window
 from onefold.optim.rules import MASTER, Hyper
 from onefold.optim.tiles import Step, Tiler
@@ -97,7 +97,7 @@ class MatrixTiler:
                     high = min(low + size, last)
                     inside = slice(low - window.start, high - window.start)
                     held = {name: state[inside] for name, state in window.states.items()}
-                    raw = RawPiece(gradient[low:high], step.coefficient, step.skip, held, update[low:high])
+                    raw = GradientPiece(gradient[low:high], step.coefficient, step.skip, held, update[low:high])
                     if rule.prepare_at_once(raw, hyper):
                         continue
                     scaled = self._tiler.scaled(raw.gradient, step.coefficient, store.master.dtype, size)
@@ -120,7 +120,7 @@ class MatrixTiler:
             rule, hyper = self._rule(group), step.groups[group]
             master = window.master[low - window.start : high - window.start]
             weights = out[low - start : high - start] if out is not None else None
-            updated = MovedPiece(master, part.update[low:high], weights, step.skip, compared is not None)
+            updated = MasterPiece(master, part.update[low:high], weights, step.skip, compared is not None)
             if rule.finish_at_once(updated, matrix.shape, hyper):
                 continue
             for _, _, dither in store.rounded_ranges(low, high, step.number):
