@@ -72,7 +72,7 @@ class StepDecision:
             step.apply(optimizer, self._coefficient_on_device(scalars.square), skip)
         try:
             step.overflow = checks and scalars.overflow  # the only place where the host waits for the device
-        except BaseException:  # an interrupt does not change what the device has decided
+        except BaseException:  # an interrupt does not change the decision of the device
             if on_device and checks and scalars.overflow:
                 step.undo_step()
             raise

@@ -243,7 +243,7 @@ class InstanceRule:
     def begin(self, groups: Sequence[Hyper], method: str | None = None) -> None:
         """Begin a step, or a call of another method, over all tiles. All of them start from these groups.
 
-        Raise what the class raises (for a step in the wrong mode), before anything has changed.
+        Errors of the class (for a step in the wrong mode) are raised here, before anything has changed.
         """
         self.loose |= self._next
         self._groups = groups

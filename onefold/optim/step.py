@@ -150,7 +150,7 @@ class ShardedStep:
 
     def _apply(self, groups: Sequence[Hyper], coefficient: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         schedule = self._schedule
-        schedule.wait_for_step()  # all-gathers of the last step read what is written here
+        schedule.wait_for_step()  # all-gathers of the last step read the weights written here
         if self._host is not None:
             self._host.collect()
             for store in ShardStore.written(self.stores):
@@ -183,7 +183,7 @@ class ShardedStep:
             compare_written_groups(schedule, self.name, self.groups)
 
     def _stepper_of(self, store: ShardStore) -> MatrixSteps | TiledStepper | WholeStepper | None:
-        """Return what steps a shard on the main thread, or None if the offloaded step does."""
+        """Return the stepper of a shard on the main thread, or None if the offloaded step updates it."""
         if self.matrices is not None and store in self.matrices.matrices:
             return self.matrices
         return None if store.is_offloaded and self._host is not None else self.stepper
