@@ -71,7 +71,7 @@ class StepDecision:
             skip = scalars.square.isfinite().logical_not().float() if checks else None
             step.apply(optimizer, self._coefficient_on_device(scalars.square), skip)
         try:
-            step.overflow = checks and scalars.overflow  # the only place where the host waits for the device
+            step.overflow = checks and scalars.overflow  # the host waits for the device here, once a step
         except BaseException:  # an interrupt does not change the decision of the device
             if on_device and checks and scalars.overflow:
                 step.undo_step()

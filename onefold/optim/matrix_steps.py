@@ -96,14 +96,14 @@ class MatrixTiler:
                 for low in range(first, last, size):
                     high = min(low + size, last)
                     inside = slice(low - window.start, high - window.start)
-                    held = {name: state[inside] for name, state in window.states.items()}
-                    raw = GradientPiece(gradient[low:high], step.coefficient, step.skip, held, update[low:high])
-                    if rule.prepare_at_once(raw, hyper):
+                    buffers = {name: state[inside] for name, state in window.states.items()}
+                    piece = GradientPiece(gradient[low:high], step.coefficient, step.skip, buffers, update[low:high])
+                    if rule.prepare_at_once(piece, hyper):
                         continue
-                    scaled = self._tiler.scaled(raw.gradient, step.coefficient, store.master.dtype, size)
+                    scaled = self._tiler.scaled(piece.gradient, step.coefficient, store.master.dtype, size)
                     at = dither.after(low - first) if dither is not None else None
-                    with self._tiler.opened(held, at) as states, unless(step.skip, states.values()):
-                        rule.prepare(scaled, states, raw.update, hyper, step.number)
+                    with self._tiler.opened(buffers, at) as states, unless(step.skip, states.values()):
+                        rule.prepare(scaled, states, piece.update, hyper, step.number)
 
     def finish(
         self, part: ExchangedMatrices, step: Step, window: StateWindow, start: int, stop: int, out: torch.Tensor | None

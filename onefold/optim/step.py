@@ -414,13 +414,13 @@ class ShardedStep:
         of_stepper = self.stepper.remember_states()
         of_matrices = self.matrices.remember_kept() if self.matrices is not None else lambda: None
         begun, params = self._begun, self._schedule.trained_params()
-        held = [(param, param.store.spec, dict(param.store.states)) for param in params]
+        before = [(param, param.store.spec, dict(param.store.states)) for param in params]
 
         def undo() -> None:
             of_stepper()
             of_matrices()
             self._set_begun(begun)
-            for param, spec, states in held:
+            for param, spec, states in before:
                 param.spec = param.store.spec = spec
                 param.store.states = states
 
