@@ -182,7 +182,7 @@ MUTATIONS = [
     ),
     Mutation(
         "norm-by-the-new-loss-scale",
-        "onefold/optim/step.py",
+        "onefold/optim/decision.py",
         "return StepNorm(self._scalars, self._unscaled) if",
         "return StepNorm(self._scalars, self.unscale(1)) if",
         "test_engine.py -k loss_scale_moves",
@@ -203,7 +203,7 @@ MUTATIONS = [
     ),
     Mutation(
         "clipping-epsilon-in-stage-3",
-        "onefold/optim/step.py",
+        "onefold/optim/decision.py",
         "self._scaling.clipping / (norm + 1e-6)",
         "self._scaling.clipping / (norm + (1e-2 if self._schedule._plan.shards_parameters else 1e-6))",
         "test_exactness.py -k without_accumulation",
@@ -678,14 +678,14 @@ MUTATIONS = [
     Mutation(
         "frozen-moves-by-any-optimizer",
         "onefold/optim/steppers.py",
-        "        with self._over_masters(), self._without_frozen():",
-        "        with self._over_masters():",
+        "        with self._with_masters(), self._without_frozen():",
+        "        with self._with_masters():",
         "test_held_parameters.py -k stops_moving",
     ),
     Mutation(
         "frozen-alike-unchecked",
         "onefold/optim/norm.py",
-        "    if len({row[_DONE] for row in rows}) > 1:",
+        "    if len({row[_CHANGES] for row in rows}) > 1:",
         "    if False:",
         "test_held_parameters.py -k freeze_different",
     ),

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "offload/write_kernels.py": "gpu/gpu_held_parameters",
     "optim/adam_kernels.py": "gpu/gpu_states",
     "optim/choose.py": "engine/engine runtime/cases",
+    "optim/decision.py": "runtime/exactness engine/engine runtime/cases",
     "optim/gpu_stream.py": "offload/device_pass",
     "optim/instance.py": "engine/engine",
     "optim/matrix_kernels.py": "gpu/gpu_muon",

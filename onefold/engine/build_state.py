@@ -13,7 +13,8 @@ from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
 from onefold.optim.choose import Chosen
-from onefold.optim.step import ShardedStep, StepDecision
+from onefold.optim.decision import StepDecision
+from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.pool import Pool
 from onefold.runtime import Schedule, lay_out

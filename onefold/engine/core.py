@@ -27,9 +27,9 @@ from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
 from onefold.log import logger
 from onefold.optim.choose import Chosen
+from onefold.optim.decision import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.optim.step import NonFiniteError
 from onefold.plan import Plan
 from onefold.report.memory_usage import memory_status
 from onefold.report.monitors import MonitorMaster

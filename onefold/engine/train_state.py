@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from onefold.comm import Group
 from onefold.loader import ResumableLoader
 from onefold.log import logger
-from onefold.optim.step import ShardedStep, StepDecision
+from onefold.optim.decision import StepDecision
+from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.runtime import Schedule
 from onefold.window import AccumulationWindow

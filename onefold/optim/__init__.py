@@ -1,1 +1,1 @@
-"""The sharded optimizer step, the loss scale, the learning-rate schedules."""
+"""The sharded optimizer step, the loss scale and the learning-rate schedules."""

@@ -1,7 +1,7 @@
-"""One step of Adam or AdamW over values in their forms, in Triton: decoded, updated and encoded in one pass.
+"""A Triton kernel for Adam and AdamW with encoded states, which are decoded, updated and encoded in one pass.
 
-What it computes is `adam_in_single_operations` of `rules.py` between the decoding and encoding of `state_codec.py`, to
-the bit: products and sums are kept apart, quotients and roots are rounded as IEEE says.
+It has the bits of `adam_in_single_operations` of `rules.py` between decoding and encoding by `state_codec.py`: products
+and sums are not fused, and quotients and roots are rounded as in IEEE 754.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _step(
     HAS_WEIGHTS: tl.constexpr, TAKES_OVER: tl.constexpr, DECOUPLED: tl.constexpr, SKIPS: tl.constexpr,
     DITHERS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    if SKIPS:  # nothing is inside
+    if SKIPS:  # masks all elements
         size = tl.where(tl.load(skip) != 0.0, 0, size)
     block, place = places_of_blocks(PER)
     g = tl.load(gradient + place, mask=place < size, other=0.0).to(tl.float32) * tl.load(coefficient)
@@ -66,21 +66,21 @@ def _step(
 
 
 def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
-    """Update master and moments where they are."""
+    """Update the encoded master and moments in place."""
     size, device = tile.gradient.numel(), tile.gradient.device
     factor = tile.coefficient
     if not isinstance(factor, torch.Tensor):
         factor = torch.full((), factor, dtype=torch.float32, device=device)
     seeds: list[int] = []
-    held: list[Any] = []
+    tensors: list[Any] = []
     for name in (MASTER, "exp_avg", "exp_avg_sq"):
-        held += two_parts(tile.held[name].tensors)
+        tensors += two_parts(tile.held[name].tensors)
         seeds.append(replace(tile.dither, state=name).seed if tile.dither is not None else 0)
     kinds = [KINDS[buffer.format] for buffer in _in_order(tile)]
     with torch.cuda.device(device):
         _step[grid_of(size)](
             tile.gradient, factor.to(torch.float32), tile.skip if tile.skip is not None else factor,
-            tile.weights if tile.weights is not None else factor, *held, size,
+            tile.weights if tile.weights is not None else factor, *tensors, size,
             numbers.decay, numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2,
             numbers.step_size, numbers.root, numbers.eps, numbers.sign,
             tile.dither.start if tile.dither is not None else 0, *seeds,
@@ -94,7 +94,7 @@ def _in_order(tile: EncodedTile) -> list[Buffer]:
 
 
 def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
-    """The same by single operations of torch: what `step` has to be equal to."""
+    """Update like `step`, with separate torch operations. This is the reference for the kernel."""
     values = {}
     for name, buffer in tile.held.items():
         if buffer.format is not None:
@@ -116,21 +116,21 @@ def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
 
 
 def try_out() -> None:
-    """Raise where the kernel does not build, run or agree."""
+    """Raise if the kernel does not compile, does not run, or differs from torch."""
     numbers = AdamNumbers.of({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
                               "decoupled_weight_decay": True}, 3)  # fmt: skip
     gradient = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
-    for forms in ((None, SIGNED, SQUARES), (SPLIT_16, SIGNED, SQUARES), (SPLIT_8, SIGNED, SQUARES), (DITHERED,) * 3):
+    for formats in ((None, SIGNED, SQUARES), (SPLIT_16, SIGNED, SQUARES), (SPLIT_8, SIGNED, SQUARES), (DITHERED,) * 3):
         tiles = []
         for _ in range(2):
-            held: dict[str, Buffer] = {}
-            for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
-                if form is None:
-                    held[name] = Buffer.of(gradient.clone())
+            buffers: dict[str, Buffer] = {}
+            for name, state_format in zip((MASTER, "exp_avg", "exp_avg_sq"), formats, strict=True):
+                if state_format is None:
+                    buffers[name] = Buffer.of(gradient.clone())
                     continue
-                parts = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in form.parts]
-                held[name] = Buffer(parts, 2 * BLOCK, form)
-            tiles.append(EncodedTile(held, gradient, 0.7, None, None))
+                parts = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in state_format.parts]
+                buffers[name] = Buffer(parts, 2 * BLOCK, state_format)
+            tiles.append(EncodedTile(buffers, gradient, 0.7, None, None))
         step(tiles[0], numbers)
         step_in_torch(tiles[1], numbers)
         for one, other in zip(_in_order(tiles[0]), _in_order(tiles[1]), strict=True):

@@ -1,4 +1,4 @@
-"""Which optimizer a user means: a name and params of the config, an instance, or a callable."""
+"""The choice of the optimizer: from the config's name and params, from an instance, or from a callable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onefold.plan.matrices import Splits
 
 Groups = list[dict[str, Any]]
 Optimizers = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Sequence[torch.optim.Optimizer] | None
-"""What a user may hand in."""
+"""The types that `initialize` accepts as `optimizer`."""
 
 RULES: dict[str, AnyRule] = {
     "adam": AdamRule(),
@@ -50,7 +50,7 @@ NOT_ELEMENTWISE = {
 }
 NOWHERE = {
     "lbfgs": "calls the loss again and again inside its step, which the engine cannot do",
-    "sparseadam": "needs sparse gradients, and runs keep dense ones",
+    "sparseadam": "needs sparse gradients, but onefold stores gradients densely",
     **dict.fromkeys(("onebitadam", "zerooneadam"), "compresses its own communication, which ZeRO replaces"),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "needs the `mup` package; pass an instance instead"),
 }
@@ -58,37 +58,37 @@ NOWHERE = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """Optimizer to build: live groups, and a rule for each (stepped by unit) or an instance (stepped once)."""
+    """The chosen optimizer: its groups, and a rule for each (stepped by unit) or an instance (stepped all at once)."""
 
     name: str
     groups: Groups
     rules: tuple[AnyRule, ...]
-    """One for each group; none where the instance is stepped in whole."""
+    """The update rule of each group. Empty if the instance is stepped over all shards at once."""
     instance: torch.optim.Optimizer | None
     splits: Splits = field(default_factory=dict)
-    """Parameters that are several matrices each, by patterns of their names."""
-    beside: tuple[torch.optim.Optimizer, ...] = ()
-    """Instances that rules step together, where the user has handed in several."""
+    """The number of matrices, or the rows of each, of parameters that consist of several, by name pattern."""
+    combined: tuple[torch.optim.Optimizer, ...] = ()
+    """The optimizers of a list that the user passed. Their rules step them together."""
     low_bits: LowBitClass | None = None
-    """Where the user has handed in one whose class says in how many bits states are held."""
+    """The state format that the class of the user's instance implies, for classes of bitsandbytes and torchao."""
     is_paged: bool = False
 
     @property
     def instances(self) -> tuple[torch.optim.Optimizer, ...]:
-        """What the user has handed in."""
-        return self.beside or ((self.instance,) if self.instance is not None else ())
+        """The optimizers that the user passed."""
+        return self.combined or ((self.instance,) if self.instance is not None else ())
 
     @property
     def elementwise(self) -> bool:
-        """Whether it is known to treat every element by itself; a user's own class says so by `elementwise = True`."""
-        # ScheduleFree's classes keep counters in their groups and look at each element by itself.
+        """Whether the optimizer is known to be elementwise. User-defined classes declare it by `elementwise = True`."""
+        # ScheduleFree's classes store counters in their groups, but are elementwise.
         known = is_torchs(self.instance) or type(self.instance).__module__.startswith("schedulefree.")
         listed = known and self.name.lower() not in NOT_ELEMENTWISE
         return bool(self.rules) or listed or getattr(self.instance, "elementwise", False) is True
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the instance itself is stepped, in whole or a tile at a time; else a rule takes its place."""
+        """Whether the class of the instance computes the step, at once or tile by tile, and not one of our rules."""
         return self.instance is not None and all(isinstance(rule, InstanceRule) for rule in self.rules)
 
     @property
@@ -97,7 +97,7 @@ class Chosen:
         return any(isinstance(rule, MatrixRule) for rule in self.rules)
 
     def states_of_groups(self) -> list[StateSpec]:
-        """What is kept for each group beside its masters."""
+        """Return the optimizer states of each group."""
         if not self.rules:
             return [StateSpec(by_own_class=True)] * len(self.groups)
         names = names_of_states(self.rules, self.groups)
@@ -107,19 +107,19 @@ class Chosen:
         ]
 
     def checks_of_groups(self) -> list[Check | None]:
-        """How values that are written to each group are checked; None where only the user's class knows."""
+        """Return the check for values that are written to each group, or None if only the user's class can check."""
         if self.is_stepped:
             return [check_of_class(self.instance)] * len(self.groups)
         kinds = {id(rule): OPTIMIZERS[name] for name, rule in RULES.items()}
         return [check_of_kind(kinds[id(rule)]) if id(rule) in kinds else check_of_rate for rule in self.rules]
 
     def group_of_each(self) -> dict[int, int]:
-        """The id of each parameter, and the group it stands in."""
+        """Return the group index of each parameter, by its id. Raise if a parameter is in two groups."""
         groups: dict[int, int] = {}
         for index, group in enumerate(self.groups):
             for parameter in group["params"]:
                 if groups.setdefault(id(parameter), index) != index:
-                    raise ValueError(f"a parameter stands in optimizer groups {groups[id(parameter)]} and {index}")
+                    raise ValueError(f"a parameter is in optimizer groups {groups[id(parameter)]} and {index}")
         return groups
 
 
@@ -129,7 +129,10 @@ def choose(
     parameters: Iterable[Any],
     model: nn.Module | None = None,
 ) -> Chosen | None:
-    """None where the user gave no optimizer at all: an engine for evaluation. `model`: for names of parameters."""
+    """Return the optimizer that the user means, or None if there is none, for an engine that only evaluates.
+
+    `model` provides the names of parameters.
+    """
     if isinstance(optimizer, list | tuple):
         return _of_several(optimizer)
     if optimizer is not None:
@@ -144,17 +147,18 @@ def choose(
 
 
 def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
-    """Refuse, by name and by reason, what cannot run on slices of a parameter."""
+    """Raise if the optimizer cannot run on shards of parameters. `allow_untested` accepts unknown classes."""
     reason = NOT_ELEMENTWISE.get(chosen.name.lower()) if not chosen.rules else None
-    # Prodigy and D-Adaptation can add what they see of a shard up over all ranks.
+    # Prodigy and D-Adaptation can all-reduce the sums that they compute from a shard.
     if reason is _ONE_NUMBER and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
     if reason:
-        itself = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
+        or_reduce = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
         raise ConfigError(
             f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
-            f"only a slice. Use zero_optimization.stage 0,{itself} or an elementwise optimizer such as AdamW, or Muon "
-            "or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, docs/optimizers.md)"
+            f"only a slice. Use zero_optimization.stage 0,{or_reduce} or an elementwise optimizer such as AdamW, or "
+            "Muon or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, "
+            "docs/optimizers.md)"
         )
     if not chosen.elementwise and not allow_untested:
         raise ConfigError(
@@ -165,7 +169,7 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
 
 
 def check_delayed(chosen: Chosen) -> None:
-    """Refuse what the device and the host step together, where the host's step may last."""
+    """Raise if the step cannot be delayed, because matrices are computed on the device between two host passes."""
     if chosen.has_matrices:
         raise ConfigError(
             f"onefold.delayed_host_step: optimizer {chosen.name} works on whole matrices on the device between two "
@@ -174,7 +178,7 @@ def check_delayed(chosen: Chosen) -> None:
 
 
 def check_formats(chosen: Chosen, formats: StateFormats) -> None:
-    """Refuse states in fewer bytes where it is the user's own class that steps them."""
+    """Raise if states are to be quantized but a user-defined class creates and steps them."""
     if chosen.is_stepped and not formats.are_plain:
         raise ConfigError(
             f"onefold.state_dtype = {formats.states}, onefold.master_dtype = {formats.masters}: optimizer "
@@ -184,7 +188,7 @@ def check_formats(chosen: Chosen, formats: StateFormats) -> None:
 
 
 def for_disk(chosen: Chosen) -> Chosen:
-    """The same optimizer, in a form that never needs all of its states in memory."""
+    """Return the optimizer in a form that steps tile by tile, so that its states need not fit in memory."""
     if chosen.rules:
         return chosen
     assert chosen.instance is not None
@@ -203,7 +207,7 @@ def _check_anywhere(name: str) -> None:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    # Adagrad fills its state in the constructor, with a step of 0.
+    # Adagrad creates its states in the constructor, with a step of 0.
     return float(state["step"]) > 0 if "step" in state else bool(state)
 
 
@@ -217,73 +221,73 @@ def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     name = kind.__name__
     _check_anywhere(name)
     low_bits = low_bit_class(optimizer)
-    is_known = kind in _OF_TORCH
-    # A class may name the rule that does what its step does; classes that inherit from it may do something else.
-    own: str | MatrixRule | None = name.lower() if is_known else vars(kind).get("onefold_rule")
-    own = low_bits.rule if low_bits is not None else own
-    own = own.name if type(own) in (MuonRule, ShampooRule) else own  # type: ignore[union-attr]
-    _check_own_class(optimizer, has_rule=own is not None)
-    if own is None:
+    is_known = kind in _TORCH_CLASSES
+    # A class may name the rule that computes its step. Subclasses may override the step, so they do not inherit it.
+    declared: str | MatrixRule | None = name.lower() if is_known else vars(kind).get("onefold_rule")
+    declared = low_bits.rule if low_bits is not None else declared
+    declared = declared.name if type(declared) in (MuonRule, ShampooRule) else declared  # type: ignore[union-attr]
+    _check_user_class(optimizer, has_rule=declared is not None)
+    if declared is None:
         return Chosen(name, optimizer.param_groups, (), optimizer)
-    rule = own if isinstance(own, MatrixRule) else RULES[own]
+    rule = declared if isinstance(declared, MatrixRule) else RULES[declared]
     rules = tuple(_rule_of(rule, group) for group in optimizer.param_groups)
-    for index, (group, its) in enumerate(zip(optimizer.param_groups, rules, strict=True)):
+    for index, (group, group_rule) in enumerate(zip(optimizer.param_groups, rules, strict=True)):
         path = f"optimizer.param_groups[{index}]"
-        for key, value in _missing(rule, its, is_known=is_known).items():
+        for key, value in _missing(rule, group_rule, is_known=is_known).items():
             group.setdefault(key, value)
-        if isinstance(its, AdamRule):
-            decays_apart = its is not rule or kind is torch.optim.AdamW or _decays_apart(optimizer, low_bits)
-            group.setdefault("decoupled_weight_decay", decays_apart)
-        if is_known and its is rule:
+        if isinstance(group_rule, AdamRule):
+            is_adamw = group_rule is not rule or kind is torch.optim.AdamW or _is_adamw(optimizer, low_bits)
+            group.setdefault("decoupled_weight_decay", is_adamw)
+        if is_known and group_rule is rule:
             _check_read(name, group, set(optimizer.defaults), path)
-        # torch checks what its constructor gets, not what stands in a group.
-        if its in RULES.values():
-            read_group(OPTIMIZERS[_name_of(its)], group, path)
+        # torch checks the arguments of its constructor, but not the values in a group.
+        if group_rule in RULES.values():
+            read_group(OPTIMIZERS[_name_of(group_rule)], group, path)
             check_together(group, path)
     paged = low_bits is not None and low_bits.is_paged
     return Chosen(name, optimizer.param_groups, rules, optimizer, low_bits=low_bits, is_paged=paged)
 
 
 def _rule_of(rule: AnyRule, group: dict[str, Any]) -> AnyRule:
-    """Return what steps a group of an optimizer that has this rule: AdamW where a group is not to be matrices."""
+    """Return the rule of a group: AdamW if the optimizer's rule is for matrices and the group opts out."""
     if isinstance(rule, MatrixRule) and not group.setdefault(rule.flag, True):
         return RULES["adamw"]
     return rule
 
 
-def _missing(rule: AnyRule, its: AnyRule, *, is_known: bool) -> dict[str, Any]:
-    """Return what the rule of a group reads, and the class of its optimizer may not have put there."""
-    if its is not rule:
-        return _ADAMW
+def _missing(rule: AnyRule, group_rule: AnyRule, *, is_known: bool) -> dict[str, Any]:
+    """Return defaults of the hyperparameters that the group's rule reads, and its optimizer class may not set."""
+    if group_rule is not rule:
+        return _ADAMW_DEFAULTS
     if is_known or not isinstance(rule, MuonRule | ShampooRule):
         return {}
-    found = _defaults(OPTIMIZERS[rule.name], {}) | {"eps": _EPS_OF_NORM}
-    return {key: value for key, value in found.items() if key not in _OF_DIVISION}
+    found = _defaults(OPTIMIZERS[rule.name], {}) | {"eps": _NORM_EPS}
+    return {key: value for key, value in found.items() if key not in _DIVISION_KEYS}
 
 
 def _name_of(rule: AnyRule) -> str:
-    return next(name for name, its in RULES.items() if its is rule)
+    return next(name for name, other in RULES.items() if other is rule)
 
 
 def _check_read(optimizer: str, group: Mapping[str, Any], known: set[str], path: str) -> None:
-    """Raise for a key of the config that stands in a group of torch's class, and that neither of the two reads."""
+    """Raise if a group of torch's class has a key of our config that torch's class does not read."""
     flags = {f"use_{name}" for name in OPTIMIZERS}
     for key in group.keys() - known - flags - {"params", "decoupled_weight_decay"}:
         if key in spellings(OPTIMIZERS[optimizer.lower()]):
             raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not read it. Leave it out of the group")
 
 
-def _decays_apart(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:
-    """bitsandbytes' Adam decays as its AdamW does; torchao's says."""
+def _is_adamw(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:
+    """Return whether a low-bit Adam has decoupled weight decay: always in bitsandbytes, by attribute in torchao."""
     return low_bits is not None and bool(getattr(optimizer, "is_adamw", True))
 
 
-# Of groups beside a rule of the user's that are not stepped as matrices.
-_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
+# The hyperparameters of groups that AdamW steps, next to groups that a matrix rule steps.
+_ADAMW_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
 
 
 def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
-    """Several optimizers for one model, as one with the groups of all, each stepped by its own rule."""
+    """Combine several optimizers of one model into one with all of their groups, each stepped by its rule."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: a list must hold torch optimizers, not {type(optimizer).__name__}")
@@ -293,24 +297,24 @@ def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
             "optimizer: one of bitsandbytes or torchao was given in a list; give torch.optim.AdamW in its place, and "
             "onefold.state_dtype int8 in the config"
         )
-    others = [each.name for each in chosen if not each.rules]
-    if others or not chosen:
+    without_rule = [each.name for each in chosen if not each.rules]
+    if without_rule or not chosen:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(
-            f"optimizer: {names} were given together, and {', '.join(others) or 'an empty list'} cannot be. Only those "
-            "that onefold steps by a rule can share a model: torch's Adam, AdamW, SGD, Adagrad and Muon, and classes "
-            "with an onefold_rule"
+            f"optimizer: {names} were given together, and {', '.join(without_rule) or 'an empty list'} cannot be. "
+            "Only those that onefold steps by a rule can share a model: torch's Adam, AdamW, SGD, Adagrad and Muon, "
+            "and classes with an onefold_rule"
         )
     groups = [group for each in chosen for group in each.groups]
     rules = tuple(rule for each in chosen for rule in each.rules)
-    return Chosen("+".join(each.name for each in chosen), groups, rules, None, beside=tuple(optimizers))
+    return Chosen("+".join(each.name for each in chosen), groups, rules, None, combined=tuple(optimizers))
 
 
-_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Muon)
+_TORCH_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Muon)
 
 
-def _check_own_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> None:
-    """Refuse what a step of ours would leave out."""
+def _check_user_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> None:
+    """Raise if an engine step would bypass a patched `step`, a closure or states that the constructor created."""
     name, patched = type(optimizer).__name__, vars(optimizer).get("step")
     if patched is not None and not any(hasattr(patched, mark) for mark in ("_wrapped_by_lr_sched", FORWARD_MARK)):
         raise ConfigError(
@@ -335,7 +339,7 @@ def _of_name(name: str, params: dict[str, Any], groups: Groups, model: nn.Module
     if isinstance(rule := RULES.get(plain), MatrixRule):
         return _of_matrices(name, rule, params, groups, model)
     if plain in OPTIMIZERS:
-        found = _own_groups(plain, params, groups)
+        found = _elementwise_groups(plain, params, groups)
         return Chosen(name, found, (RULES[plain],) * len(found), None, is_paged=is_paged(name))
     kind = _torch_class(name)
     read = read_arguments(kind, params, "optimizer.params", "params")
@@ -347,7 +351,7 @@ def _of_name(name: str, params: dict[str, Any], groups: Groups, model: nn.Module
 
 
 def _defaults(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every hyperparameter that a rule reads: the config's, or its default.
+    """Return every hyperparameter that a rule reads: the value of the config, or its default.
 
     Keys that only have a notice or a refusal are left out, because no rule reads them.
     """
@@ -355,8 +359,8 @@ def _defaults(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: params.get(key, entries(kind)[key].default) for key in read}
 
 
-def _own_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
-    """Groups with every hyperparameter of the rule: the config's, and before them the group's own."""
+def _elementwise_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
+    """Return the groups with every hyperparameter of the rule. Values of a group override those of the config."""
     kind = OPTIMIZERS[name]
     defaults = _defaults(kind, params)
     if name == "adamw":
@@ -370,14 +374,14 @@ def _own_groups(name: str, params: Mapping[str, Any], groups: Groups) -> Groups:
     return found
 
 
-# The keys of a group, or of the config, that say how its parameters are divided, and at which rates they are stepped.
-_OF_DIVISION = ("muon_lr", "adam_lr", "adamw_names", "split_rows")
+# The keys of a group, or of the config, that control how parameters are divided, and the learning rates of both kinds.
+_DIVISION_KEYS = ("muon_lr", "adam_lr", "adamw_names", "split_rows")
 
 
 def _of_matrices(
     name: str, rule: MatrixRule, params: Mapping[str, Any], groups: Groups, model: nn.Module | None
 ) -> Chosen:
-    """Groups of matrices with what the rule reads, and groups of others with what AdamW reads."""
+    """Divide each group into matrices, with the hyperparameters of the rule, and others, with those of AdamW."""
     params = {key: value for key, value in params.items() if value is not None}
     kind, adamw = OPTIMIZERS[rule.name], OPTIMIZERS["adamw"]
     defaults, rate = _defaults(kind, params), {True: "muon_lr", False: "adam_lr"}
@@ -387,29 +391,32 @@ def _of_matrices(
         path, is_matrices = f"model_parameters[{index}]", group.get(rule.flag)
         read = {**group, **read_group(kind, group, path)}
         known = [*spellings(kind), rule.flag]
-        if is_matrices is not None and not is_matrices:  # AdamW steps all of it, and all of its keys may stand there
-            rest = {key: value for key, value in group.items() if key not in known}
-            read |= read_group(adamw, rest, path)
+        if is_matrices is not None and not is_matrices:  # AdamW steps the whole group, which may have all of its keys
+            others = {key: value for key, value in group.items() if key not in known}
+            read |= read_group(adamw, others, path)
             known += spellings(adamw)
         check_names(group, known, path, name)
         if is_matrices is not None:
             _check_division(read, rule.flag, path)
         for part in division.divide(read, path):
-            takes = part[rule.flag]
-            own = [part.get(rate[takes]), part.get("lr")]
-            rates = [*own, *(values.get(key) for values in (params, defaults) for key in (rate[takes], "lr"))]
+            as_matrices = part[rule.flag]
+            of_group = [part.get(rate[as_matrices]), part.get("lr")]
+            rates = [
+                *of_group,
+                *(values.get(key) for values in (params, defaults) for key in (rate[as_matrices], "lr")),
+            ]
             values = {**defaults, **part, "lr": next(rate for rate in rates if rate is not None)}
-            if takes:
-                values["eps"] = part.get("eps", _EPS_OF_NORM)
+            if as_matrices:
+                values["eps"] = part.get("eps", _NORM_EPS)
             else:
                 values["decoupled_weight_decay"] = True
-            found.append({key: value for key, value in values.items() if key not in _OF_DIVISION})
+            found.append({key: value for key, value in values.items() if key not in _DIVISION_KEYS})
     splits = division.splits(params.get("split_rows", ()))
     return Chosen(name, found, tuple(_rule_of(rule, group) for group in found), None, splits)
 
 
 def _check_division(group: Mapping[str, Any], flag: str, path: str) -> None:
-    """Raise for keys of the other kind of parameters, in a group that is of one kind alone."""
+    """Raise if a group that is only matrices, or only others, has keys for the other kind."""
     wrong = ["adam_lr"] if group[flag] and not group.get("adamw_names") else []
     wrong = wrong if group[flag] else ["muon_lr", "split_rows"]
     for key in wrong:
@@ -420,8 +427,8 @@ def _check_division(group: Mapping[str, Any], flag: str, path: str) -> None:
             )
 
 
-# Below this a matrix is not scaled by its norm; torch's default.
-_EPS_OF_NORM = 1e-7
+# The smallest norm that a matrix is divided by, torch's default.
+_NORM_EPS = 1e-7
 
 
 def _torch_class(name: str) -> type[torch.optim.Optimizer]:
@@ -448,7 +455,7 @@ def _as_groups(parameters: Iterable[Any]) -> Groups:
 
 def _only_parameters(items: Any) -> list[nn.Parameter]:
     each: Any = [items] if isinstance(items, torch.Tensor) else items
-    # Hugging Face passes (name, parameter) pairs in places; accept them.
+    # Some versions of Hugging Face libraries pass (name, parameter) pairs.
     plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in each]
     for item in plain:
         if not isinstance(item, torch.Tensor):

@@ -31,7 +31,7 @@ from onefold.plan.state_formats import BLOCK
 
 # Bytes of a chunk. Smaller ones take longer to launch; larger ones overlap less.
 CHUNK_BYTES = 1 << 26
-# Chunks in flight, each in device memory of its own.
+# The number of chunks in flight, each in separate device memory.
 IN_FLIGHT = 3
 # Alignment of the tensors of a chunk, in bytes.
 _ALIGNMENT = 256
@@ -50,7 +50,7 @@ class StreamedShard:
 
 @dataclass(frozen=True)
 class _ShardRange:
-    """A range of a shard as a shard by itself: positions are relative to its start."""
+    """A range of a shard, treated as a shard: positions are relative to its start."""
 
     store: ShardStore
     start: int
@@ -88,7 +88,7 @@ class _ChunkMemory:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk in flight: the event of its last copy to the host, and what runs after it."""
+    """A chunk in flight: the event of its last copy to the host, and the functions to call after it."""
 
     arrival: CopyEvent
     publish: Callable[[], None] | None

@@ -1,6 +1,4 @@
-"""The values of parameter groups: how they are read at `initialize`, and how they are checked when a program writes to
-them during the run.
-"""
+"""The values of parameter groups: read at `initialize`, and checked when user code changes them during the run."""
 
 from __future__ import annotations
 
@@ -18,11 +16,14 @@ from onefold.optim.instance import is_torchs, plain_number
 from onefold.optim.signature import check_arguments
 
 Check = Callable[[Mapping[str, Any], str], object]
-"""Raises where one of these values of a group, which stands at that path, is none that the optimizer takes."""
+"""Raises if the optimizer does not accept one of the values of a group. The path of the group is for messages."""
 
 
 def read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the hyperparameters of a group, each in its type and under its own name; a tensor stays the one it is."""
+    """Return the hyperparameters of a group, converted to their types, under their canonical names.
+
+    Tensors are checked, but returned unchanged.
+    """
     read = {}
     for name, value in group.items():
         entry = spellings(kind).get(name)
@@ -36,8 +37,9 @@ def read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any
 
 
 def check_names(group: Mapping[str, Any], known: Sequence[str], path: str, optimizer: str) -> None:
-    """Raise for a key that another optimizer reads and this one does not, and for one that is as good as a known one.
-    Other keys are the program's own.
+    """Raise for a key that only other optimizers read, or that is a misspelling of a known one.
+
+    Other keys are accepted, because user code may add its own.
     """
     for name in group:
         if name in (*known, "params"):
@@ -50,24 +52,24 @@ def check_names(group: Mapping[str, Any], known: Sequence[str], path: str, optim
 
 @cache
 def _hyperparameters() -> frozenset[str]:
-    """Every key that one of onefold's optimizers reads."""
+    """Return every key that one of onefold's optimizers reads."""
     found = [entry for kind in OPTIMIZERS.values() for entry in entries(kind).values()]
     read = [entry for entry in found if not (entry.key.notice or entry.key.refused)]
     return frozenset(name for entry in read for name in (entry.name, *entry.key.aliases))
 
 
 def check_of_kind(kind: type) -> Check:
-    """Return the check of groups whose keys are those of a section of the config."""
+    """Return the check for groups whose keys are those of a section of the config."""
     return partial(read_group, kind)
 
 
 def check_of_rate(values: Mapping[str, Any], path: str) -> None:
-    """Return the check of groups of a user-defined class, of which only the learning rate is known."""
+    """Check the learning rate only, in a group of a user-defined class whose other keys are unknown."""
     read_group(SGDParams, {name: value for name, value in values.items() if name == "lr"}, path)
 
 
 def check_of_class(instance: torch.optim.Optimizer | None) -> Check | None:
-    """Return the check of groups that a class steps itself, from annotations of torch's classes; None for others."""
+    """Return the check for groups of a torch class, by its type annotations, or None for other classes."""
     return partial(check_arguments, type(instance)) if is_torchs(instance) else None
 
 
@@ -80,9 +82,9 @@ def _has_tensor(value: Any) -> bool:
 
 
 class WrittenValues:
-    """Checks values that were written to groups since the last step, as `initialize` checks those that it is given.
+    """The check of values that user code wrote to groups since the last step, the same as at `initialize`.
 
-    `flags` are the keys that say by which rule a group is stepped, which are fixed when shards are laid out.
+    `flags` are the keys that select the rule of a group. They cannot change, because shards are laid out by them.
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class WrittenValues:
         self._name, self._checks = name, checks
         self._first = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._fixed = [{flag: group.get(flag) for flag in flags} for group in groups]
-        # A value that has been read once is not read again.
+        # The accepted values. Only values that differ from them are checked.
         self._last: Sequence[Mapping[str, Any]] = [dict(group) for group in self._first]
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """Raise for what does not fit. Return the keys of each group that have other values than were accepted last."""
+        """Raise if a value is invalid. Return the keys of each group whose values differ from the accepted ones."""
         changed = []
         for index, (group, last, check) in enumerate(zip(groups, self._last, self._checks, strict=True)):
             keys = [] if check is None or _equal(group, last) else _changed(group, last)
@@ -105,7 +107,7 @@ class WrittenValues:
         return changed
 
     def accept(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take these values, which have been checked, for those that the next check compares with."""
+        """Store checked values, with which the next check compares."""
         self._last = groups
 
     def _check_group(self, index: int, written: dict[str, Any], group: Mapping[str, Any], check: Check) -> None:
@@ -117,7 +119,7 @@ class WrittenValues:
                     "it. Give the group that value before initialize"
                 )
         check(written, path)
-        if check is check_of_rate:  # only the rule knows what it reads
+        if check is check_of_rate:  # the keys that a user-defined rule reads are unknown
             return
         for key in first:
             if key not in group and key in _hyperparameters():

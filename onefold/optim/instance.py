@@ -1,11 +1,11 @@
-"""The user's own optimizer instance: hooks around its steps, what they write, and how it is stepped tile by tile.
+"""The user's optimizer instance: its step hooks, the attributes that its steps write, and its step tile by tile.
 
 [Note: what a step writes]
-A torch optimizer may keep what it likes in its `param_groups` (counters, learning rates) and on itself. Where all of a
-rank's masters are in memory the user's own instance is stepped, with masters in the place of its parameters, so all of
-that simply stays. What rests on a disk is stepped a tile at a time, by a copy of the instance for each tile. Each copy
-starts from the same groups and attributes and has to end with the same ones; they are written to the instance once,
-after the last tile. Where tiles differ the optimizer looks across elements, and the step raises.
+The step of a torch optimizer may write to its `param_groups` (counters, learning rates) and to its attributes. If all
+masters of a rank are in memory, the user's instance itself is stepped, with masters in the place of its parameters, and
+everything that it writes persists. States on NVMe are stepped tile by tile, with a copy of the instance for each tile.
+Each copy starts from the same groups and attributes, and must end with the same ones. They are written to the instance
+once, after the last tile. If tiles differ, the optimizer is not elementwise, and the step raises.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from onefold.optim.rules import EncodedTile, Hyper, Tile
 
-# Methods that change parameters and states outside a step, where a class has them (ScheduleFree).
+# Methods that change parameters and states outside a step, in classes that have them (ScheduleFree).
 METHODS = ("train", "eval")
-# Of a method that an engine has put on an instance.
-FORWARD_MARK = "_goes_to_the_engine"
-# Methods of the user's instance that speak of gradients and states which are kept elsewhere.
+# The attribute that marks the methods of an instance that are forwarded to the engine.
+FORWARD_MARK = "_is_forwarded_to_engine"
+# Methods of the user's instance that access gradients and states, which the engine stores.
 FORWARDED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", *METHODS)
 _TORCHS = {
     "param_groups",
@@ -42,64 +42,64 @@ _TORCHS = {
     *FORWARDED,
 }
 _MISSING = object()
-# Device and host may step tiles at once, and hooks for all optimizers are torch's.
-_quiet = threading.RLock()
+# Held while torch's global step hooks are removed, because device and host may step tiles at the same time.
+_hooks_lock = threading.RLock()
 
 
 def is_torchs(instance: object) -> bool:
-    """Of torch itself: such a class writes to parameters and their states, and to nothing else."""
+    """Return whether a class is torch's own. Their steps write to parameters and their states only."""
     return type(instance).__module__.startswith("torch.optim")
 
 
 def plain_step(instance: torch.optim.Optimizer) -> None:
-    """The class's own step. Hooks around it are the outer optimizer's, which calls them once a step."""
+    """Call the step of an instance's class without step hooks, which the engine calls once a step."""
     step: Any = type(instance).step
     if is_torchs(instance):
-        while getattr(step, "hooked", False):  # torch's wrapper, which calls hooks
+        while getattr(step, "hooked", False):  # torch's wrapper that calls the hooks
             step = step.__wrapped__
         step(instance)
         return
-    with _quiet, _without_hooks(instance):  # a step may call that of its base class, which has a wrapper of its own
+    with _hooks_lock, _without_hooks(instance):  # a step may call that of its base class, which is wrapped as well
         step(instance)
 
 
 def step_hooks(
     when: Literal["pre", "post"], outer: torch.optim.Optimizer, instances: Sequence[torch.optim.Optimizer]
 ) -> list[tuple[Callable[..., Any], torch.optim.Optimizer]]:
-    """Hooks, each with the optimizer to call it with. Torch's for all optimizers stand outermost."""
-    each = [*instances, outer]
-    own = [(hook, of) for of in each for hook in getattr(of, f"_optimizer_step_{when}_hooks").values()]
-    shared = [(hook, outer) for hook in getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()]
-    return shared + own if when == "pre" else own + shared
+    """Return the step hooks in calling order, each with its optimizer. torch's global hooks are outermost."""
+    optimizers = [*instances, outer]
+    hooks = [(hook, of) for of in optimizers for hook in getattr(of, f"_optimizer_step_{when}_hooks").values()]
+    global_hooks = [(hook, outer) for hook in getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()]
+    return global_hooks + hooks if when == "pre" else hooks + global_hooks
 
 
 @contextmanager
 def _without_hooks(instance: torch.optim.Optimizer) -> Iterator[None]:
-    shared: list[dict[int, Any]] = [
+    global_hooks: list[dict[int, Any]] = [
         torch_optimizer._global_optimizer_pre_hooks,  # type: ignore[list-item]
         torch_optimizer._global_optimizer_post_hooks,  # type: ignore[list-item]
     ]
-    kept = [dict(hooks) for hooks in shared]
-    own = instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks
+    saved = [dict(hooks) for hooks in global_hooks]
+    of_instance = instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks
     instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for hooks in shared:
+    for hooks in global_hooks:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, values in zip(shared, kept, strict=True):
+        for hooks, values in zip(global_hooks, saved, strict=True):
             hooks.update(values)
-        instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks = own
+        instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks = of_instance
 
 
 # -- values ---------------------------------------------------------------------------------------------------------
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a checkpoint holds it and every rank has the same: numbers, text, and containers of them."""
+    """Return whether a value is saved and compared across ranks: a number, text, or a container of them."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    if isinstance(value, dict) and not isinstance(value, defaultdict):  # whose factory is code
+    if isinstance(value, dict) and not isinstance(value, defaultdict):  # the factory of a defaultdict is code
         return all(is_plain(key) and is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple | set | frozenset | deque):
         return all(is_plain(inner) for inner in value)
@@ -107,37 +107,37 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """A tensor of one element as the number that it holds; anything else as it is."""
+    """Return the number in a tensor of one element, and any other value unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _copied(value: Any) -> Any:
-    """So that what is written in place is seen. Objects of other kinds are shared."""
+    """Copy tensors and plain data, so that in-place writes can be detected. Other objects are shared."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if is_plain(value) else value
 
 
-def _mark(value: Any) -> Any:
-    """Differs once the value has been written to, without a copy of any tensor."""
+def _version(value: Any) -> Any:
+    """Return an object that differs after the value was written to. Tensors are not copied."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, Mapping):
-        return {key: _mark(inner) for key, inner in value.items()}
+        return {key: _version(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return [_mark(inner) for inner in value]
+        return [_version(inner) for inner in value]
     return value if is_plain(value) else id(value)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, where NaN equals NaN."""
+    """Return whether two values are equal, where NaN equals NaN."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        there = other.to(one.device)
-        return bool(((one == there) | ((one != one) & (there != there))).all())
+        moved = other.to(one.device)
+        return bool(((one == moved) | ((one != one) & (moved != moved))).all())
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
@@ -152,46 +152,47 @@ def _not_torchs(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What has another value now; `_MISSING` what is gone."""
+    """Return the values of `after` that differ from `before`. Removed keys have the value `_MISSING`."""
     changed = {key: value for key, value in after.items() if key not in before or not same(before[key], value)}
     return changed | dict.fromkeys(before.keys() - after.keys(), _MISSING)
 
 
 class Attributes:
-    """Which attributes of an instance its steps write: a checkpoint holds those, where they are plain data."""
+    """The attributes of an instance that its steps write. Those that are plain data are saved in checkpoints."""
 
     def __init__(self, instance: torch.optim.Optimizer | None) -> None:
-        self._held = vars(instance) if instance is not None else {}
+        self._attributes = vars(instance) if instance is not None else {}
         self._is_torchs = is_torchs(instance)
-        self._known: dict[str, None] = {}
+        self._names: dict[str, None] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        before = _mark(self._all())
+        """Record the attributes that are written inside the block."""
+        before = _version(self._all())
         yield
-        self._known |= dict.fromkeys(_written(before, _mark(self._all())))
+        self._names |= dict.fromkeys(_written(before, _version(self._all())))
 
     def values(self) -> tuple[dict[str, Any], list[str]]:
-        """Those to save, and the names of those that a checkpoint does not hold."""
-        found = {name: value for name, value in self._all().items() if name in self._known}
+        """Return the attributes to save, and the names of those that are not plain data."""
+        found = {name: value for name, value in self._all().items() if name in self._names}
         plain = {name: value for name, value in found.items() if is_plain(value)}
         return plain, [name for name in found if name not in plain]
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Those of a checkpoint."""
-        taken = _not_torchs(values)
-        self._known |= dict.fromkeys(taken)
-        self._held.update(taken)
+        """Load the attributes of a checkpoint."""
+        loaded = _not_torchs(values)
+        self._names |= dict.fromkeys(loaded)
+        self._attributes.update(loaded)
 
     def _all(self) -> dict[str, Any]:
-        return {} if self._is_torchs else _not_torchs(self._held)
+        return {} if self._is_torchs else _not_torchs(self._attributes)
 
 
 # -- tile by tile ---------------------------------------------------------------------------------------------------
 
 
-def _hollow(instance: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """A copy of the user's instance with other parameters and no states."""
+def _copy_with_groups(instance: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Copy the user's instance with other groups and without states."""
     inner = object.__new__(type(instance))
     vars(inner).update({name: value for name, value in vars(instance).items() if name not in FORWARDED})
     if not is_torchs(instance):
@@ -204,10 +205,10 @@ def _hollow(instance: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> to
 
 
 class InstanceRule:
-    """Steps a copy of the instance whose only parameter is the tile.
+    """The rule that steps a tile with a copy of the user's instance, whose only parameter is the tile.
 
-    States that lie along the parameter are the tile's. The others (step counts) are the same for all tiles of a group:
-    each tile starts from those that the last step left. See [Note: what a step writes].
+    Elementwise states are those of the tile. The others (step counts) are shared by all tiles of a group: each tile
+    starts from those that the last step left. See [Note: what a step writes].
     """
 
     def __init__(self, instance: torch.optim.Optimizer) -> None:
@@ -215,107 +216,112 @@ class InstanceRule:
         self.late_states: tuple[str, ...] = ()
         self._instance = instance
         self._name = type(instance).__name__
-        # Whether it may write to its groups or to itself.
+        # Whether a step may write to the groups or to attributes of the instance.
         self.writes = not is_torchs(instance)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.loose: dict[int, dict[str, Any]] = {}
         self._next: dict[int, dict[str, Any]] = {}
         self._groups: Sequence[Hyper] = []
-        # What tiles have written: by group, to groups they are not of, and to the instance. A rank may have no tile of
-        # a group, or none at all, and counts as the others do: by a step on something small.
-        self._to_each: list[dict[str, Any]] = []
-        self._to_itself: dict[str, Any] = {}
-        self._to_own: dict[int, dict[str, Any]] = {}
-        self._to_others: dict[int, dict[str, Any]] = {}
+        # The values that a step of a small probe wrote to each group and to the instance. They are used by a rank that
+        # has no tile of a group, so that its counters advance as on other ranks.
+        self._probe_to_groups: list[dict[str, Any]] = []
+        self._probe_to_instance: dict[str, Any] = {}
+        # The values that tiles wrote to their group, to other groups, and to the instance.
+        self._to_own_group: dict[int, dict[str, Any]] = {}
+        self._to_other_groups: dict[int, dict[str, Any]] = {}
         self._to_instance: dict[str, Any] | None = None
 
     def state_names(self, groups: Sequence[Hyper]) -> list[str]:
-        """Found by a step on something small."""
+        """Return the names of all elementwise states, as a step of a small probe creates them."""
         names: dict[str, None] = {}
         for index in range(len(groups)):
             probe = torch.zeros(64)
             state = self._run(_probe, probe, torch.zeros(64), {}, index, groups)[0]
-            names |= dict.fromkeys(name for name, value in state.items() if _lies_along(value, probe))
+            names |= dict.fromkeys(name for name, value in state.items() if _is_elementwise(value, probe))
         return list(names)
 
     def begin(self, groups: Sequence[Hyper], method: str | None = None) -> None:
-        """A step, or a call of another method, over all tiles; all of them start from these groups.
+        """Begin a step, or a call of another method, over all tiles. All of them start from these groups.
 
-        What the class itself refuses (a step in the wrong mode) raises here, before anything has changed.
+        Errors of the class (for a step in the wrong mode) are raised here, before anything has changed.
         """
         self.loose |= self._next
         self._groups = groups
-        self._to_own, self._to_others, self._to_instance = {}, {}, None
+        self._to_own_group, self._to_other_groups, self._to_instance = {}, {}, None
         if self.writes:
             call = plain_step if method is None else methodcaller(method)
-            _, self._to_each, self._to_itself = self._run(call, torch.zeros(64), torch.zeros(64), {}, 0, groups)
+            _, self._probe_to_groups, self._probe_to_instance = self._run(
+                call, torch.zeros(64), torch.zeros(64), {}, 0, groups
+            )
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         return False
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
-        self._over(tile, plain_step, tile.gradient, has_states=step > 1)
+        self._call_on_tile(tile, plain_step, tile.gradient, has_states=step > 1)
 
     def call(self, method: str, tile: Tile, *, has_states: bool) -> None:
-        """Another method of the class, one that changes parameters."""
-        self._over(tile, methodcaller(method), None, has_states=has_states)
+        """Call another method of the class that changes parameters."""
+        self._call_on_tile(tile, methodcaller(method), None, has_states=has_states)
 
     def finish(self, groups: Sequence[dict[str, Any]]) -> None:
-        """After the last tile: the user's groups and instance get what tiles have written."""
+        """Write the values that tiles wrote to the user's groups and instance, after the last tile."""
         if not self.writes:
             return
         for index, group in enumerate(groups):
-            _put(group, self._to_own.get(index, self._to_others.get(index, self._to_each[index])))
-        _put(vars(self._instance), self._to_itself if self._to_instance is None else self._to_instance)
+            by_others = self._to_other_groups.get(index, self._probe_to_groups[index])
+            _write(group, self._to_own_group.get(index, by_others))
+        _write(vars(self._instance), self._probe_to_instance if self._to_instance is None else self._to_instance)
 
-    def _over(
+    def _call_on_tile(
         self, tile: Tile, call: Callable[[Any], None], gradient: torch.Tensor | None, *, has_states: bool
     ) -> None:
-        # The first step makes the states, with whatever values they begin.
+        # The first step creates the states.
         known = {**copy.deepcopy(self.loose.get(tile.group, {})), **tile.states} if has_states else {}
         state, to_groups, to_instance = self._run(call, tile.parameter, gradient, known, tile.group, self._groups)
         for name, value in state.items():
             if name in tile.states:
                 if value is not tile.states[name]:
                     tile.states[name].copy_(value)
-            elif _lies_along(value, tile.parameter):
+            elif _is_elementwise(value, tile.parameter):
                 raise RuntimeError(
                     f"optimizer {self._name} made a state {name!r} that its first step did not make: there is no room "
                     "for it on disk. Make all states in the first step, or offload to cpu"
                 )
-        with self._turn:  # device and host may step at once
+        with self._lock:  # device and host may step tiles at the same time
             if has_states or state:
-                self._next[tile.group] = {k: v for k, v in state.items() if not _lies_along(v, tile.parameter)}
-            self._note(tile.group, to_groups, to_instance)
+                self._next[tile.group] = {k: v for k, v in state.items() if not _is_elementwise(v, tile.parameter)}
+            self._record(tile.group, to_groups, to_instance)
 
-    def _note(self, own: int, to_groups: Sequence[dict[str, Any]], to_instance: dict[str, Any]) -> None:
+    def _record(self, tile_group: int, to_groups: Sequence[dict[str, Any]], to_instance: dict[str, Any]) -> None:
+        """Record the values that a tile wrote, and raise if another tile wrote different ones."""
         for index, written in enumerate(to_groups):
-            noted = (self._to_own if index == own else self._to_others).setdefault(index, written)
-            if index == own:
-                self._check(noted, written, f"param_groups[{index}]")
+            recorded = (self._to_own_group if index == tile_group else self._to_other_groups).setdefault(index, written)
+            if index == tile_group:
+                self._check(recorded, written, f"param_groups[{index}]")
         self._to_instance = to_instance if self._to_instance is None else self._to_instance
         self._check(self._to_instance, to_instance, "its attributes")
 
-    def _check(self, noted: Mapping[str, Any], written: Mapping[str, Any], where: str) -> None:
-        for key in {**noted, **written}:
-            one, other = noted.get(key, _MISSING), written.get(key, _MISSING)
+    def _check(self, recorded: Mapping[str, Any], written: Mapping[str, Any], where: str) -> None:
+        for key in {**recorded, **written}:
+            one, other = recorded.get(key, _MISSING), written.get(key, _MISSING)
             plain = all(value is _MISSING or is_plain(value) for value in (one, other))
             if plain and not same(one, other):
                 raise RuntimeError(
                     f"optimizer {self._name} wrote {key!r} to {where} differently for different elements: it looks "
-                    "across elements, and what rests on a disk is stepped a tile at a time. Offload to cpu"
+                    "across elements, but states on NVMe are stepped a tile at a time. Offload to cpu"
                 )
 
     def latest(self, group: int) -> dict[str, Any]:
-        """States that do not lie along a parameter, after the last step."""
+        """Return the states of a group that are not elementwise, after the last step."""
         return self._next.get(group, self.loose.get(group, {}))
 
     def take(self, group: int, values: dict[str, Any]) -> None:
-        """Those of a checkpoint."""
+        """Load the states of a group that are not elementwise from a checkpoint."""
         self._next[group] = values
 
     def remember(self) -> Callable[[], None]:
-        """What undoes `take`."""
+        """Return a function that undoes `take`."""
         before = dict(self.loose), dict(self._next)
 
         def undo() -> None:
@@ -323,7 +329,7 @@ class InstanceRule:
 
         return undo
 
-    @torch.enable_grad()  # as a user's own loop calls it
+    @torch.enable_grad()  # as in a training loop without an engine
     def _run(
         self,
         call: Callable[[Any], None],
@@ -333,12 +339,15 @@ class InstanceRule:
         index: int,
         groups: Sequence[Hyper],
     ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-        """All groups, one of them with a parameter: its states, and what was written to each group and to the copy."""
+        """Call a copy of the instance in which group `index` has one parameter, and the other groups have none.
+
+        Return the states of the parameter, and the values that were written to each group and to the copy.
+        """
         inner_groups = [
             {**{key: _copied(value) for key, value in hyper.items() if key != "params"}, "params": []}
             for hyper in groups
         ]
-        inner = _hollow(self._instance, inner_groups)
+        inner = _copy_with_groups(self._instance, inner_groups)
         target = nn.Parameter(parameter)
         target.grad = gradient
         inner_groups[index]["params"] = [target]
@@ -348,29 +357,29 @@ class InstanceRule:
             call(inner)
             return dict(inner.state[target]), [], {}
         before = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in inner_groups]
-        itself = _not_torchs(vars(self._instance))
+        attributes = _not_torchs(vars(self._instance))
         call(inner)
         after = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
         to_groups = [_written(one, other) for one, other in zip(before, after, strict=True)]
-        return dict(inner.state[target]), to_groups, _written(itself, _not_torchs(vars(inner)))
+        return dict(inner.state[target]), to_groups, _written(attributes, _not_torchs(vars(inner)))
 
 
 def _probe(inner: Any) -> None:
-    if callable(getattr(inner, "train", None)):  # some step only in the mode that a loop sets later
+    if callable(getattr(inner, "train", None)):  # some classes step only in training mode, which is not set yet
         inner.train()
     plain_step(inner)
 
 
-def _put(live: dict[str, Any], written: Mapping[str, Any]) -> None:
+def _write(target: dict[str, Any], written: Mapping[str, Any]) -> None:
     for key, value in written.items():
-        there = live.get(key)
+        current = target.get(key)
         if value is _MISSING:
-            live.pop(key, None)
-        elif isinstance(there, torch.Tensor) and there.numel() == 1 and isinstance(value, int | float):
-            there.fill_(value)  # a rate that is a tensor went into the step as the number it was
+            target.pop(key, None)
+        elif isinstance(current, torch.Tensor) and current.numel() == 1 and isinstance(value, int | float):
+            current.fill_(value)  # the step received a tensor of one element as a number
         else:
-            live[key] = value
+            target[key] = value
 
 
-def _lies_along(value: Any, like: torch.Tensor) -> bool:
+def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape

@@ -1,7 +1,7 @@
-"""The factor that keeps fp16 gradients from vanishing: fixed, or found while training.
+"""The loss scale, which prevents fp16 gradients from underflowing: static, or adjusted during training.
 
-The engine multiplies the loss by `value`, divides the reduced gradients by that same `value`, and only then calls
-`update` with what it found: a scale that moved between the two would leave the gradients wrong.
+The engine multiplies the loss by `value`, divides the reduced gradients by the same `value`, and calls `update` after
+that. A scale that changed in between would leave the gradients wrong.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from onefold.config.schema import Fp16
 
 
 class LossScaleError(FloatingPointError):
-    """The loss scale cannot fall any further."""
+    """An overflow with the loss scale at its minimum."""
 
 
 class StaticLossScale:
-    """A scale that never moves."""
+    """A loss scale that never changes."""
 
     def __init__(self, value: float) -> None:
         self.value = float(value)
@@ -35,11 +35,11 @@ class StaticLossScale:
 
 @dataclass(eq=False)
 class DynamicLossScale:
-    """Halves on overflow, doubles once `window` steps have passed without one.
+    """A loss scale that is halved on overflow, and doubled after `window` steps without overflow.
 
-    `hysteresis` overflows are needed before the scale is halved, so that single bad batches do not move it. Spent
-    hysteresis comes back with the next doubling, or at the next good step when `consecutive_hysteresis` asks for
-    overflows in a row. Once spent it stays spent until then: every further overflow halves.
+    The scale is halved at the `hysteresis`-th overflow, so that single bad batches do not change it, and at every
+    further overflow. The count is reset when the scale is doubled, or, with `consecutive_hysteresis`, at every step
+    without overflow.
     """
 
     initial_scale_power: int = 16
@@ -56,7 +56,7 @@ class DynamicLossScale:
         self.last_overflow_iteration = -1
 
     def update(self, overflow: bool) -> None:
-        """Takes note of one optimizer step: `overflow` means that it was skipped, on all ranks alike."""
+        """Update the scale after one optimizer step. `overflow`: the step was skipped, on all ranks."""
         if overflow:
             self._shrink()
             self.last_overflow_iteration = self.iteration
@@ -78,7 +78,7 @@ class DynamicLossScale:
         self.value = max(self.value / 2, self.min_scale)
 
     def _grow(self) -> None:
-        # As DeepSpeed counts: the good steps before this one, so that the scale doubles on the one after a full window.
+        # Like DeepSpeed, count the good steps before this one, so that the scale doubles one step after a full window.
         good_steps = self.iteration - self.last_overflow_iteration - 1
         doubles = good_steps > 0 and good_steps % self.window == 0
         if self.consecutive_hysteresis or doubles:
@@ -105,7 +105,7 @@ LossScale = StaticLossScale | DynamicLossScale
 
 
 def build_loss_scale(fp16: Fp16) -> LossScale:
-    """The loss scale of a config: 1 without fp16, the given one, or a dynamic one where `loss_scale` is 0."""
+    """Build the loss scale of a config: 1 without fp16, a static one, or a dynamic one if `loss_scale` is 0."""
     if not fp16.enabled or fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale if fp16.enabled else 1.0)
     return DynamicLossScale(

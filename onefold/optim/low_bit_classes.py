@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes and torchao with states of 8 bits: the same update here, in our form of 8 bits."""
+"""Low-bit optimizer classes of bitsandbytes and torchao, which are replaced by a rule with our 8-bit state format."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import nn
 from onefold.config import ConfigError
 from onefold.plan.state_formats import BLOCK
 
-_HOMES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
+_MODULES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
 _INSTEAD = "Leave the optimizer to the config (AdamW with onefold.state_dtype int8), or hand in AdamW8bit"
 
 
 @dataclass(frozen=True)
 class LowBitClass:
-    """What an instance asks for: the rule that does its update, and how its states are held."""
+    """The settings of a low-bit optimizer instance: its update rule and its state format."""
 
     rule: str
     is_8bit: bool
     min_numel: int
     is_paged: bool = False
-    """States may be moved to the host when the device is full."""
+    """Whether states may be moved to the host if they do not fit on the device."""
     fp32_parameters: tuple[nn.Parameter, ...] = ()
-    """Whose states are to stay in fp32."""
+    """The parameters whose states stay in fp32."""
 
 
 def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
-    """None for a class of anybody else."""
+    """Return the settings of an instance of bitsandbytes or torchao, or None for other classes."""
     kind = type(optimizer)
-    home = f"{kind.__module__}."
-    if not home.startswith(_HOMES):
+    module = f"{kind.__module__}."
+    if not module.startswith(_MODULES):
         return None
     name = kind.__name__.lower()
     rule = name.removeprefix("paged").removesuffix("8bit").removesuffix("32bit")
     if rule not in ("adam", "adamw", "lion"):
         raise ConfigError(
-            f"optimizer {kind.__module__}.{kind.__name__}: only its Adam, AdamW and Lion are taken. {_INSTEAD}"
+            f"optimizer {kind.__module__}.{kind.__name__}: only its Adam, AdamW and Lion are supported. {_INSTEAD}"
         )
-    if home.startswith("bitsandbytes"):
+    if module.startswith("bitsandbytes"):
         return _of_bitsandbytes(optimizer, rule)
     if not name.endswith("8bit"):
         raise ConfigError(f"optimizer {kind.__module__}.{kind.__name__}: states have 8 or 32 bits here. {_INSTEAD}")
@@ -56,20 +56,21 @@ def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
 
 
 def _of_bitsandbytes(optimizer: Any, rule: str) -> LowBitClass:
-    """What its constructor was given, and the exceptions that its manager was told of, as transformers does."""
-    given, manager = optimizer.args, optimizer.mng
+    """Read the constructor arguments, and the per-parameter overrides of bitsandbytes' manager (transformers)."""
+    arguments, manager = optimizer.args, optimizer.mng
     for name, default in (("max_unorm", 0), ("skip_zeros", False), ("percentile_clipping", 100), ("block_wise", True)):
-        if getattr(given, name, default) != default:
+        if getattr(arguments, name, default) != default:
             raise ConfigError(f"optimizer {type(optimizer).__name__}: {name} is not offered; leave it out")
     parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    changed = {id(getattr(module, name)): values for module, name, values in manager.module_weight_config_triple}
-    changed |= manager.pid2config
+    overrides = {id(getattr(module, name)): values for module, name, values in manager.module_weight_config_triple}
+    overrides |= manager.pid2config
     in_fp32 = []
-    for key in changed.keys() & parameters.keys():
-        if changed[key] != {"optim_bits": 32}:
+    for key in overrides.keys() & parameters.keys():
+        if overrides[key] != {"optim_bits": 32}:
             raise ConfigError(
-                f"optimizer {type(optimizer).__name__}: bitsandbytes' manager was told {changed[key]} of a parameter; "
-                "only optim_bits = 32 is offered. Use parameter groups for other rates"
+                f"optimizer {type(optimizer).__name__}: bitsandbytes' manager overrides {overrides[key]} for a "
+                "parameter, but only optim_bits = 32 is supported. Use parameter groups for other rates"
             )
         in_fp32.append(parameters[key])
-    return LowBitClass(rule, given.optim_bits == 8, given.min_8bit_size, bool(optimizer.is_paged), tuple(in_fp32))
+    is_8bit = arguments.optim_bits == 8
+    return LowBitClass(rule, is_8bit, arguments.min_8bit_size, bool(optimizer.is_paged), tuple(in_fp32))

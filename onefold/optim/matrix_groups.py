@@ -1,4 +1,7 @@
-"""Which parameters an optimizer of whole matrices takes where the user has not said: hidden matrices, no others."""
+"""The division of parameter groups into matrices, for Muon or Shampoo, and other parameters, for AdamW.
+
+Unless the user chooses otherwise, hidden matrices are stepped as matrices, and embeddings, heads and vectors are not.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +16,43 @@ from onefold.config import ConfigError
 from onefold.plan.matrices import Splits
 from onefold.runtime.param_handle import unsharded_shape
 
-# Modules by name: tables of tokens and positions, and what turns hidden states into scores. Anything that is called an
-# embedding is one.
+# Names of modules that are embeddings or output heads. A parameter with "embed" in its name is an embedding, too.
 _OUTER = {"lm_head", "head", "wte", "wpe", "score", "classifier"}
 _EMBEDDING = "embed"
 
 
 class GroupsOfMatrices:
-    """Divides groups into matrices and others, under the key `flag`. `others` are the patterns of names that the config
-    lists for AdamW (`adamw_names`).
+    """The division of groups into matrices and others, recorded under the key `flag`.
+
+    `others` are the name patterns that the config lists for AdamW (`adamw_names`).
     """
 
     def __init__(self, flag: str, model: nn.Module | None, others: Sequence[str]) -> None:
         self._flag, self._others = flag, others
         named = list(model.named_parameters()) if model is not None else []
         self._names = {id(parameter): name for name, parameter in named}
-        self._tables = _tables(model) if model is not None else set()
+        self._embeddings = _embeddings(model) if model is not None else set()
         self._splits: dict[str, Sequence[int] | int] = {}
         _check_names(others, list(self._names.values()), "optimizer.params.adamw_names")
 
     def divide(self, group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-        """Return the group with `flag`, in two where it has both kinds. Names among its own `adamw_names` count first;
-        then `flag` as the group has it; then a parameter's own attribute of that name (DeepSpeed's way), the names that
-        the config lists, and the default.
+        """Return the group with `flag`, as two groups if it has both kinds of parameters.
+
+        In order of precedence, the kind of a parameter is given by `adamw_names` of the group, by `flag` of the group,
+        by the config's `adamw_names`, by an attribute of the parameter named `flag` (as in DeepSpeed), and by default.
         """
         kinds: dict[bool, list[Any]] = {True: [], False: []}
-        own, all_of_it = group.get("adamw_names") or (), group.get(self._flag)
+        adamw_names, flag = group.get("adamw_names") or (), group.get(self._flag)
         names = [self._names.get(id(parameter), "") for parameter in group["params"]]
-        _check_names(own, names, f"{path}.adamw_names")
+        _check_names(adamw_names, names, f"{path}.adamw_names")
         for parameter, name in zip(group["params"], names, strict=True):
-            takes = bool(all_of_it)
-            if all_of_it is None:
-                takes = _takes(parameter, name, self._flag, self._tables, self._others)
-            kinds[takes and not any(fnmatchcase(name, pattern) for pattern in own)].append(parameter)
-        parts = [{**group, "params": some, self._flag: kind} for kind, some in kinds.items() if some]
+            as_matrix = bool(flag)
+            if flag is None:
+                as_matrix = _is_matrix(parameter, name, self._flag, self._embeddings, self._others)
+            kinds[as_matrix and not any(fnmatchcase(name, pattern) for pattern in adamw_names)].append(parameter)
+        parts = [{**group, "params": params, self._flag: kind} for kind, params in kinds.items() if params]
         self._split(group.get("split_rows") or (), kinds[True], f"{path}.split_rows")
-        return parts or [{**group, self._flag: bool(all_of_it)}]
+        return parts or [{**group, self._flag: bool(flag)}]
 
     def _split(self, texts: Sequence[str], matrices: Sequence[Any], path: str) -> None:
         names = [self._names[id(parameter)] for parameter in matrices if id(parameter) in self._names]
@@ -58,7 +62,7 @@ class GroupsOfMatrices:
             self._splits |= {escape(name): parts for name in names if fnmatchcase(name, pattern)}
 
     def splits(self, texts: Sequence[str]) -> Splits:
-        """Return how parameters are split into matrices: as their groups say, or else as the config does."""
+        """Return how parameters are split into matrices. Values of a group override those of the config, `texts`."""
         of_config = read_splits(texts, list(self._names.values()), "optimizer.params.split_rows")
         return {
             **self._splits,
@@ -66,21 +70,21 @@ class GroupsOfMatrices:
         }
 
 
-def _takes(parameter: Any, name: str, flag: str, tables: set[int], others: Sequence[str]) -> bool:
+def _is_matrix(parameter: Any, name: str, flag: str, embeddings: set[int], others: Sequence[str]) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in others):
         return False
-    if (own := getattr(parameter, flag, None)) is not None:
-        return bool(own)
-    is_outer = id(parameter) in tables or _EMBEDDING in name or bool(_OUTER & set(name.split(".")))
+    if (attribute := getattr(parameter, flag, None)) is not None:
+        return bool(attribute)
+    is_outer = id(parameter) in embeddings or _EMBEDDING in name or bool(_OUTER & set(name.split(".")))
     return len(unsharded_shape(parameter)) > 1 and not is_outer
 
 
-def _tables(model: nn.Module) -> set[int]:
+def _embeddings(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
 
 
 def read_splits(texts: Sequence[str], names: Sequence[str], path: str) -> Splits:
-    """`*.qkv.weight=3` is three equal parts of its rows, `*.kv.weight=512,512` parts of so many."""
+    """Parse splits: `*.qkv.weight=3` is three equal parts of the rows, `*.kv.weight=512,512` two parts of 512 rows."""
     found: dict[str, Sequence[int] | int] = {}
     for text in texts:
         pattern, _, parts = text.rpartition("=")

@@ -1,5 +1,6 @@
-"""The elementwise parts of Muon and its kin in Triton, each in one pass over memory, with the bits of torch's own
-operations on a GPU: where torch's compiler joins a product and a sum, so do these.
+"""Triton kernels for the elementwise parts of Muon and Shampoo, each in one pass over memory.
+
+They have the bits of torch's operations on a GPU: products and sums are fused exactly where torch's kernels fuse them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}
 
 @triton.jit
 def _lerp(start, end, weight, rest):
-    """`torch.lerp`; `rest` is one less the weight."""
+    """Compute `torch.lerp`. `rest` is one minus the weight."""
     if weight < 0.5:
         found = tl.fma(weight + tl.zeros_like(start), end - start, start)
     else:
@@ -27,7 +28,7 @@ def _average(
     gradient, coefficient, skip, average, update, size, weight, weight_rest, momentum, momentum_rest,
     SKIPS: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if SKIPS:  # nothing is inside
+    if SKIPS:  # masks all elements
         size = tl.where(tl.load(skip) != 0.0, 0, size)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -69,7 +70,7 @@ def average(
     *,
     nesterov: bool,
 ) -> None:
-    """The gradient is cast, scaled and averaged into `mean`, and `update` is what the matrix is made of."""
+    """Cast and scale the gradient, average it into `mean`, and write the input of the matrix rule to `update`."""
     factor = coefficient
     if not isinstance(factor, torch.Tensor):
         factor = torch.full((), factor, dtype=torch.float32, device=gradient.device)
@@ -91,8 +92,10 @@ def move(
     *,
     takes_over: bool,
 ) -> None:
-    """The master, times `decay`, moves along the update, times `rate`; the weights are its rounding. `takes_over`:
-    weights that were not so before have been written from outside, and are taken over first.
+    """Set the master to `decay` times the master plus `rate` times the update, and cast it into `weights`.
+
+    `takes_over`: first copy weights that differ from the rounded master into the master, because the user has written
+    to them in place.
     """
     with torch.cuda.device(master.device):
         _move[(triton.cdiv(master.numel(), BLOCK),)](
@@ -102,13 +105,13 @@ def move(
 
 
 def _numbers(weight: float) -> tuple[float, float]:
-    """A weight, and one less it as torch computes that: in fp32."""
+    """Return a weight, and one minus the weight, computed in fp32 as torch does."""
     narrow = torch.tensor(weight, dtype=torch.float32)
     return weight, (1 - narrow).item()
 
 
 def try_out() -> None:
-    """Raise where the kernels do not build, run or agree with torch."""
+    """Raise if the kernels do not compile, do not run, or differ from torch."""
     generator = torch.Generator("cuda").manual_seed(0)
     gradient, mean, master = torch.randn((3, 2 * BLOCK + 5), generator=generator, device="cuda")
     for momentum in (0.95, 0.3):

@@ -1,11 +1,11 @@
-"""Update rules that look at whole matrices, and Muon among them.
+"""Update rules for whole matrices: Muon, Shampoo, and the base class for user-defined rules.
 
 [Note: a rule of whole matrices]
-Such a rule has three parts. `prepare` is elementwise, like the update of any rule, on whatever range of a shard: it
-updates states with the gradient and leaves in `update` what the matrix is to be made of. `work` gets that as one whole
-matrix, on one rank, with what it has kept of that matrix before, and returns another. `finish` is elementwise again: it
-moves parameters along what came back. Everything between them, who works on which matrix and how its pieces travel, is
-the mechanism's (`plan/matrices.py`, `optim/matrix_steps.py`). Each matrix is worked on by itself, so its bits depend
+A matrix rule has three parts. `prepare` is elementwise and runs on any range of a shard: it updates the states with the
+gradient, and writes the input of the matrix computation to `update`. `work` receives `update` as one whole matrix on
+one rank, together with the matrix states of earlier steps, and returns the new update. `finish` is elementwise again:
+it applies the update to the parameters. Which rank computes which matrix, and how pieces are exchanged, is independent
+of the rule (`plan/matrices.py`, `optim/matrix_steps.py`). Each matrix is computed separately, so its bits depend
 neither on the number of ranks nor on the stage.
 """
 
@@ -23,8 +23,8 @@ from onefold.gpu_kernels import kernels_of
 from onefold.offload.buffer import Buffer
 from onefold.optim.rules import Hyper, Rule
 
-# The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one that has other coefficients in
-# each step, which are the best for what the steps before have left (Polar Express, arXiv 2505.16932).
+# The usual quintic iteration, chosen for its slope at zero (K. Jordan, 2024), and one with separate coefficients for
+# each iteration, optimal for the result of the previous ones (Polar Express, arXiv 2505.16932).
 Coefficients = Sequence[tuple[float, float, float]]
 QUINTIC = (3.4445, -4.7750, 2.0315)
 POLAR_EXPRESS: Coefficients = (
@@ -34,146 +34,153 @@ POLAR_EXPRESS: Coefficients = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Singular values are kept this far below one: beyond it those coefficients drive them away.
-_CUSHION = 1.02
+# The norm is multiplied by this, because the coefficients of Polar Express diverge for singular values above one.
+_POLAR_EXPRESS_MARGIN = 1.02
 
 
 States = Mapping[str, torch.Tensor]
 Kept = dict[str, Any]
-"""Tensors and plain numbers, by name."""
+"""The states of one whole matrix: tensors and plain numbers, by name."""
 
 
-# In what pieces of matrices travel (`plan.memory.MATRIX_ITEMSIZE` bytes).
+# The dtype in which pieces of matrices are exchanged (`plan.memory.MATRIX_ITEMSIZE` bytes).
 WIRE = torch.bfloat16
 
 _kernels = kernels_of("onefold.optim.matrix_kernels", "the elementwise parts of Muon and Shampoo")
 
 
 @dataclass(frozen=True)
-class RawPiece:
-    """What a rule prepares with, as it is held: the gradient has not been cast and scaled."""
+class GradientPiece:
+    """The input of `prepare_at_once`: a range of the unscaled gradient, and its states as they are stored."""
 
     gradient: torch.Tensor
     coefficient: float | torch.Tensor
     skip: torch.Tensor | None
-    """On the device: 1 where this is no step after all."""
+    """A scalar on the device: 1 if the step is skipped."""
     states: Mapping[str, Buffer]
     update: torch.Tensor
 
 
 @dataclass(frozen=True)
-class MovedPiece:
-    """What a rule finishes: a piece of a master, and its rounding where that computes."""
+class MasterPiece:
+    """The input of `finish_at_once`: a range of a master, its update, and its model weight if that is separate."""
 
     master: Buffer
     update: torch.Tensor
     weights: torch.Tensor | None
     skip: torch.Tensor | None
     takes_over: bool
-    """Weights that are not the master's rounding have been written from outside, and become the master's."""
+    """Whether model weights that differ from the rounded master are copied into the master first.
+
+    The user has written to such weights in place.
+    """
 
 
 class MatrixRule(ABC):
-    """A rule of whole matrices, for the groups that ask for it; the other groups of its optimizer are stepped by AdamW
-    (`rule_of`).
-    """
+    """A rule for whole matrices. Groups whose flag is false are stepped by AdamW instead."""
 
     can_skip = False
-    """Whether a step may be queued before anybody knows that it is one: `work` then leaves no trace of bad values."""
+    """Whether a step may be queued before it is known whether it is applied. `work` must not store bad values then."""
     late_states: tuple[str, ...] = ()
     name: ClassVar[str]
-    """The key of a group that says whether it is stepped as matrices: `use_` and this."""
+    """The name of the rule, also in `flag`."""
 
     @property
     def flag(self) -> str:
-        """The name of that key."""
+        """The key of a group that selects whether it is stepped as matrices."""
         return f"use_{self.name}"
 
     @abstractmethod
     def names_of_matrices(self, hyper: Hyper) -> list[str]:
-        """States that lie along a matrix, element by element."""
+        """Return the names of the elementwise states."""
 
     @abstractmethod
     def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
-        """The elementwise part before: states are updated, and `update` is what the matrix is made of. They may share
-        memory, so `update` is written last.
+        """Update the states with the gradient, and write the input of `work` to `update`. Elementwise.
+
+        `gradient` and `update` may share memory, so write `update` last.
         """
 
     @abstractmethod
     def work(self, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int) -> torch.Tensor:
-        """The part that sees all of it, and returns a matrix of the same shape. It may write to what it is given.
-        `kept` is empty the first time, and stays with the matrix: tensors and plain numbers that are put there are
-        saved in checkpoints, and go to another owner on other ranks.
+        """Compute the update of a whole matrix, and return it in the same shape. The arguments may be written to.
+
+        `kept` contains the states of the matrix and is empty in the first step. Tensors and plain numbers in it are
+        saved in checkpoints, and loaded by the owner of the matrix on any number of ranks.
         """
 
     @abstractmethod
     def finish(self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], hyper: Hyper) -> None:
-        """The elementwise part after, on a piece of a matrix of that shape."""
+        """Apply the update to a part of a parameter. Elementwise. `shape` is the shape of the whole matrix."""
 
-    def prepare_at_once(self, piece: RawPiece, hyper: Hyper) -> bool:
-        """Scale and `prepare` in one pass over memory. False: there is no kernel for such a piece."""
+    def prepare_at_once(self, piece: GradientPiece, hyper: Hyper) -> bool:
+        """Scale the gradient and `prepare` in one kernel. Return False, without effect, if there is no such kernel."""
         return False
 
-    def finish_at_once(self, piece: MovedPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
-        """`finish`, and all that is done with masters and weights around it, in one pass over memory."""
+    def finish_at_once(self, piece: MasterPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
+        """Sync the master, `finish`, and cast it to the model weight in one kernel.
+
+        Return False, without effect, if there is no such kernel.
+        """
         return False
 
     @abstractmethod
     def cost(self, rows: int, columns: int) -> float:
-        """Of `work`, in any unit: by it owners are chosen."""
+        """Return the cost of `work` in any unit, by which matrices are distributed over ranks."""
 
     def workspace(self, rows: int, columns: int) -> int:
-        """Bytes that `work` needs beside the matrix it is given."""
+        """Return the bytes that `work` allocates temporarily."""
         return 0
 
     def kept_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of what `work` keeps of a matrix from step to step."""
+        """Return the bytes of a matrix's states."""
         return 0
 
     def flops(self, rows: int, columns: int, hyper: Hyper) -> float:
-        """Of the products in `work`: a plan tells what a step takes."""
+        """Return the floating-point operations of the matrix products in `work`, for estimates."""
         return 0.0
 
 
 AnyRule = Rule | MatrixRule
-"""What steps a group of parameters: element by element, or as whole matrices."""
+"""The update rule of a group: elementwise, or for whole matrices."""
 
 
 def names_of_states(rules: Sequence[AnyRule], groups: Sequence[Hyper]) -> list[tuple[str, ...]]:
-    """Return the states that lie along the parameters of each group. Groups that share an elementwise rule have the
-    same, so that their parameters can share a flat parameter.
+    """Return the names of the elementwise states of each group.
+
+    Groups that share an elementwise rule have the same states, so that their parameters can share a flat parameter.
     """
     return [
         tuple(rule.names_of_matrices(group))
         if isinstance(rule, MatrixRule)
-        else tuple(rule.state_names([other for its, other in zip(rules, groups, strict=True) if its is rule]))
+        else tuple(rule.state_names([other for r, other in zip(rules, groups, strict=True) if r is rule]))
         for rule, group in zip(rules, groups, strict=True)
     ]
 
 
 def work_on(rule: MatrixRule, matrix: torch.Tensor, kept: Kept, hyper: Hyper, step: int, of: str) -> torch.Tensor:
-    """Call `work`, and check what it returns and keeps. `of` names the parameter that the matrix belongs to."""
+    """Call `work`, and check its result and the matrix states. `of` is the name of the parameter, for messages."""
     shape, dtype, device = tuple(matrix.shape), matrix.dtype, matrix.device
     who = f"MatrixRule {rule.name!r} ({type(rule).__name__}), parameter {of}"
     try:
-        worked = rule.work(matrix, kept, hyper, step)
+        result = rule.work(matrix, kept, hyper, step)
     except Exception as error:
-        held = {key: tuple(value.shape) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
-        error.add_note(f"{who}: raised by work() for a matrix of shape {shape}, with kept {held}")
+        states = {key: tuple(value.shape) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+        error.add_note(f"{who}: raised by work() for a matrix of shape {shape}, with kept {states}")
         raise
-    if not isinstance(worked, torch.Tensor):
+    if not isinstance(result, torch.Tensor):
         raise TypeError(
-            f"{who}: work() returned {type(worked).__name__} for a matrix of shape {shape}. Return a tensor of that "
+            f"{who}: work() returned {type(result).__name__} for a matrix of shape {shape}. Return a tensor of that "
             "shape"
         )
-    if tuple(worked.shape) != shape:
+    if tuple(result.shape) != shape:
         raise ValueError(
-            f"{who}: work() returned shape {tuple(worked.shape)} for a matrix of shape {shape}. Return a tensor of the "
+            f"{who}: work() returned shape {tuple(result.shape)} for a matrix of shape {shape}. Return a tensor of the "
             "shape that it was given"
         )
-    if worked.layout != torch.strided or worked.is_meta or not torch.can_cast(worked.dtype, dtype):
+    if result.layout != torch.strided or result.is_meta or not torch.can_cast(result.dtype, dtype):
         raise TypeError(
-            f"{who}: work() returned a tensor of {worked.dtype}, {worked.layout} on {worked.device} for a matrix of "
+            f"{who}: work() returned a tensor of {result.dtype}, {result.layout} on {result.device} for a matrix of "
             f"shape {shape}, {dtype} on {device}. Return one that can be cast to that"
         )
     for key, value in kept.items():
@@ -182,17 +189,17 @@ def work_on(rule: MatrixRule, matrix: torch.Tensor, kept: Kept, hyper: Hyper, st
                 f"{who}: work() put {type(value).__name__} under {key!r} into kept, and a checkpoint cannot hold that. "
                 "Put tensors, ints, floats or bools there, under names"
             )
-    return worked.to(device, dtype).contiguous()
+    return result.to(device, dtype).contiguous()
 
 
 class MomentumRule(MatrixRule):
-    """Matrices are made of an average of gradients, and parameters decay and move along what becomes of it."""
+    """A rule whose matrices are moving averages of gradients, with decoupled weight decay."""
 
     def names_of_matrices(self, hyper: Hyper) -> list[str]:
         return ["momentum_buffer"]
 
     def ratio(self, shape: tuple[int, int], hyper: Hyper) -> float:
-        """By how much the rate of a matrix of that shape is larger."""
+        """Return the factor of the learning rate for matrices of that shape."""
         return ratio_of(shape, hyper.get("adjust_lr_fn"))
 
     def prepare(self, gradient: torch.Tensor, states: States, update: torch.Tensor, hyper: Hyper, step: int) -> None:
@@ -205,7 +212,7 @@ class MomentumRule(MatrixRule):
         parameter.mul_(1 - rate * float(hyper["weight_decay"]))
         parameter.add_(update, alpha=-rate * self.ratio(shape, hyper))
 
-    def prepare_at_once(self, piece: RawPiece, hyper: Hyper) -> bool:
+    def prepare_at_once(self, piece: GradientPiece, hyper: Hyper) -> bool:
         average, kernels = piece.states["momentum_buffer"], _kernels(piece.gradient)
         if kernels is None or average.is_encoded or average.dtype != torch.float32:
             return False
@@ -215,7 +222,7 @@ class MomentumRule(MatrixRule):
         )
         return True
 
-    def finish_at_once(self, piece: MovedPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
+    def finish_at_once(self, piece: MasterPiece, shape: tuple[int, int], hyper: Hyper) -> bool:
         kernels = _kernels(piece.update)
         if kernels is None or piece.master.is_encoded or piece.master.dtype != torch.float32:
             return False
@@ -227,7 +234,7 @@ class MomentumRule(MatrixRule):
 
 
 class MuonRule(MomentumRule):
-    """Muon: the momentum of each matrix, orthogonalised. As torch's, to the bit, where that has the same settings."""
+    """Muon: the momentum of each matrix, orthogonalised. Bit-identical to torch's Muon with the same settings."""
 
     can_skip = True
     name = "muon"
@@ -241,16 +248,17 @@ class MuonRule(MomentumRule):
 
     def workspace(self, rows: int, columns: int) -> int:
         short, long = sorted((rows, columns))
-        return 2 * (2 * short * short + short * long)  # two Gram matrices and the next iterate, of 16 bits
+        return 2 * (2 * short * short + short * long)  # two Gram matrices and the next iterate, in 16 bits
 
     def flops(self, rows: int, columns: int, hyper: Hyper) -> float:
         return int(hyper["ns_steps"]) * self.cost(rows, columns)
 
 
 class ShampooRule(MomentumRule):
-    """Shampoo: the momentum of each matrix between the inverse fourth roots of its rows' and columns' covariances, as
-    long as Muon's, which it would be if covariances were those of the last step alone: rates are alike. What is kept of
-    a matrix is both covariances and both roots, on its owner.
+    """Shampoo: the momentum of each matrix, multiplied by the inverse fourth roots of its row and column covariances.
+
+    The update has the norm of Muon's, so both use similar learning rates. If covariances were those of the last step
+    only, the updates would be equal. The states of a matrix are both covariances and both roots, on its owner.
     """
 
     name = "shampoo"
@@ -268,10 +276,10 @@ class ShampooRule(MomentumRule):
         return scaled
 
     def cost(self, rows: int, columns: int) -> float:
-        return 30.0 * (rows**3 + columns**3)  # of finding eigenvectors, beside which products are nothing
+        return 30.0 * (rows**3 + columns**3)  # the eigendecomposition, which dominates the matrix products
 
     def workspace(self, rows: int, columns: int) -> int:
-        # In fp32 the matrix and both products; of the longer side six more while its eigenvectors are found (measured).
+        # In fp32: the matrix, both products, and (measured) six squares of the longer side in the eigendecomposition.
         short, long = sorted((rows, columns))
         return 4 * (rows * columns + short**2 + 6 * long**2)
 
@@ -280,7 +288,7 @@ class ShampooRule(MomentumRule):
 
 
 def _inverse_root(covariance: torch.Tensor, eps: float) -> torch.Tensor:
-    """To the power -1/4; `eps`: of the largest eigenvalue, below which none counts."""
+    """Return the covariance to the power -1/4, with eigenvalues clamped to `eps` times the largest one."""
     values, vectors = torch.linalg.eigh(covariance)
     floor = values[-1:].mul(eps).clamp_(min=1e-30)
     root: torch.Tensor = (vectors * values.maximum(floor).pow_(-0.25)) @ vectors.T
@@ -288,9 +296,9 @@ def _inverse_root(covariance: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: Coefficients, limit: float, eps: float) -> torch.Tensor:
-    """The matrix with all of its singular values near one, by products alone (Newton-Schulz). Writes to it."""
+    """Return the matrix with all singular values near one, by Newton-Schulz iterations. The input is overwritten."""
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    wide.div_(wide.norm().mul_(limit).clamp(min=eps))  # no singular value is above the norm
+    wide.div_(wide.norm().mul_(limit).clamp(min=eps))  # the norm is an upper bound of the singular values
     for a, b, c in coefficients:
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
@@ -298,7 +306,7 @@ def orthogonalize(matrix: torch.Tensor, coefficients: Coefficients, limit: float
 
 
 def coefficients_of(hyper: Mapping[str, object]) -> Coefficients:
-    """Of each iteration: `ns_coefficients` is three numbers for all of them, or the name of a list."""
+    """Return the coefficients of each iteration. `ns_coefficients` is three numbers, or the name of a list."""
     named, steps = hyper["ns_coefficients"], int(hyper["ns_steps"])  # type: ignore[call-overload]
     if named == "polar_express":
         return [POLAR_EXPRESS[min(number, len(POLAR_EXPRESS) - 1)] for number in range(steps)]
@@ -306,12 +314,12 @@ def coefficients_of(hyper: Mapping[str, object]) -> Coefficients:
 
 
 def _limit(hyper: Mapping[str, object]) -> float:
-    return _CUSHION if hyper["ns_coefficients"] == "polar_express" else 1.0
+    return _POLAR_EXPRESS_MARGIN if hyper["ns_coefficients"] == "polar_express" else 1.0
 
 
 def ratio_of(shape: tuple[int, int], adjust: str | None) -> float:
-    """By how much the rate of a matrix of that shape is larger, under torch's names."""
+    """Return the factor of the learning rate for matrices of that shape. `adjust` has torch's names."""
     rows, columns = shape
-    if adjust == "match_rms_adamw":  # updates as large as AdamW's
+    if adjust == "match_rms_adamw":  # updates have the RMS of AdamW's
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))

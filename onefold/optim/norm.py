@@ -1,6 +1,8 @@
-"""What ranks exchange at a step: the gradient norm as partial sums of each rank's shards, added alike on all ranks, and
-groups of the optimizer as text that ranks compare. Where devices exchange the sums, hosts meet while those still
-reduce, and a sum is on its way to the host before the step is queued behind it.
+"""The exchange between ranks before a step: the gradient norm, and digests of values that all ranks must share.
+
+Every rank adds the square sums of all shards in the same order, so the norm has the same bits on all ranks. With NCCL
+the square sums are exchanged on the device: hosts synchronize while gradients are still being reduced, and the sum is
+copied to the host before the step is queued.
 """
 
 from __future__ import annotations
@@ -19,17 +21,16 @@ from onefold.comm.agreement import as_float, as_integer
 from onefold.optim.instance import METHODS, is_plain, plain_number
 from onefold.runtime import FlatParam, Schedule
 
-# What a row of a step says it is for; others are methods of the optimizer.
+# The call that a row is sent for. Methods of the optimizer are numbered from 1.
 _STEP = 0
-# A row's second number: two flags, and the call. Its third: a digest of what programs have done to parameters.
+# The second number of a row has three flags, and the call in its upper bits.
 _LATE, _ALARM, _WAITS, _CALL = 1, 2, 4, 8
-_DONE, _GROUPS = 2, 3
+# The indices of two digests in a row: of changes to parameters, and of parameter groups.
+_CHANGES, _GROUPS = 2, 3
 
 
 class HostCopy:
-    """A number that the device may still compute, on its way to the host. Whoever reads it waits for this copy, and for
-    nothing that is queued later.
-    """
+    """An asynchronous copy of a device scalar to the host. Reading it does not wait for work that is queued later."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._copy, self._event = number, None
@@ -40,16 +41,22 @@ class HostCopy:
 
     @property
     def arrived(self) -> bool:
+        """Whether the copy is complete."""
         return self._event is None or self._event.query()
 
     def read(self) -> float:
+        """Wait for the copy, and return the number."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._copy.item())
 
 
 class StepScalars:
-    """What ranks tell each other before a step: the sum of squares, on the device where that has it, and flags."""
+    """The result of the exchange before a step: the square sum of all gradients, and flags that any rank has set.
+
+    `square` is on the device if devices exchanged it. `late`: a rank has gradients that are not reduced yet. `alarm`: a
+    rank requests that no rank steps. `waits`: a rank must know the norm before it steps.
+    """
 
     def __init__(self, square: torch.Tensor, *, late: bool, alarm: bool, waits: bool) -> None:
         self.square, self.late, self.alarm, self.waits = square, late, alarm, waits
@@ -57,27 +64,30 @@ class StepScalars:
 
     @cached_property
     def norm(self) -> float:
-        """Waits for the device where that computes it."""
+        """The norm of the gradients, or infinity. Reading it waits for the device."""
         square = self.copy.read()
         return math.sqrt(square) if math.isfinite(square) else math.inf
 
     @property
     def overflow(self) -> bool:
+        """Whether a gradient is not finite. Reading it waits for the device."""
         return self.norm == math.inf
 
 
 @dataclass(frozen=True)
 class StepNorm:
-    """The norm of one step's averaged gradient before clipping, which the device may still compute."""
+    """The norm of one step's averaged gradient before clipping, which may still be computed on the device."""
 
     scalars: StepScalars
     unscaled: float
 
     @property
     def arrived(self) -> bool:
+        """Whether `read` returns without waiting."""
         return self.scalars.copy.arrived
 
     def read(self) -> float:
+        """Wait for the norm, and return it."""
         return self.scalars.norm * self.unscaled
 
 
@@ -90,8 +100,9 @@ def exchange_scalars(
     alarm: bool = False,
     waits: bool = False,
 ) -> StepScalars:
-    """Square sums of reduced gradients, and whether any rank holds late ones, is alarmed, or has to know the norm
-    before it steps. `groups` must be alike.
+    """Exchange the square sums of the reduced gradients and the flags of all ranks (see `StepScalars`).
+
+    Raise if `groups` is not consistent across ranks.
     """
     squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
@@ -101,7 +112,7 @@ def exchange_scalars(
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
     flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS
     first = schedule.in_flight.num_reductions if on_device else as_integer(mine.item())
-    rows = _meet(schedule, _STEP, first, flags, groups.digest if groups else 0)
+    rows = _synchronize(schedule, _STEP, first, flags, groups.digest if groups else 0)
     if on_device:
         _check_reductions(schedule, [row[0] for row in rows])
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
@@ -114,7 +125,7 @@ def exchange_scalars(
         )
     late, alarm, waits = (any(row[1] & flag for row in rows) for flag in (_LATE, _ALARM, _WAITS))
     if on_device:
-        # What comes late is reduced first, and then all of this is done again.
+        # If there are late gradients, they are reduced first, and this exchange is repeated.
         total = mine if late or alarm else schedule.in_flight.gather_scalar("gather of the norm", mine).sum()
         return StepScalars(total, late=late, alarm=alarm, waits=waits)
     square = 0.0
@@ -124,27 +135,29 @@ def exchange_scalars(
 
 
 def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:
-    """Hosts that do not wait for their devices may meet at different steps, and devices would take one collective for
-    another.
+    """Fail if the ranks have launched different numbers of reductions.
+
+    Hosts that do not wait for their devices may synchronize at different steps, and devices would then mix up their
+    collectives.
     """
     if len(set(done)) > 1:
-        stands = "; ".join(f"rank {rank} is at a step after {number} reductions" for rank, number in enumerate(done))
+        counts = "; ".join(f"rank {rank} is at a step after {number} reductions" for rank, number in enumerate(done))
         schedule.guard.fail(
-            f"the ranks have diverged: {stands}. Let all ranks call forward, backward and step equally often"
+            f"the ranks have diverged: {counts}. Let all ranks call forward, backward and step equally often"
         )
 
 
-def meet_for_call(schedule: Schedule, method: str) -> None:
-    """Every rank is about to call this method of the optimizer, and nothing is in use."""
-    _meet(schedule, 1 + METHODS.index(method))
+def synchronize_call(schedule: Schedule, method: str) -> None:
+    """Synchronize all ranks before they call this method of the optimizer. Raise if one calls another method."""
+    _synchronize(schedule, 1 + METHODS.index(method))
 
 
 def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """After a step of a class of the user's own over shards: groups must be the same on all ranks."""
-    what = "what the optimizer wrote to its param_groups"
-    mine = _spell_groups(groups)
-    if len({row[0] for row in schedule.synchronize(what, [_digest(mine)])}) > 1:
-        one, other = find_mismatch(schedule, what, mine)
+    """Raise if a step of a user-defined class over shards wrote different values to its groups on different ranks."""
+    operation = "what the optimizer wrote to its param_groups"
+    texts = _group_texts(groups)
+    if len({row[0] for row in schedule.synchronize(operation, [_digest(texts)])}) > 1:
+        one, other = find_mismatch(schedule, operation, texts)
         raise RuntimeError(
             f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
             f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
@@ -153,15 +166,18 @@ def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[
         )
 
 
-def _meet(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
-    """Every rank's numbers, once all make the same call, and have done the same to parameters since the last one."""
-    done = {
+def _synchronize(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
+    """Exchange one row of numbers per rank, and return the rows of all ranks.
+
+    Raise if a rank makes another call, or has frozen, dropped or written other parameters since the last exchange.
+    """
+    changes = {
         "frozen": ", ".join(schedule.frozen_names()),
         "dropped": ", ".join(schedule.dropped_names()),
         "written": ", ".join(schedule.written_names()),
     }
-    done_digest = _digest(done) if any(done.values()) else 0
-    rows = schedule.meet_for_step([first, flags + call * _CALL, done_digest, groups])
+    changes_digest = _digest(changes) if any(changes.values()) else 0
+    rows = schedule.meet_for_step([first, flags + call * _CALL, changes_digest, groups])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]
@@ -170,16 +186,16 @@ def _meet(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups:
             raise RuntimeError(
                 f"rank {rank} calls {calls[call]} where rank 0 calls {calls[made[0]]}: call the same on all"
             )
-    if len({row[_DONE] for row in rows}) > 1:
-        one, other = find_mismatch(schedule, "what was done to parameters", done)
+    if len({row[_CHANGES] for row in rows}) > 1:
+        one, other = find_mismatch(schedule, "what was done to parameters", changes)
         raise RuntimeError(
-            f"rank {other.rank} has {_WORDS[one.key]}; on rank {other.rank}: {other.value or 'none'}, on rank "
-            f"{one.rank}: {one.value or 'none'}. Do the same on all ranks"
+            f"rank {other.rank} has {_CHANGE_MESSAGES[one.key]}; on rank {other.rank}: {other.value or 'none'}, on "
+            f"rank {one.rank}: {one.value or 'none'}. Do the same on all ranks"
         )
     return rows
 
 
-_WORDS = {
+_CHANGE_MESSAGES = {
     "frozen": "frozen other parameters than rank 0 (requires_grad False), and each rank would step a slice of them by "
     "itself",
     "dropped": "dropped gradients of other parameters than rank 0 (p.grad = None, zero_grad of a module) after they "
@@ -188,65 +204,67 @@ _WORDS = {
 }
 
 
-# -- groups of all ranks --------------------------------------------------------------------------------------------
+# -- parameter groups across ranks ----------------------------------------------------------------------------------
 
 
-def _spell_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Every value that is plain data, under a name that says where it stands."""
+def _group_texts(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the text of every value that is plain data, by its path."""
     return {
-        f"param_groups[{index}][{key!r}]": _spell(value)
+        f"param_groups[{index}][{key!r}]": _value_text(value)
         for index, group in enumerate(groups)
         for key, value in group.items()
         if key != "params" and is_plain(value)
     }
 
 
-def _spell(value: Any) -> str:
-    # One rank may hold as a tensor what another holds as a number, or 1 as 1.0.
+def _value_text(value: Any) -> str:
+    # A value may be a tensor on one rank and a number on another, or 1 and 1.0.
     value = plain_number(value)
     return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def _digest(spelled: Mapping[str, str]) -> int:
-    """A number that fits in a row."""
-    text = "\0".join(f"{key}={value}" for key, value in sorted(spelled.items()))
+def _digest(texts: Mapping[str, str]) -> int:
+    """Return a digest of 64 bits, which fits in a row."""
+    text = "\0".join(f"{key}={value}" for key, value in sorted(texts.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class GroupDigest:
-    """The values of parameter groups as text and as a digest, to compare them over ranks.
+    """The values of parameter groups as text and as a digest, to compare them across ranks.
 
-    Only keys that the groups had at the start count. The text is made again when a value has changed.
+    Only keys that the groups had at the start are compared. Text and digest are computed again if a value has changed.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._keys = [[key for key in group if key != "params"] for group in groups]
-        self._held: list[dict[str, Any]] | None = None
+        self._values: list[dict[str, Any]] | None = None
         self.text: dict[str, str] = {}
         self.digest = 0
 
     def update(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        named = zip(groups, self._keys, strict=True)
-        held = [{key: plain_number(group.get(key)) for key in keys} for group, keys in named]
-        if held != self._held:
-            self._held, self.text = held, _spell_groups(held)
+        """Read the current values of the groups."""
+        with_keys = zip(groups, self._keys, strict=True)
+        values = [{key: plain_number(group.get(key)) for key in keys} for group, keys in with_keys]
+        if values != self._values:
+            self._values, self.text = values, _group_texts(values)
             self.digest = _digest(self.text)
 
 
 @dataclass(frozen=True)
 class RankValue:
-    """The value that one rank has under a key."""
+    """The value of a key on one rank."""
 
     key: str
     rank: int
     value: str | None
 
 
-def find_mismatch(schedule: Schedule, what: str, mine: Mapping[str, str]) -> tuple[RankValue, RankValue]:
-    """Return a key that two ranks hold differently, and their values. All ranks call this, and get the same."""
-    held = [json.loads(schedule.publish(what, json.dumps(mine), rank)) for rank in range(schedule.agreement.group.size)]
-    for key in dict.fromkeys(key for one in held for key in one):
-        for rank, one in enumerate(held):
-            if one.get(key) != held[0].get(key):
-                return RankValue(key, 0, held[0].get(key)), RankValue(key, rank, one.get(key))
-    raise AssertionError("ranks hold the same")
+def find_mismatch(schedule: Schedule, operation: str, mine: Mapping[str, str]) -> tuple[RankValue, RankValue]:
+    """Return a key whose value differs between two ranks, with both values. A collective call with a common result."""
+    ranks = range(schedule.agreement.group.size)
+    texts = [json.loads(schedule.publish(operation, json.dumps(mine), rank)) for rank in ranks]
+    for key in dict.fromkeys(key for each in texts for key in each):
+        for rank, each in enumerate(texts):
+            if each.get(key) != texts[0].get(key):
+                return RankValue(key, 0, texts[0].get(key)), RankValue(key, rank, each.get(key))
+    raise AssertionError("all ranks have the same values")

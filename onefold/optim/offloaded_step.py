@@ -35,8 +35,9 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.publish import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
+from onefold.optim.matrix_exchange import ExchangedMatrices
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
-from onefold.optim.matrix_steps import MatrixTiler, TravellingMatrices
+from onefold.optim.matrix_steps import MatrixTiler
 from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
 from onefold.optim.pipeline import StateWindow, Windows, step_shard, whole_window
 from onefold.optim.tiles import Step, Tiler
@@ -263,7 +264,7 @@ class OffloadedStep:
         self._memory.bus.up(on_host, update).wait_on_stream()
         return update
 
-    def start_finish(self, part: TravellingMatrices, step: Step) -> None:
+    def start_finish(self, part: ExchangedMatrices, step: Step) -> None:
         """Copy the exchanged update to the host, and start the update of the master with it."""
         store = part.store
         on_host = self._prepared.pop(store).result()
@@ -275,7 +276,7 @@ class OffloadedStep:
 
     @torch.no_grad()
     def _finish(
-        self, part: TravellingMatrices, on_host: torch.Tensor, arrival: CopyEvent, step: Step, last_use: LastUse
+        self, part: ExchangedMatrices, on_host: torch.Tensor, arrival: CopyEvent, step: Step, last_use: LastUse
     ) -> CopyEvent:
         assert self._matrices is not None
         arrival.synchronize()

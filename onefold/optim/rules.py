@@ -1,7 +1,7 @@
-"""Update rules of the optimizers that are stepped unit by unit, tile by tile.
+"""Elementwise update rules: Adam, AdamW, SGD, Adagrad and Lion.
 
-Each rule is elementwise: it may be applied to any range of a flat shard. A rule names its state tensors, and applies
-itself to one tile whose parameter, gradient and states have one dtype.
+A rule can be applied to any range of a flat shard. It names its states, and updates one tile at a time, whose
+parameter, gradient and states have the same dtype.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Hyper = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tile:
-    """A range of one optimizer group: what a rule updates, with what."""
+    """A range of one optimizer group, as a rule updates it."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     states: Mapping[str, torch.Tensor]
     group: int = 0
     skip: torch.Tensor | None = None
-    """On the device: 1 leaves everything as it is. Only for rules that say so (`can_skip`)."""
+    """A scalar on the device: 1 if the step is skipped. Only for rules with `can_skip`."""
     begins: bool = False
-    """Whether the group's late states begin with this step."""
+    """Whether this step creates the late states of the group."""
 
 
-# The name of the master among the states of an encoded tile.
+# The name of the master among the buffers of an encoded tile.
 MASTER = "master"
 
 
 @dataclass(frozen=True)
 class EncodedTile:
-    """A range of one optimizer group as it is held: states and master in their forms, the gradient unscaled."""
+    """A range of one optimizer group as it is stored: states and master are encoded, and the gradient is unscaled."""
 
     held: Mapping[str, Buffer]
     gradient: torch.Tensor
@@ -48,29 +48,37 @@ class EncodedTile:
     skip: torch.Tensor | None = None
     dither: Dither | None = None
     weights: torch.Tensor | None = None
-    """What computes, where it is another tensor than the master: its rounding in the end."""
+    """The model weight, which the new master is cast into, if it is a separate tensor."""
     takes_over: bool = False
-    """Weights that are not the master's rounding before are the master's value ([Note: a write that no counter
-    shows]).
+    """Whether weights that differ from the rounded master are copied into the master before the update.
+
+    The user has written to such weights ([Note: a write that no counter shows]).
     """
 
 
 class Rule(Protocol):
+    """The interface of an elementwise update rule."""
+
     can_skip: bool
+    """Whether `apply` supports `Tile.skip`."""
     late_states: tuple[str, ...]
-    """States that may begin during the run, when a value that is written to a group asks for them."""
+    """States that may be created during the run, when a hyperparameter that requires them changes."""
 
-    def state_names(self, groups: Sequence[Hyper]) -> list[str]: ...
+    def state_names(self, groups: Sequence[Hyper]) -> list[str]:
+        """Return the names of the states that groups with these hyperparameters require."""
+        ...
 
-    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None: ...
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
+        """Update a tile in place."""
+        ...
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
-        """Update a tile as it is held, in one pass. False where there is no kernel for it, and nothing is done."""
+        """Update an encoded tile in one kernel. Return False, without effect, if there is no such kernel."""
         ...
 
 
 class PlainRule:
-    """A rule without kernels for encoded tiles: they are decoded for it."""
+    """A rule without kernels for encoded tiles, which are decoded for it."""
 
     late_states: tuple[str, ...] = ()
 
@@ -78,17 +86,17 @@ class PlainRule:
         return False
 
 
-# The step's number where torch wants it as a tensor: one for each device and stream, since host and device step at
-# once, and the device on two streams where states pass through it.
-_numbers: dict[tuple[torch.device, int], tuple[int, torch.Tensor]] = {}
+# The step number as a tensor, as torch's fused kernels require it. There is one for each device and stream, because
+# host and device step at the same time, and the device uses a second stream for states that are streamed through it.
+_step_tensors: dict[tuple[torch.device, int], tuple[int, torch.Tensor]] = {}
 
 
 def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
     key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    number, tensor = _numbers.get(key, (0, None))
+    number, tensor = _step_tensors.get(key, (0, None))
     if tensor is None or number != step:
         tensor = torch.full((), float(step), dtype=torch.float32, device=device)
-        _numbers[key] = step, tensor
+        _step_tensors[key] = step, tensor
     return tensor
 
 
@@ -97,21 +105,22 @@ _kernels = kernels_of("onefold.optim.adam_kernels", "AdamW with states in fewer 
 
 @dataclass(frozen=True)
 class AdamNumbers:
-    """What a step of Adam multiplies and divides by."""
+    """The scalars of one step of Adam."""
 
     decay: float
-    """Of the parameter where it decays apart from the gradient, a factor; else what is added to the gradient of it."""
+    """The factor of the parameter if weight decay is decoupled, else the factor of its part in the gradient."""
     decoupled: bool
     beta1: float
     beta2: float
     step_size: float
     root: float
-    """By which the root of the average of squares is divided."""
+    """The divisor of the root of the average of squares."""
     eps: float
     sign: float
 
     @staticmethod
     def of(hyper: Hyper, step: int) -> AdamNumbers:
+        """Compute the scalars of a step."""
         beta1, beta2 = (float(beta) for beta in hyper["betas"])
         rate, decay, decoupled = float(hyper["lr"]), float(hyper["weight_decay"]), hyper["decoupled_weight_decay"]
         return AdamNumbers(
@@ -127,8 +136,9 @@ class AdamNumbers:
 
 
 def adam_in_single_operations(tile: Tile, numbers: AdamNumbers) -> None:
-    """What the kernel for encoded tiles computes between decoding and encoding, to the bit: every operation rounds by
-    itself. torch's fused kernel differs in last bits.
+    """Compute a step of Adam with the bits of the kernel for encoded tiles, which rounds after every operation.
+
+    torch's fused kernel differs in the last bits.
     """
     parameter, average, squares = tile.parameter, tile.states["exp_avg"], tile.states["exp_avg_sq"]
     gradient = tile.gradient * numbers.sign
@@ -211,7 +221,7 @@ class SGDRule(PlainRule):
 
 
 class AdagradRule(PlainRule):
-    """Adagrad, with torch's decay of the rate."""
+    """Adagrad, with torch's learning rate decay."""
 
     can_skip = False
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's five learning-rate schedules, and any of torch's by name.
+"""DeepSpeed's five learning-rate schedules, and torch's schedulers by name.
 
 A schedule is a pure function from an iteration to one learning rate per optimizer group. The engine calls `step()`
-after each applied optimizer step, so iteration -1 gives the rate of the first step, iteration 0 that of the second.
+after each applied optimizer step, so iteration -1 is the rate of the first step, and iteration 0 that of the second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATH = "scheduler.params"
 
 
 class LRSchedule:
-    """The bookkeeping that all five share. A subclass says what the rates are, in `_rates_at`."""
+    """The base class of the five schedules. Subclasses compute the learning rates in `_rates_at`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -39,36 +39,36 @@ class LRSchedule:
     def _apply(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # capturable optimizers hold on to the tensor itself
+                group["lr"].fill_(rate)  # capturable optimizers keep a reference to the tensor
             else:
                 group["lr"] = rate
         self._last_lr = self.get_lr()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Moves to the next iteration, or to the one given, and sets the groups' learning rates."""
+        """Advance to the next iteration, or to the given one, and set the learning rates of the groups."""
         given = last_batch_iteration
         self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at the present iteration."""
+        """Return the learning rate of each group at the current iteration."""
         return self._rates_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates that were set last."""
+        """Return the learning rates that were set last."""
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes back to a saved iteration; the groups' rates follow, so the next step already runs with them."""
+        """Restore a saved iteration, and set the learning rates of the groups for the next step."""
         self.last_batch_iteration = state["last_batch_iteration"]
         self._apply()
 
 
 class LRRangeTest(LRSchedule):
-    """Raises the rate steadily, to find the largest that still trains: min_lr * (1 + step_rate * intervals)."""
+    """A steadily increasing rate, to find the largest that trains: min_lr * (1 + step_rate * intervals)."""
 
     def __init__(
         self,
@@ -93,7 +93,10 @@ class LRRangeTest(LRSchedule):
 
 
 class OneCycle(LRSchedule):
-    """One triangle from min to max and back while momentum (the first beta) moves the other way; then both decay."""
+    """One cycle from the minimum rate to the maximum and back, followed by decay.
+
+    Momentum (the first beta) is cycled in the opposite direction.
+    """
 
     def __init__(
         self,
@@ -136,11 +139,11 @@ class OneCycle(LRSchedule):
 
     @property
     def step_ratio(self) -> float:
-        """The part of the cycle that goes up."""
+        """The fraction of the cycle in which the rate increases."""
         return self.first_step_size / (self.first_step_size + self.second_step_size)
 
     def _height_at(self, position: int) -> float:
-        """How far up the triangle a position of the cycle lies: 0 at its ends, 1 at its top."""
+        """Return the height of the cycle at a position: 0 at its ends, 1 at its maximum."""
         if position <= self.first_step_size:
             climbed, size, stairs = position, self.first_step_size, self.first_stair_count
         else:
@@ -149,11 +152,11 @@ class OneCycle(LRSchedule):
                 self.second_step_size,
                 self.second_stair_count,
             )
-        # Multiplied before divided: a quotient a hair below a whole stair would be floored to the stair below.
+        # Multiply before dividing: a quotient slightly less than a whole number would be floored to the stair before.
         return math.floor(climbed * stairs / size) / stairs if stairs > 0 else climbed / size
 
     def _decay_at(self, position: int) -> float:
-        """How many decay intervals have passed since the end of the cycle; 0 throughout when there is no decay."""
+        """Return the number of decay intervals since the end of the cycle, or 0 if there is no decay."""
         passed = position - self.first_step_size - self.second_step_size
         return passed / self.decay_step_size if self.decay_step_size > 0 else 0.0
 
@@ -174,7 +177,7 @@ class OneCycle(LRSchedule):
         return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """The betas of each group on the curve at the present iteration, or None where momentum is not cycled."""
+        """Return the betas of each group at the current iteration, or None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         momenta = zip(self._momenta_at(self.last_batch_iteration), self.optimizer.param_groups, strict=True)
@@ -183,7 +186,7 @@ class OneCycle(LRSchedule):
     def _apply(self) -> None:
         super()._apply()
         if self.cycle_momentum:
-            # DeepSpeed documents the lower bound as the initial momentum; the curve starts after it.
+            # DeepSpeed documents the lower bound as the initial momentum. The cycle starts one iteration later.
             first = self.last_batch_iteration == -1
             momenta = self.min_moms if first else self._momenta_at(self.last_batch_iteration)
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
@@ -191,15 +194,15 @@ class OneCycle(LRSchedule):
 
 
 class _Warmup:
-    """The rise from 0 to 1 that the three warm-up schedules share."""
+    """The increase from 0 to 1 in the three warm-up schedules."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
-        # Two at least: the logarithmic rise divides by log(num_steps).
+        # At least two, because the logarithmic warm-up divides by log(num_steps).
         self.num_steps: int = max(2, _read("warmup_num_steps", num_steps))
         self.kind: str = _read("warmup_type", kind)
 
     def height_at(self, iteration: int) -> float:
-        """0 at iteration 0 and before; 'log' arrives at 1 in its last iteration, 'linear' right after it."""
+        """Return the height at an iteration: 0 up to iteration 0, and 1 in ('log') or after ('linear') the last one."""
         started = max(0, iteration)
         if self.kind == "log":
             return (1.0 / math.log(self.num_steps)) * math.log(started + 1)  # in DeepSpeed's order of rounding
@@ -207,7 +210,10 @@ class _Warmup:
 
 
 class WarmupLR(LRSchedule):
-    """From min to max over the warm-up, then max for good. Without `warmup_max_lr` each group rises to its own rate."""
+    """An increase from the minimum to the maximum rate, which then stays constant.
+
+    Without `warmup_max_lr`, the maximum is the initial rate of each group.
+    """
 
     def __init__(
         self,
@@ -235,7 +241,7 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then a straight line back to min, reached at `total_num_steps`."""
+    """The warm-up of `WarmupLR`, followed by a linear decay to the minimum rate at `total_num_steps`."""
 
     def __init__(
         self,
@@ -258,7 +264,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """Ratios of each group's own rate: a rise from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`.
+    """A warm-up from `warmup_min_ratio` to 1, and a cosine decay to `cos_min_ratio`, times each group's initial rate.
 
     As in DeepSpeed, the first step runs with rate 0, and the cosine is one iteration ahead: it ends at
     `total_num_steps` - 1.
@@ -290,7 +296,7 @@ class WarmupCosineLR(LRSchedule):
         return self.warmup.kind
 
     def get_lr_ratio(self) -> float:
-        """What the groups' own rates are multiplied by at the present iteration."""
+        """Return the factor of the groups' initial rates at the current iteration."""
         return self._ratio_at(self.last_batch_iteration)
 
     def _ratio_at(self, iteration: int) -> float:
@@ -308,12 +314,12 @@ class WarmupCosineLR(LRSchedule):
         return [rate * ratio for rate in self.initial_lrs]
 
 
-# A name means the same in every schedule that has it.
+# A parameter has the same type and range in every schedule that has it.
 _ENTRIES: dict[str, SectionKey] = {name: entry for kind in SCHEDULES.values() for name, entry in entries(kind).items()}
 
 
 def _read(name: str, value: Any) -> Any:
-    """A parameter in its type and range, as `scheduler.params` has it: JSON's 1e3 is a float, and as good as 1000."""
+    """Convert a parameter to its type and check its range, as in `scheduler.params`: 1e3 is a valid integer."""
     return read_value(f"{_PATH}.{name}", value, _ENTRIES[name])
 
 
@@ -330,7 +336,7 @@ def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[
 
 
 def _initial_rates(optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> list[float]:
-    """The rates the groups were made with; torch's schedulers leave them in the groups as 'initial_lr'."""
+    """Return the initial rates of the groups, which torch's schedulers store in the groups as 'initial_lr'."""
     fresh = last_batch_iteration == -1
     return [float(group["lr"] if fresh else group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
@@ -357,7 +363,7 @@ _REFUSED = {
 
 
 def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class that a config's `scheduler` section names, one of DeepSpeed's five or torch's, and its parameters."""
+    """Return the scheduler class of a config's `scheduler` section, DeepSpeed's or torch's, and its parameters."""
     if type in _REFUSED:
         raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]} instead")
     base = torch.optim.lr_scheduler.LRScheduler
@@ -372,19 +378,19 @@ def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., A
             f"scheduler.type: {type!r} is not known{f', did you mean {near!r}?' if near else ''}; "
             f"known: {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
         )
-    given = free_object(params)  # "auto" and null mean absent, here as everywhere in a config
+    given = free_object(params)  # "auto" and null mean absent, as everywhere in a config
     if type not in SCHEDULES:
         return known[type], read_arguments(known[type], given, _PATH, "optimizer")
     given = read_params(SCHEDULES[type], given, _PATH)
-    for name, held in inspect.signature(known[type]).parameters.items():
-        if held.default is inspect.Parameter.empty and name not in ("optimizer", *given):
+    for name, argument in inspect.signature(known[type]).parameters.items():
+        if argument.default is inspect.Parameter.empty and name not in ("optimizer", *given):
             names = ", ".join(entries(SCHEDULES[type]))
             raise ConfigError(f"{_PATH}.{name} is missing: {type} needs it; known: {names}")
     return known[type], given
 
 
 def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
-    """Before a step changes anything: refuse what `scheduler.step` would refuse after it."""
+    """Raise if `scheduler.step` does not accept the arguments, before the step changes anything."""
     if scheduler is None:
         return
     try:
@@ -398,6 +404,6 @@ def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
-    """Makes the scheduler of a config's `scheduler` section."""
+    """Build the scheduler of a config's `scheduler` section."""
     kind, read = read_schedule(type, params)
     return build(kind, lambda values: kind(optimizer, **values), read, _PATH)

@@ -1,4 +1,4 @@
-"""The optimizer that the user holds: live parameter groups outside, flat shards inside."""
+"""The optimizer object that `initialize` returns: the user's parameter groups over flat shards."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from onefold.optim.step import ShardedStep
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What `initialize` returns. Schedulers read and write its `param_groups`; `engine.step()` steps it.
+    """The optimizer that `initialize` returns. Schedulers read and write its `param_groups`; `engine.step()` steps it.
 
-    It holds the user's own group dicts, so that a scheduler built on the user's instance keeps working. It does not
-    call torch's constructor, which would import the whole compiler for a decorator. The user's own instance answers
-    as this one does: its `step` raises, its `zero_grad` drops gradients. `state` is empty, as states lie along flat
-    shards.
+    It uses the group dicts of the user's instance, so that a scheduler built on the instance works. Methods of the
+    instance are forwarded to this object: `step` raises, and `zero_grad` drops gradients. `state` is empty, because
+    states belong to flat shards. torch's constructor is not called, because it would import torch's compiler.
     """
 
     engine: weakref.ref[Any]
-    """The engine that steps it."""
+    """The engine that steps this optimizer."""
 
     def __init__(
         self, sharded: ShardedStep, loss_scale: LossScale, drop_gradients: weakref.WeakMethod[Callable[[], None]]
@@ -44,10 +43,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.answer_for(instance)
 
     def answer_for(self, instance: torch.optim.Optimizer) -> None:
-        """An instance over the same groups has neither gradients nor states: what is asked of it goes to this one."""
+        """Forward the methods of an instance over the same groups, which has no gradients or states, to this one."""
         for name in FORWARDED:
-            if callable(own := getattr(instance, name, None)):
-                vars(instance)[name] = _forwarding(name, own, weakref.ref(instance), weakref.ref(self))
+            if callable(method := getattr(instance, name, None)):
+                vars(instance)[name] = _forwarding(name, method, weakref.ref(instance), weakref.ref(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -112,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("optimizer states are sharded: engine.load_checkpoint loads them")
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's instance has and this has not."""
+        """Return an attribute of the user's instance that this class does not have."""
         sharded = self.__dict__.get("sharded")
         if sharded is None or sharded.instance is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -134,19 +133,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _forwarding(
-    name: str, own: Any, instance: weakref.ref[torch.optim.Optimizer], outer: weakref.ref[ShardedOptimizer]
+    name: str, method: Any, instance: weakref.ref[torch.optim.Optimizer], outer: weakref.ref[ShardedOptimizer]
 ) -> Callable[..., Any]:
-    """A method that holds neither of them."""
+    """Return a method that calls `outer`, or the instance's class in user code. It keeps neither object alive."""
 
-    def of(found: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
         owner = outer()
         if owner is None or owner.sharded.in_user_code:
-            return getattr(type(found), name)(found, *args, **kwargs)
+            return getattr(type(target), name)(target, *args, **kwargs)
         return getattr(owner, name)(*args, **kwargs)
 
-    @wraps(getattr(own, "__func__", own))  # a scheduler's mark on `step` stays
+    @wraps(getattr(method, "__func__", method))  # preserves the attributes that a scheduler has set on `step`
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return of(instance(), *args, **kwargs)
+        return call(instance(), *args, **kwargs)
 
-    vars(forward).update({"__func__": of, FORWARD_MARK: True})  # a scheduler wraps what is below a bound method
+    vars(forward).update({"__func__": call, FORWARD_MARK: True})  # a scheduler wraps `__func__` of a bound method
     return forward

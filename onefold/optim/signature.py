@@ -1,4 +1,4 @@
-"""Parameters of a config for a class of torch, read by the signature of that class."""
+"""Config parameters of torch's optimizers and schedulers, read and checked by the signature of the class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onefold.config import ConfigError
 from onefold.config.keys import Key, fill_absent, is_readable, read_as, shown
 from onefold.config.read import unknown_param
 
-# What torch itself does not check, by the names that its classes share: what would divide by zero, or climb.
+# Ranges that torch's classes do not check, by argument name. Values outside divide by zero or ascend the gradient.
 _RATES = ("lr", "weight_decay", "gamma", "eta_min", "min_lr", "base_lr", "max_lr", "factor", "power")
 _RANGES = {
     **dict.fromkeys((*_RATES, "milestones", "patience", "cooldown"), Key("", minimum=0)),
@@ -20,13 +20,13 @@ _RANGES = {
     **dict.fromkeys(("div_factor", "final_div_factor"), Key("", above=0)),
     "last_epoch": Key("", minimum=-1),
 }
-# torch has no error of its own for a wrong argument.
-_REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError)
+# The exceptions that torch's constructors raise for invalid arguments.
+_ARGUMENT_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError)
 
 
 def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str) -> dict[str, Any]:
-    """The parameters in the types that the class annotates. `first` is the argument that the engine gives itself."""
-    known = {name: held for name, held in inspect.signature(kind).parameters.items() if name != first}
+    """Return the parameters in the types that the class annotates. The engine itself passes the argument `first`."""
+    known = {name: argument for name, argument in inspect.signature(kind).parameters.items() if name != first}
     hints = _hints(kind)
     read = {}
     for name, value in params.items():
@@ -38,14 +38,14 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
         read[name] = (
             read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, Key(""))) if name in hints else value
         )
-    missing = [n for n, held in known.items() if held.default is inspect.Parameter.empty and n not in read]
+    missing = [n for n, argument in known.items() if argument.default is inspect.Parameter.empty and n not in read]
     if missing:
         raise ConfigError(f"{path}.{missing[0]} is missing: {kind.__name__} needs it; known: {', '.join(known)}")
     return read
 
 
 def check_arguments(kind: type, values: Mapping[str, Any], path: str) -> None:
-    """Raise where a value, of those that the class has an argument for, is not of the type that it annotates."""
+    """Raise if a value does not have the type that the class annotates for the argument of that name."""
     hints = _hints(kind)
     for name in values.keys() & hints.keys():
         if is_readable(hints[name]) and values[name] is not None:
@@ -53,30 +53,30 @@ def check_arguments(kind: type, values: Mapping[str, Any], path: str) -> None:
 
 
 def build(kind: Callable[..., Any], make: Callable[[dict[str, Any]], Any], read: dict[str, Any], path: str) -> Any:
-    """What `make` gives; what the class refuses becomes an error that names the key, where one can be told."""
+    """Return the result of `make`. Raise a ConfigError that names the key, if one can be found, if it fails."""
     try:
         return make(read)
     except ConfigError:
         raise
-    except _REFUSALS as error:
-        at_fault = [name for name in read if _fits_without(make, read, name)]
-        at_fault += [name for name in read if re.search(rf"\b{name}\b", str(error))]
-        where = f"{path}.{at_fault[0]} = {shown(read[at_fault[0]])}" if at_fault else f"{path} of {kind.__name__}"
+    except _ARGUMENT_ERRORS as error:
+        invalid = [name for name in read if _succeeds_without(make, read, name)]
+        invalid += [name for name in read if re.search(rf"\b{name}\b", str(error))]
+        where = f"{path}.{invalid[0]} = {shown(read[invalid[0]])}" if invalid else f"{path} of {kind.__name__}"
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _fits_without(make: Callable[[dict[str, Any]], Any], read: dict[str, Any], name: str) -> bool:
-    """Whether the class takes the other parameters: then it is this one that it does not take."""
+def _succeeds_without(make: Callable[[dict[str, Any]], Any], read: dict[str, Any], name: str) -> bool:
+    """Return whether the class accepts the other parameters, so that this one must be invalid."""
     try:
         make({other: value for other, value in read.items() if other != name})
-    except _REFUSALS:
+    except _ARGUMENT_ERRORS:
         return False
     return True
 
 
 def _hints(kind: type) -> dict[str, Any]:
     try:
-        # torch imports names such as Iterable for type checkers alone.
+        # torch imports names such as Iterable for type checkers only.
         return get_type_hints(kind.__init__, localns=dict(vars(collections.abc)))  # type: ignore[misc]
     except NameError:
-        return {}  # a release of torch that imports more: its own checks are left
+        return {}  # a torch release with other such names; its constructors still check their arguments

@@ -1,4 +1,4 @@
-"""How one optimizer is applied to shards: tile by tile by a rule, or once a step by the user's own instance."""
+"""The two ways to step shards: tile by tile with an update rule, or all at once with the user's optimizer instance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from onefold.runtime import Unit
 
 @dataclass(frozen=True)
 class HeldState:
-    """A state tensor that lies along a shard, from `start` on, flat."""
+    """An elementwise state of a shard, flat, whose first element belongs to element `start` of the shard."""
 
     name: str
     start: int
@@ -35,14 +35,14 @@ class HeldState:
 
 
 class TiledStepper:
-    """A known rule for each group: each shard is final once it has been stepped."""
+    """The stepper for optimizers with an update rule for each group. A shard is final once it has been stepped."""
 
     def __init__(self, rules: Sequence[AnyRule], stores: Sequence[ShardStore]) -> None:
         self._tiler = Tiler(rules)
-        # The user's class, stepped a tile at a time.
-        self._rule = next((rule for rule in rules if isinstance(rule, InstanceRule)), None)
+        # The rule that steps the user's class a tile at a time.
+        self._instance_rule = next((rule for rule in rules if isinstance(rule, InstanceRule)), None)
         self._stores = stores
-        # Groups, and names of their states, that have room and no values yet: torch would not have them.
+        # Groups and names of late states that are allocated but not created yet. Checkpoints leave them out.
         self.not_begun: set[tuple[int, str]] = set()
         for store in stores:
             store.make_states()
@@ -61,26 +61,27 @@ class TiledStepper:
         yield from ()
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
-        """A method of the user's class that changes masters. `has_states`: a step has been taken."""
-        assert self._rule is not None, "a rule has no methods of a user's"
+        """Call a method of the user's class that changes masters. `has_states`: a step has been applied."""
+        assert self._instance_rule is not None, "only user-defined classes have such methods"
         for store in self._stores:
             for window in windows(store):
                 for segment in store.segments(window.start, window.stop):
                     inside = slice(segment.start - window.start, segment.stop - window.start)
-                    held = {**window.states, MASTER: window.master}
-                    with self._tiler.opened({name: buffer[inside] for name, buffer in held.items()}, None) as states:
+                    buffers = {**window.states, MASTER: window.master}
+                    with self._tiler.opened({name: buffer[inside] for name, buffer in buffers.items()}, None) as states:
                         tile = Tile(states.pop(MASTER), torch.empty(0), states, segment.group)
-                        self._rule.call(method, tile, has_states=has_states)
+                        self._instance_rule.call(method, tile, has_states=has_states)
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
-        """The tensors of one state, each with its place in the shard."""
+        """Return the tensors of one state, each with its offset in the shard."""
         return [(0, store.states[name])] if name in store.states else []
 
     def held_states(self, store: ShardStore) -> list[HeldState]:
+        """Return all elementwise states of a shard."""
         return [HeldState(name, 0, state) for name, state in store.states.items()]
 
     def saved_states(self, store: ShardStore) -> list[HeldState]:
-        """Return the states that a checkpoint has: those that are held, without groups in which they have not begun."""
+        """Return the elementwise states to save: all but the late states that are not created yet."""
         if not self.not_begun:
             return self.held_states(store)
         return [
@@ -91,34 +92,36 @@ class TiledStepper:
         ]
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
-        """States that do not lie along the shard, by range of it."""
-        if self._rule is None:
+        """Return the states that are not elementwise, each with the range of the shard that it belongs to."""
+        if self._instance_rule is None:
             return []
-        return [(s.start, s.stop, self._rule.latest(s.group)) for s in store.segments()]
+        return [(s.start, s.stop, self._instance_rule.latest(s.group)) for s in store.segments()]
 
     def make_states(
         self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Have a checkpoint's states: room for those along a parameter, which a rule has already, values for others."""
-        if self._rule is not None:
+        """Load the states of a checkpoint that are not elementwise. Rules have allocated the others already."""
+        if self._instance_rule is not None:
             for member in (member for store in self._stores for member in store.spec.layout.members):
                 if member.name in loose:
-                    self._rule.take(member.group, dict(loose[member.name]))
+                    self._instance_rule.take(member.group, dict(loose[member.name]))
 
     def remember_states(self) -> Callable[[], None]:
-        """What undoes `make_states`."""
-        return self._rule.remember() if self._rule is not None else lambda: None
+        """Return a function that undoes `make_states`."""
+        return self._instance_rule.remember() if self._instance_rule is not None else lambda: None
 
     def state_bytes(self, tier: Tier) -> int:
+        """Return the bytes of the states in a tier."""
         return sum(store.state_bytes() for store in self._stores if store.state_tier is tier)
 
 
 class WholeStepper:
-    """Any other torch optimizer: the user's own instance, stepped once a step, with masters in the place of its
-    parameters, so that what it writes to its groups and to itself stays ([Note: what a step writes]).
+    """The stepper for any other torch optimizer: it steps the user's instance over all shards at once.
 
-    Elementwise optimizers get flat ranges, the same in every plan. Others, which only run where every rank steps
-    everything, get views in the parameters' own shapes. It must see every shard before any parameter is final.
+    Masters replace the parameters of the instance during its step, so that everything the step writes to the groups and
+    to the instance persists ([Note: what a step writes]). Elementwise optimizers receive flat ranges, the same in every
+    plan. Others run only if every rank steps all parameters, and receive views in the shapes of the parameters. No
+    parameter is final before all shards have been stepped.
     """
 
     def __init__(self, instance: torch.optim.Optimizer, stores: Sequence[ShardStore], *, shaped: bool) -> None:
@@ -136,8 +139,8 @@ class WholeStepper:
         self._stores = list(stores)
 
     @contextmanager
-    def _over_masters(self) -> Iterator[None]:
-        """The user's instance has masters for parameters, and their states."""
+    def _with_masters(self) -> Iterator[None]:
+        """Replace the parameters and states of the user's instance by masters and their states."""
         instance, groups = self._instance, self._instance.param_groups
         parameters, state = [group["params"] for group in groups], instance.state
         for group, targets in zip(groups, self._by_group, strict=True):
@@ -147,8 +150,8 @@ class WholeStepper:
             yield
         finally:
             self._state, instance.state = instance.state, state
-            for group, own in zip(groups, parameters, strict=True):
-                group["params"] = own
+            for group, original in zip(groups, parameters, strict=True):
+                group["params"] = original
         if instance.param_groups is not groups or len(groups) != len(parameters):
             raise RuntimeError(
                 f"optimizer {type(instance).__name__} made other param_groups in its step: parameter groups are fixed "
@@ -165,17 +168,19 @@ class WholeStepper:
 
     @contextmanager
     def _without_frozen(self) -> Iterator[None]:
-        """What the user has frozen, and its states, are afterwards what they were before."""
+        """Restore frozen parameters and their states after the block."""
         before = []
         for target, inside in self._frozen_ranges():
-            along = {n: v.view(-1)[inside].clone() for n, v in self._state[target].items() if _lies_along(v, target)}
-            before.append((target, inside, target.detach().view(-1)[inside].clone(), along))
+            states = {
+                n: v.view(-1)[inside].clone() for n, v in self._state[target].items() if _is_elementwise(v, target)
+            }
+            before.append((target, inside, target.detach().view(-1)[inside].clone(), states))
         yield
-        for target, inside, master, along in before:
+        for target, inside, master, states in before:
             target.detach().view(-1)[inside] = master
             for name, value in self._state[target].items():
-                if _lies_along(value, target):
-                    value.view(-1)[inside] = along.get(name, 0)
+                if _is_elementwise(value, target):
+                    value.view(-1)[inside] = states.get(name, 0)
 
     def _frozen_ranges(self) -> Iterator[tuple[nn.Parameter, slice]]:
         for store in self._stores:
@@ -190,7 +195,7 @@ class WholeStepper:
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
         with recorded(Track.STEP, "step of all", numel=sum(store.stop - store.start for store in self._stores)):
-            with self._over_masters(), self._without_frozen():
+            with self._with_masters(), self._without_frozen():
                 plain_step(self._instance)
             for store in self._stores:
                 for target, _, _ in self._targets[id(store)]:
@@ -199,7 +204,7 @@ class WholeStepper:
         yield from batches
 
     def call(self, method: str, windows: Windows, *, has_states: bool) -> None:
-        with self._over_masters():
+        with self._with_masters():
             getattr(type(self._instance), method)(self._instance)
 
     def states_of(self, store: ShardStore, name: str) -> list[tuple[int, Buffer]]:
@@ -211,7 +216,7 @@ class WholeStepper:
             HeldState(name, start, Buffer.of(value.view(-1)))
             for target, start, _ in self._targets[id(store)]
             for name, value in self._state[target].items()
-            if _lies_along(value, target)
+            if _is_elementwise(value, target)
         ]
 
     def saved_states(self, store: ShardStore) -> list[HeldState]:
@@ -219,7 +224,7 @@ class WholeStepper:
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
         return [
-            (start, stop, {k: v for k, v in self._state[target].items() if not _lies_along(v, target)})
+            (start, stop, {k: v for k, v in self._state[target].items() if not _is_elementwise(v, target)})
             for target, start, stop in self._targets[id(store)]
         ]
 
@@ -254,11 +259,11 @@ class WholeStepper:
 
 
 def _is_array(value: Any) -> bool:
-    # torch's optimizers keep step counts in host memory, wherever the parameter is.
+    # torch's optimizers store step counts in host memory, independent of the device of the parameter.
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _lies_along(value: Any, target: nn.Parameter) -> bool:
+def _is_elementwise(value: Any, target: nn.Parameter) -> bool:
     return _is_array(value) and value.shape == target.shape and value.is_contiguous()
 
 

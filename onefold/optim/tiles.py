@@ -27,7 +27,7 @@ TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 @dataclass(frozen=True)
 class Step:
-    """What all tiles of a step share. `groups` are the hyperparameters at the time `step` was called."""
+    """The values that all tiles of a step share. `groups` are the hyperparameters at the time `step` was called."""
 
     number: int
     coefficient: float | torch.Tensor

@@ -1,4 +1,4 @@
-"""Steps that the device decides by itself ([Note: who decides a step] in step.py), as the host would have."""
+"""Steps that are decided on the device ([Note: deciding a step on the device] in decision.py), as on the host."""
 
 from __future__ import annotations
 

@@ -714,7 +714,7 @@ def of_bitsandbytes(given: dict[str, Any], key: str, value: Any) -> str:
 def test_what_an_8bit_instance_says_is_kept_or_refused(on_ranks):
     pytest.importorskip("bitsandbytes")
     assert on_ranks(1, of_bitsandbytes, {}, "optim_bits", 32) == ["()"]
-    assert "only optim_bits = 32 is offered" in on_ranks(1, of_bitsandbytes, {}, "lr", 1.0)[0]
+    assert "only optim_bits = 32 is supported" in on_ranks(1, of_bitsandbytes, {}, "lr", 1.0)[0]
     told = on_ranks(1, of_bitsandbytes, {"onefold": {"state_dtype": "bf16"}}, "", None)[0]
     assert "AdamW8bit keeps 8-bit states" in told
     told = on_ranks(1, of_bitsandbytes, {"onefold": {"int8_min_numel": 7}}, "", None)[0]

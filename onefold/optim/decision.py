@@ -1,0 +1,169 @@
+"""The decision about a step: whether it is applied, skipped or refused, and with which gradient coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from onefold.comm.agreement import as_float, as_integer
+from onefold.optim.loss_scale import build_loss_scale
+from onefold.optim.norm import GroupDigest, StepNorm, StepScalars, exchange_scalars
+from onefold.optim.step import ShardedStep
+from onefold.plan import Plan
+from onefold.runtime import FlatParam, Schedule
+
+# The number of units that a message lists by name.
+_MAX_NAMES = 3
+
+
+class NonFiniteError(FloatingPointError):
+    """Gradients of a step that are not finite. No weight is changed on any rank, and the gradients are dropped."""
+
+
+class StepDecision:
+    """The decision about each step: gradient norm, overflow check, loss scale and clipping.
+
+    [Note: deciding a step on the device]
+    A step depends on the norm of gradients that the device may still be reducing: gradients are clipped by it, and the
+    step is skipped if it is not finite. If the host waited for the norm before it queued the step, the device would be
+    idle in between. Therefore the step is queued before the norm is known, if the kernels of the optimizer can be
+    disabled by a flag in device memory. The clipping coefficient and this flag are computed on the device, in the same
+    order and precision as on the host. The host then reads the norm from a copy that was queued before the step, and
+    continues while the device still steps. With offloaded states, with step hooks of the user, and with other
+    optimizers the host waits for the norm first.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule) -> None:
+        self._scaling = plan.scaling
+        self.scales_loss = plan.scaling.loss_scale.enabled
+        self.loss_scale = build_loss_scale(plan.scaling.loss_scale)
+        # A description of the gradients that were not finite in the last skipped step.
+        self.problem = ""
+        # The losses of the backward passes since the last step, as far as the engine received them.
+        self.losses: list[torch.Tensor] = []
+        # Whether the last step was applied.
+        self.applied = False
+        self._scalars: StepScalars | None = None
+        self._unscaled = 1.0
+        self._schedule = schedule
+
+    def take(self, step: ShardedStep, optimizer: torch.optim.Optimizer, divisor: int, *, alarm: bool = False) -> bool:
+        """Step with the reduced gradients divided by `divisor`. Skip the step, or raise, if they are not finite.
+
+        Return False without stepping on any rank if any rank passes `alarm`.
+        """
+        self._schedule.check_in_place()
+        groups = step.groups_to_compare() if not self._schedule.alone else None
+        waits = not step.can_be_decided_later(optimizer)
+        scalars = self._exchange(groups, alarm=alarm, waits=waits)
+        if scalars.alarm:
+            return False
+        if scalars.late:
+            self._schedule.reduce_late()
+            scalars = self._exchange(groups, waits=waits)
+        self._scalars, self._unscaled = scalars, self.unscale(divisor)
+        checks = self._scaling.nonfinite != "ignore"
+        # All ranks must decide the same way, because a queued step launches collectives.
+        on_device = scalars.square.is_cuda and not scalars.waits
+        if on_device:
+            skip = scalars.square.isfinite().logical_not().float() if checks else None
+            step.apply(optimizer, self._coefficient_on_device(scalars.square), skip)
+        try:
+            step.overflow = checks and scalars.overflow  # the host waits for the device here, once a step
+        except BaseException:  # an interrupt does not change the decision of the device
+            if on_device and checks and scalars.overflow:
+                step.undo_step()
+            raise
+        self._schedule.check()
+        self.applied = not step.overflow
+        if self.applied and not on_device:
+            step.apply(optimizer, self._unscaled * self._clip_coefficient())
+        elif step.overflow and on_device:
+            step.undo_step()
+        if step.overflow and not self.scales_loss:
+            self.problem = _describe_nonfinite(self._schedule, self.losses)
+            if self._scaling.nonfinite == "raise":
+                raise NonFiniteError(
+                    f"{self.problem}. No weight was changed, and the gradients are dropped: training may go on with "
+                    'another batch. onefold.nonfinite_gradients: "skip" leaves such steps out, "ignore" takes them'
+                )
+        return True
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of the last averaged gradient before clipping. Reading it may synchronize with the device."""
+        norm = self.norm_to_read()
+        return norm.read() if norm is not None else None
+
+    def norm_to_read(self) -> StepNorm | None:
+        """Return the value of `norm` without synchronizing with the device."""
+        return StepNorm(self._scalars, self._unscaled) if self._scalars is not None else None
+
+    def forget_norm(self) -> None:
+        """Discard the norm of the last step."""
+        self._scalars = None
+
+    def unscale(self, divisor: int) -> float:
+        """Return the factor that averages the gradients and divides the loss scale out.
+
+        The loss scale is updated after this call only, because the gradients were computed with the current one.
+        """
+        return self._scaling.postscale / (self.loss_scale.value * divisor)
+
+    def _exchange(self, groups: GroupDigest | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
+        params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
+        late = bool(self._schedule.late_units())
+        if not params and not late and self._schedule.trained:
+            raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
+        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits)
+
+    def _clip_coefficient(self) -> float:
+        norm = self.norm if self._scaling.clipping > 0 else None
+        if norm is None or not math.isfinite(norm):
+            return 1.0
+        return min(1.0, self._scaling.clipping / (norm + 1e-6))
+
+    def _coefficient_on_device(self, square: torch.Tensor) -> float | torch.Tensor:
+        """Compute the coefficient on the device, with the same bits as on the host."""
+        if self._scaling.clipping <= 0:
+            return self._unscaled
+        # torch computes a number divided by a tensor as a product with the reciprocal, which has other bits.
+        clip = square.new_full((), self._scaling.clipping).div_(square.sqrt().mul_(self._unscaled).add_(1e-6))
+        return torch.where(square.isfinite(), clip.clamp(max=1.0), 1.0) * self._unscaled
+
+
+def _describe_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> str:
+    """Return which units' gradients and which ranks' losses are not finite. A collective call with a common result.
+
+    A reduced gradient does not show which rank caused the problem, but the losses of the ranks do.
+    """
+    units = schedule.trained
+    bad = [
+        any(not math.isfinite(param.grad.shard.square_sum().item()) for param in unit.trained if _is_reduced(param))
+        for unit in units
+    ]
+    values = [loss.item() for loss in losses]
+    worst = next((value for value in values if not math.isfinite(value)), 0.0)
+    mine = torch.tensor([*bad, bool(values), as_integer(worst)], dtype=torch.int64)
+    rows = schedule.agreement.exchange("which gradients are not finite", mine).tolist()
+    names = [unit.name for index, unit in enumerate(units) if any(row[index] for row in rows)]
+    bad_losses = {rank: as_float(row[-1]) for rank, row in enumerate(rows) if not math.isfinite(as_float(row[-1]))}
+    if bad_losses:
+        cause = "the loss was " + ", ".join(f"{value} on rank {rank}" for rank, value in bad_losses.items())
+    elif all(row[-2] for row in rows):
+        cause = "the loss was finite on every rank, so it happened in backward"
+    else:
+        cause = "no loss is known that was not finite, as backward was called on a loss directly"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    which = (
+        f"every unit, {names[0]} first,"
+        if len(names) == len(units) > 1
+        else f"unit {', '.join(names[:_MAX_NAMES])}{more}"
+    )
+    return f"the gradient of {which} is not finite; {cause}"
+
+
+def _is_reduced(param: FlatParam) -> bool:
+    return param.grad.shard.value is not None
