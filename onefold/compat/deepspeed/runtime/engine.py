@@ -26,8 +26,8 @@ from onefold.compat.lazy import names, same
 from onefold.compat.not_offered import NotOfferedError, explain
 from onefold.compat.parameters import install
 from onefold.config import Batch, ConfigError
+from onefold.config.monitoring import ThroughputTimer as ThroughputSettings
 from onefold.config.params import plain_name
-from onefold.config.schema import ThroughputTimer as ThroughputSettings
 from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
 from onefold.plan import Plan
