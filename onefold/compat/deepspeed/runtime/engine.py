@@ -16,7 +16,7 @@ from torch import nn
 
 from onefold import start
 from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
-from onefold.checkpoint.saving.rank_writer import SaveError
+from onefold.checkpoint.saving.rank_shard_writer import SaveError
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig, read_config
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
