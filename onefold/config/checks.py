@@ -26,7 +26,7 @@ class GivenKeys:
     values: dict[str, Any] = field(default_factory=dict)
     mentioned: set[str] = field(default_factory=set)
     old_spellings: list[str] = field(default_factory=list)
-    spelled: dict[str, str] = field(default_factory=dict)
+    names_in_file: dict[str, str] = field(default_factory=dict)
     """The names that the file uses, by path."""
     params: dict[str, type] = field(default_factory=dict)
     """The section classes of `optimizer.params` and `scheduler.params`, by path."""
@@ -68,8 +68,8 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         onefold=own,
         zero_optimization=replace(zero, offload_optimizer=optimizer, offload_param=param),
         steps_per_print=config.steps_per_print or None,
-        optimizer=config.optimizer if _says_something(config.optimizer) else None,
-        scheduler=config.scheduler if _says_something(config.scheduler) else None,
+        optimizer=config.optimizer if _has_content(config.optimizer) else None,
+        scheduler=config.scheduler if _has_content(config.scheduler) else None,
     )
 
 
@@ -96,7 +96,7 @@ def _folder(path: str, given: str) -> str:
     return folder
 
 
-def _says_something(section: OptimizerSection | SchedulerSection | None) -> bool:
+def _has_content(section: OptimizerSection | SchedulerSection | None) -> bool:
     """Return whether a section has any content. An empty section, or one with only `auto` values, counts as absent."""
     return section is not None and bool(section.type or section.params)
 
@@ -104,7 +104,7 @@ def _says_something(section: OptimizerSection | SchedulerSection | None) -> bool
 def _move_offload(given: GivenKeys, old: str, new: str) -> None:
     path = f"zero_optimization.{new}"
     if f"{path}.device" in given.values:
-        raise ConfigError(f"zero_optimization.{old} and {path}.device say the same in two ways; keep {path}")
+        raise ConfigError(f"zero_optimization.{old} and {path}.device are two spellings of one key; keep {path}")
     given.values[f"{path}.device"] = "cpu"
     given.mentioned.add(f"{path}.device")
     given.old_spellings.append(f"zero_optimization.{old}: the old spelling of {path}.device = cpu")
@@ -203,7 +203,7 @@ def find_refusals(given: GivenKeys) -> list[str]:
     return [
         f"{_shown(given, path, entry)}: {entry.key.refused}"
         for path, entry, value in _entries(given)
-        if entry.key.refused is not None and entry.asks(value)
+        if entry.key.refused is not None and entry.is_requested(value)
     ]
 
 
@@ -221,7 +221,7 @@ def find_notices(config: Config, given: GivenKeys) -> list[str]:
     for name, device in devices.items():
         if getattr(zero, name).nvme_path and device != "nvme":
             lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {device})")
-    lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.asks(value)})
+    lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.is_requested(value)})
     return lines
 
 
@@ -265,7 +265,7 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         cause = "zero_optimization.zero_quantized_gradients" if own.collective == "auto" else "onefold.collective"
         yield f"onefold.node_sums_dtype: with this {cause} node sums have no data type"
     if zero.mics_shard_size == 0:
-        yield "zero_optimization.mics_shard_size = 0: shards lie over all ranks, as with -1"
+        yield "zero_optimization.mics_shard_size = 0: states are sharded over all ranks, as with -1"
     if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:
         yield "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead where overlap_comm is false"
     if config.gradient_allreduce_op == "sum":
@@ -275,7 +275,7 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "gradient_predivide_factor: prescale_gradients divides by the number of ranks before adding"
     if config.fp16.loss_scale > 0 and _scales_loss(config):
         fixed = (f"fp16.{name}" for name in _DYNAMIC)
-        yield from (f"{path}: a fixed fp16.loss_scale never moves" for path in fixed if path in asked)
+        yield from (f"{path}: it has no effect with a fixed fp16.loss_scale" for path in fixed if path in asked)
 
 
 def _entries(given: GivenKeys) -> Iterator[tuple[str, SectionKey, Any]]:
@@ -288,14 +288,14 @@ def _entries(given: GivenKeys) -> Iterator[tuple[str, SectionKey, Any]]:
 def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, value: Any) -> Iterator[str]:
     key, stage = entry.key, config.zero_optimization.stage
     shown = _shown(given, path, entry)
-    if key.refused is not None and entry.asks(value):
+    if key.refused is not None and entry.is_requested(value):
         return  # reported as a refusal
-    if key.notice is not None and entry.asks(value):
+    if key.notice is not None and entry.is_requested(value):
         yield f"{shown}: {key.notice}"
-    elif key.from_stage > stage and _expects_something(entry, value):
+    elif key.from_stage > stage and _is_intended(entry, value):
         stages = "stage 3 reads it" if key.from_stage == 3 else f"stages {key.from_stage} to 3 read it"
         yield f"{shown}: only {stages} (stage is {stage})"
-    elif key.switch is not None and entry.asks(value) and not _is_on(config, path, entry):
+    elif key.switch is not None and entry.is_requested(value) and not _is_on(config, path, entry):
         switch = f"{path.rpartition('.')[0]}.{key.switch}"
         needed = switch if key.needs is None else f"{switch} = {key.needs}"
         has = f" (it is {json.dumps(attrgetter(switch)(config))})" if switch in given.mentioned else ""
@@ -325,18 +325,18 @@ def _only_switches(value: Any) -> bool:
     return False
 
 
-def _expects_something(entry: SectionKey, value: Any) -> bool:
+def _is_intended(entry: SectionKey, value: Any) -> bool:
     # A user who writes a number expects it to have an effect, even if it equals the default.
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return True if is_number and entry.key.asks is None else entry.asks(value)
+    return True if is_number and entry.key.requested_if is None else entry.is_requested(value)
 
 
 def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
     """Format a key under the name that the file uses, with its value if that is a scalar."""
-    spelled, value = given.spelled.get(path, path), given.values[path]
+    name, value = given.names_in_file.get(path, path), given.values[path]
     if entry.key.auto and value is None:
         value = "auto"
-    return f"{spelled} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else spelled
+    return f"{name} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else name
 
 
 # -- the batch and the ranks of this job -----------------------------------------------------------------------------

@@ -136,8 +136,8 @@ def _with(entry: SectionKey) -> str:
 
 
 def _when(entry: SectionKey) -> str:
-    if entry.key.asks_text:
-        return f"when {entry.key.asks_text}"
+    if entry.key.requested_text:
+        return f"when {entry.key.requested_text}"
     return "when given" if entry.default is None else f"unless {_default(entry.default)}"
 
 

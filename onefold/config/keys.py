@@ -43,10 +43,10 @@ class Key:
     """Two names of the key in one file are an error even if their values agree."""
     notice: str | None = None
     refused: str | None = None
-    asks: Callable[[Any], bool] | None = None
+    requested_if: Callable[[Any], bool] | None = None
     """Whether a value requests the noticed or refused feature. None compares the value with the default."""
-    asks_text: str = ""
-    """The condition `asks` in words, for the docs."""
+    requested_text: str = ""
+    """The condition `requested_if` in words, for the docs."""
     same_as: str | None = None
     """The key that replaces this old one and determines its support status."""
     from_stage: int = 0
@@ -73,27 +73,27 @@ class Key:
     """false is accepted and means that the key is absent."""
 
 
-def key(default: Any, doc: str, **rest: Any) -> Any:
+def key(default: Any, doc: str, **options: Any) -> Any:
     """Declare a key as a dataclass field. The return type is Any so that any annotation fits."""
-    metadata = {_METADATA: Key(doc, **rest)}
+    metadata = {_METADATA: Key(doc, **options)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def noticed(default: Any, doc: str, reason: str, **rest: Any) -> Any:
+def noticed(default: Any, doc: str, reason: str, **options: Any) -> Any:
     """Declare a key without effect. A value that requests the feature causes a notice with the reason."""
-    return key(default, doc, notice=reason, **rest)
+    return key(default, doc, notice=reason, **options)
 
 
-def refused(default: Any, doc: str, reason: str, **rest: Any) -> Any:
+def refused(default: Any, doc: str, reason: str, **options: Any) -> Any:
     """Declare a key that onefold does not support. A value that requests the feature is refused with the reason."""
-    return key(default, doc, refused=reason, **rest)
+    return key(default, doc, refused=reason, **options)
 
 
-def section(kind: type, doc: str = "", **rest: Any) -> Any:
+def section(kind: type, doc: str = "", **options: Any) -> Any:
     """Declare a nested section. An absent section is created with its defaults."""
-    return dataclasses.field(default_factory=kind, metadata={_METADATA: Key(doc or str(kind.__doc__), **rest)})
+    return dataclasses.field(default_factory=kind, metadata={_METADATA: Key(doc or str(kind.__doc__), **options)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +117,9 @@ class SectionKey:
         """Whether the value is an object with arbitrary keys (optimizer parameters, features outside the scope)."""
         return get_origin(self.hint) is dict
 
-    def asks(self, value: Any) -> bool:
+    def is_requested(self, value: Any) -> bool:
         """Return whether `value` requests the noticed or refused feature."""
-        return self.key.asks(value) if self.key.asks is not None else bool(value != self.default)
+        return self.key.requested_if(value) if self.key.requested_if is not None else bool(value != self.default)
 
 
 @functools.cache

@@ -77,7 +77,7 @@ def check_built(config: Config) -> None:
     """Raise one ConfigError that lists all requested features that onefold does not support."""
     if config.refusals:
         lines = "".join(f"\n  - {line}" for line in config.refusals)
-        raise ConfigError(f"this config asks for what onefold does not offer:{lines}")
+        raise ConfigError(f"this config requests features that onefold does not support:{lines}")
 
 
 def read_params(kind: type, params: Mapping[str, Any], path: str, given: GivenKeys | None = None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
                 given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section says {value!r}, which counts')
         if entry.key.fraction and as_number(present[0].value) != value:
             given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
-        given.spelled[path] = present[0].path
+        given.names_in_file[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
             given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
     given.values[path] = value

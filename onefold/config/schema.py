@@ -142,7 +142,7 @@ FREE_KEYS: dict[str, tuple[type, Key]] = {
 """Keys that are read at any depth of the sections outside the scope, with their types."""
 
 
-def _switched_on(value: Any) -> bool:
+def _is_enabled(value: Any) -> bool:
     """Return whether a feature outside the scope is enabled.
 
     A section without any `enabled` key counts as enabled if it is not empty.
@@ -167,7 +167,7 @@ def _tensor_parallel(value: Any) -> bool:
 
 def _outside(doc: str, reason: str = _SCOPE) -> Any:
     """Declare a section of DeepSpeed that is outside the scope. It may have any keys and is refused if enabled."""
-    return refused({}, doc, reason, asks=_switched_on, asks_text="it is enabled")
+    return refused({}, doc, reason, requested_if=_is_enabled, requested_text="it is enabled")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Config:
         "there is no sequence parallelism here",
     )
     sparse_gradients: bool = refused(
-        False, "Communicate sparse gradients.", "gradients lie in flat dense buffers; leave it out"
+        False, "Communicate sparse gradients.", "onefold stores gradients in flat dense buffers; leave it out"
     )
     steps_per_print: int | None = key(
         None, "Steps between two progress lines. By default, and for 0 or Infinity: none.", minimum=0, infinite=True
@@ -275,8 +275,8 @@ class Config:
         {},
         "Tensor parallelism.",
         "tensor parallelism is outside onefold's scope; leave it out",
-        asks=_tensor_parallel,
-        asks_text="`autotp_size` is above 1",
+        requested_if=_tensor_parallel,
+        requested_text="`autotp_size` is above 1",
     )
     pipeline: dict[str, Any] = _outside("Pipeline parallelism.")
     progressive_layer_drop: dict[str, Any] = _outside("Progressive layer dropping.")

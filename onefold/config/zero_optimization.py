@@ -15,9 +15,9 @@ _offloaded = partial(key, switch="device")
 _on_nvme = partial(key, switch="device", needs="nvme")
 
 
-def _renamed(default: Any, doc: str, *old_names: str, **rest: Any) -> Any:
+def _renamed(default: Any, doc: str, *old_names: str, **options: Any) -> Any:
     """Declare a stage 3 key that also has old names without `stage3_`. A file may use only one of the names."""
-    return key(default, doc, aliases=old_names, one_spelling=True, **rest)
+    return key(default, doc, aliases=old_names, one_spelling=True, **options)
 
 
 _limit = partial(_renamed, from_stage=3, minimum=0, fraction=True)
@@ -137,7 +137,9 @@ class ZeroOptimization:
         minimum=0,
         fraction=True,
     )
-    contiguous_gradients: bool = noticed(True, "Store gradients contiguously.", "gradients always lie in flat buffers")
+    contiguous_gradients: bool = noticed(
+        True, "Store gradients contiguously.", "gradients are always stored in flat buffers"
+    )
     reduce_scatter: bool = noticed(True, "Use reduce-scatter instead of all-reduce.", _ONE_REDUCTION)
     use_multi_rank_bucket_allreduce: bool = noticed(
         True, "Group the reductions of several ranks in stages 1 and 2.", _ONE_REDUCTION
@@ -223,7 +225,7 @@ class ZeroOptimization:
         1,
         "Number of ranks in a node that share a secondary copy of the weights for backward (hpZ). 0 and 1: none.",
         minimum=0,
-        asks=lambda value: value > 1,
+        requested_if=lambda value: value > 1,
     )
     zero_quantized_weights: bool = _stage3(False, "Gather parameters as int8 (qwZ).")
     zero_quantized_nontrainable_weights: bool = _stage3(False, "Gather frozen parameters as int8.")
@@ -235,8 +237,8 @@ class ZeroOptimization:
         -1,
         "Number of consecutive ranks over which the model states are sharded (MiCS). -1: all ranks.",
         minimum=-1,
-        asks=lambda value: value > 0,
-        asks_text="above 0",
+        requested_if=lambda value: value > 0,
+        requested_text="above 0",
     )
     mics_hierarchical_params_gather: bool = noticed(
         False, "Gather in two hops (MiCS).", "each rank receives all slices directly"
