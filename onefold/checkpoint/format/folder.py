@@ -67,9 +67,7 @@ def check_tag(tag: object) -> str:
     if not plain or len(name.encode()) > 200:
         raise CheckpointError(f"tag {name!r} must be a plain folder name")
     if name == LATEST:
-        raise CheckpointError(
-            "tag 'latest' is the name of the file that says which checkpoint is the latest: take another"
-        )
+        raise CheckpointError("tag 'latest' is the name of the file that names the latest checkpoint. Use another tag")
     return name
 
 

@@ -144,7 +144,7 @@ class ShardFile:
         folder, _, file = name.partition("/")
         plain = folder and file and name.isprintable() and "/" not in file and "\\" not in name
         if not plain or {folder, file} & {".", ".."}:
-            raise ValueError(f"{where}.name: a file lies in a folder beside the manifest, not at {name!r}")
+            raise ValueError(f"{where}.name: a file must be in a folder next to the manifest, not at {name!r}")
         nbytes = check_whole(tree["bytes"], f"{where}.bytes")
         header = check_whole(tree["header_bytes"], f"{where}.header_bytes", 8, min(nbytes, 8 + MAX_HEADER_BYTES))
         return ShardFile(name, nbytes, header, check_hexadecimal(tree["header_xxh3"], f"{where}.header_xxh3"))

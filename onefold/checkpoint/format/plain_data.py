@@ -304,7 +304,7 @@ def _why_not_stored(value: Any) -> str | None:
         method = next((name for name in ("full_tensor", "dequantize") if name in vars(type(value))), None)
         return f"Save its {method}() instead" if method else "Save it as a plain torch.Tensor instead"
     if value.is_meta:
-        return "It lies on the meta device and holds no numbers"
+        return "It is on the meta device and holds no numbers"
     if value.layout is not torch.strided or value.is_nested:
         return "Save its to_dense() instead"
     is_stored = value.dtype in DTYPE_NAMES or value.dtype is torch.complex128

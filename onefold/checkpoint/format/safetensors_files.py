@@ -152,7 +152,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: has no weight_map from tensors to files")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not is_plain(file_name):
-            raise ValueError(f"{path}: {name!r} must be in a .safetensors file beside it, not in {file_name!r}")
+            raise ValueError(
+                f"{path}: {name!r} must be in a .safetensors file in the same folder, not in {file_name!r}"
+            )
     return weight_map
 
 
@@ -207,7 +209,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         try:
             descriptor = self._descriptors[file] = open_regular(file)
         except (OSError, UnicodeError) as error:
-            why = f"there is no file {file.name!r} beside it that can be read: {reason(error)}"
+            why = f"cannot read the file {file.name!r} in the same folder: {reason(error)}"
             raise ValueError(f"{self.path}: {why}") from error
         entries, metadata = read_header(descriptor, file)
         self.metadata |= metadata
@@ -366,7 +368,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
         if name not in self._missing:
             why = "was already written" if name in self._entries else "is not among the entries"
             if name in self._aliases:
-                why = f"is tied to {self._aliases[name]!r}, which stands for both"
+                why = f"is tied to {self._aliases[name]!r}, which is stored for both"
             raise ValueError(f"{self.folder}: {name!r} {why}")
         entry = self._entries[name]
         if tensor.shape != entry.shape:

@@ -101,7 +101,7 @@ def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Chec
         found = find_checkpoint(path, tag)
         listed = folders.list_tags(found.folder.parent) if found.problems else []
         others = [other.tag for other in listed if not other.problems]
-        hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
+        hint = f"; complete checkpoints, which can be requested by tag: {', '.join(others)}" if others else ""
         try:
             with CheckpointReader.of(found, hint) as checkpoint:
                 return work(checkpoint)
