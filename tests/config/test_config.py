@@ -671,8 +671,14 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"auto_cast": True}},
             "fp16.auto_cast = true: nothing reads it without fp16.enabled",
         ),
-        ({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}}, "fp16.hysteresis: it has no effect with a fixed fp16.loss_scale"),
-        ({"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}}, "fp16.min_loss_scale: it has no effect with a fixed"),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}},
+            "fp16.hysteresis: it has no effect with a fixed fp16.loss_scale",
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}},
+            "fp16.min_loss_scale: it has no effect with a fixed",
+        ),
         ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: it is off"),
         ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: it is off"),
         ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: it is off"),
