@@ -231,7 +231,7 @@ MUTATIONS = [
     ),
     Mutation(
         "step-waits-for-a-save-that-is-over",
-        "onefold/checkpoint/saving/saver.py",
+        "onefold/checkpoint/saving/save_coordinator.py",
         '(note["number"], note["phase"]) >= (request.number, phase)',
         'note["number"] == request.number and note["phase"] >= phase',
         "test_checkpoint_faults.py -k does_not_wait",

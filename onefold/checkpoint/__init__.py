@@ -1,1 +1,1 @@
-"""Checkpoints: their files (format), how ranks write them (saving) and read them (loading), DeepSpeed's, and tools."""
+"""Checkpoints: the file format, saving, loading, import from DeepSpeed, and tools."""

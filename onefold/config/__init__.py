@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's JSON (or Accelerate's YAML) into one frozen `Config`. No tensors, no process groups."""
+"""Reading of DeepSpeed's JSON or Accelerate's YAML into a frozen `Config`, without tensors or process groups."""
 
 from onefold.config.checks import Batch, check_topology, num_replicas, solve_batch
 from onefold.config.keys import ConfigError

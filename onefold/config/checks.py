@@ -1,5 +1,6 @@
-"""What the keys of a config say together: contradictions raise, old spellings become the new ones, keys without effect
-get a notice ([Note: support status]), sizes fit the ranks.
+"""Checks across the keys of a config: old spellings, contradictions, notices and refusals, batch and group sizes.
+
+[Note: support status], in `keys.py`, explains notices and refusals.
 """
 
 import json
@@ -20,22 +21,22 @@ _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecuti
 
 @dataclass
 class GivenKeys:
-    """What a config gives: values by the path of their key, and the keys that were there even if only as `auto`."""
+    """The keys that a config gives: values by path, and all mentioned keys, including those with the value `auto`."""
 
     values: dict[str, Any] = field(default_factory=dict)
     mentioned: set[str] = field(default_factory=set)
     old_spellings: list[str] = field(default_factory=list)
-    spelled: dict[str, str] = field(default_factory=dict)
-    """Keys as the file spells them, by path."""
+    names_in_file: dict[str, str] = field(default_factory=dict)
+    """The names that the file uses, by path."""
     params: dict[str, type] = field(default_factory=dict)
-    """The sections that `optimizer.params` and `scheduler.params` are read as, by path."""
+    """The section classes of `optimizer.params` and `scheduler.params`, by path."""
 
 
 # -- old spellings ---------------------------------------------------------------------------------------------------
 
 
 def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
-    """Rewrites what has two forms into one, so that nobody above has to know the other."""
+    """Replace old spellings by their current form, so that the rest of onefold handles one form only."""
     zero = config.zero_optimization
     pin = zero.cpu_offload_use_pin_memory
     pins: dict[str, Any] = {} if pin is None else {"pin_memory": pin}
@@ -67,13 +68,13 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         onefold=own,
         zero_optimization=replace(zero, offload_optimizer=optimizer, offload_param=param),
         steps_per_print=config.steps_per_print or None,
-        optimizer=config.optimizer if _says_something(config.optimizer) else None,
-        scheduler=config.scheduler if _says_something(config.scheduler) else None,
+        optimizer=config.optimizer if _has_content(config.optimizer) else None,
+        scheduler=config.scheduler if _has_content(config.scheduler) else None,
     )
 
 
 def _settle_offload(name: str, offload: OffloadParam | OffloadOptimizer, *, read: bool) -> dict[str, Any]:
-    """Folders as they are to be made. A section that offloads nothing has no say in how the other one does."""
+    """Return the changes to an offload section: expanded folders, and `pin_memory` reset if nothing is offloaded."""
     settled: dict[str, Any] = {}
     if offload.device == "nvme":
         path = f"zero_optimization.{name}.nvme_path"
@@ -95,15 +96,15 @@ def _folder(path: str, given: str) -> str:
     return folder
 
 
-def _says_something(section: OptimizerSection | SchedulerSection | None) -> bool:
-    """An empty section, or one where all is `auto`, is an absent one."""
+def _has_content(section: OptimizerSection | SchedulerSection | None) -> bool:
+    """Return whether a section has any content. An empty section, or one with only `auto` values, counts as absent."""
     return section is not None and bool(section.type or section.params)
 
 
 def _move_offload(given: GivenKeys, old: str, new: str) -> None:
     path = f"zero_optimization.{new}"
     if f"{path}.device" in given.values:
-        raise ConfigError(f"zero_optimization.{old} and {path}.device say the same in two ways; keep {path}")
+        raise ConfigError(f"zero_optimization.{old} and {path}.device are two spellings of one key; keep {path}")
     given.values[f"{path}.device"] = "cpu"
     given.mentioned.add(f"{path}.device")
     given.old_spellings.append(f"zero_optimization.{old}: the old spelling of {path}.device = cpu")
@@ -113,7 +114,7 @@ def _move_offload(given: GivenKeys, old: str, new: str) -> None:
 
 
 def check(config: Config) -> None:
-    """Raises for the first contradiction, naming the keys and the fix."""
+    """Raise a ConfigError for the first contradiction, with the keys and the fix."""
     contradiction = next(_contradictions(config), None)
     if contradiction is not None:
         raise ConfigError(contradiction)
@@ -166,7 +167,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     steps = config.onefold.trace.steps
     if steps is not None and steps[0] > steps[1]:
         yield f"onefold.trace.steps = {list(steps)}: the first step comes after the last; write {[*reversed(steps)]}"
-    # All three batch keys have to leave a whole number of ranks; which number is `solve_batch`'s to check.
+    # The batch keys must allow some whole number of ranks. `solve_batch` checks the actual number.
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     product = (micro or 1) * (accumulation or 1)
@@ -194,20 +195,20 @@ def _state_contradictions(config: Config) -> Iterator[str]:
         yield f"optimizer.type = {name} has states of 8 bits, and bf16.bf16_optimizer_states is set; keep one of them"
 
 
-# -- support status: a notice or a refusal for each key that is given, in words --------------------------------------
+# -- notices and refusals for the given keys -------------------------------------------------------------------------
 
 
 def find_refusals(given: GivenKeys) -> list[str]:
-    """One line for each value that asks for something that is not offered."""
+    """Return one line for each value that requests an unsupported feature."""
     return [
         f"{_shown(given, path, entry)}: {entry.key.refused}"
         for path, entry, value in _entries(given)
-        if entry.key.refused is not None and entry.asks(value)
+        if entry.key.refused is not None and entry.is_requested(value)
     ]
 
 
 def find_notices(config: Config, given: GivenKeys) -> list[str]:
-    """One line for each value that is accepted and has nothing to do here."""
+    """Return one line for each value that is accepted without effect."""
     lines = list(given.old_spellings)
     zero = config.zero_optimization
     devices = {name: getattr(zero, name).device for name in ("offload_param", "offload_optimizer")}
@@ -216,21 +217,24 @@ def find_notices(config: Config, given: GivenKeys) -> list[str]:
         if uses_nvme or not path.startswith("aio."):
             lines += _notice(config, given, path, entry, value)
     if not uses_nvme and any(path.startswith("aio.") for path in given.values):
-        lines.append("aio: nothing rests on NVMe, so nothing reads it")
+        lines.append("aio: nothing is offloaded to NVMe, so nothing reads it")
     for name, device in devices.items():
         if getattr(zero, name).nvme_path and device != "nvme":
             lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {device})")
-    lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.asks(value)})
+    lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.is_requested(value)})
     return lines
 
 
 def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
-    """Keys that others leave without work, beyond what a switch or a stage says; `asked`: not given as the default."""
+    """Iterate over notices for keys that other keys disable, other than by a switch or the stage.
+
+    `asked` contains the paths of keys whose values request something.
+    """
     zero, own = config.zero_optimization, config.onefold
     if zero.stage == 3 and zero.offload_param.device != "none" and zero.offload_optimizer.device == "none":
         yield (
-            "zero_optimization.offload_param: shards are cast from masters, which rest on the device without "
-            "zero_optimization.offload_optimizer; only frozen parameters leave it"
+            "zero_optimization.offload_param: shards are cast from masters, which are stored on the device without "
+            "zero_optimization.offload_optimizer; only frozen parameters are offloaded"
         )
     if config.data_types.keep_in_fp32_modules and config.compute_dtype == "fp32":
         yield "data_types.keep_in_fp32_modules: buffers follow no other format without bf16.enabled or fp16.enabled"
@@ -259,9 +263,9 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers"
     if "onefold.node_sums_dtype" in asked and (own.collective != "auto" or zero.zero_quantized_gradients):
         cause = "zero_optimization.zero_quantized_gradients" if own.collective == "auto" else "onefold.collective"
-        yield f"onefold.node_sums_dtype: with this {cause} no sums of nodes cross in a dtype"
+        yield f"onefold.node_sums_dtype: with this {cause} node sums have no data type"
     if zero.mics_shard_size == 0:
-        yield "zero_optimization.mics_shard_size = 0: shards lie over all ranks, as with -1"
+        yield "zero_optimization.mics_shard_size = 0: states are sharded over all ranks, as with -1"
     if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:
         yield "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead where overlap_comm is false"
     if config.gradient_allreduce_op == "sum":
@@ -271,7 +275,7 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "gradient_predivide_factor: prescale_gradients divides by the number of ranks before adding"
     if config.fp16.loss_scale > 0 and _scales_loss(config):
         fixed = (f"fp16.{name}" for name in _DYNAMIC)
-        yield from (f"{path}: a fixed fp16.loss_scale never moves" for path in fixed if path in asked)
+        yield from (f"{path}: it has no effect with a fixed fp16.loss_scale" for path in fixed if path in asked)
 
 
 def _entries(given: GivenKeys) -> Iterator[tuple[str, SectionKey, Any]]:
@@ -284,14 +288,14 @@ def _entries(given: GivenKeys) -> Iterator[tuple[str, SectionKey, Any]]:
 def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, value: Any) -> Iterator[str]:
     key, stage = entry.key, config.zero_optimization.stage
     shown = _shown(given, path, entry)
-    if key.refused is not None and entry.asks(value):
-        return  # The refusal says it.
-    if key.notice is not None and entry.asks(value):
+    if key.refused is not None and entry.is_requested(value):
+        return  # reported as a refusal
+    if key.notice is not None and entry.is_requested(value):
         yield f"{shown}: {key.notice}"
-    elif key.from_stage > stage and _expects_something(entry, value):
+    elif key.from_stage > stage and _is_intended(entry, value):
         stages = "stage 3 reads it" if key.from_stage == 3 else f"stages {key.from_stage} to 3 read it"
         yield f"{shown}: only {stages} (stage is {stage})"
-    elif key.switch is not None and entry.asks(value) and not _is_on(config, path, entry):
+    elif key.switch is not None and entry.is_requested(value) and not _is_on(config, path, entry):
         switch = f"{path.rpartition('.')[0]}.{key.switch}"
         needed = switch if key.needs is None else f"{switch} = {key.needs}"
         has = f" (it is {json.dumps(attrgetter(switch)(config))})" if switch in given.mentioned else ""
@@ -301,7 +305,7 @@ def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, valu
 
 
 def _is_on(config: Config, path: str, entry: SectionKey) -> bool:
-    """Whether what makes a key count does so."""
+    """Return whether the switch that enables a key is on."""
     section, key = path.rpartition(".")[0], entry.key
     if section == "fp16" and entry.name != "auto_cast":
         return _scales_loss(config)
@@ -310,29 +314,29 @@ def _is_on(config: Config, path: str, entry: SectionKey) -> bool:
 
 
 def _scales_loss(config: Config) -> bool:
-    # Autocast to fp16 scales its loss by the same keys.
+    # Autocast to fp16 uses the same keys for its loss scale.
     return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
 
 
 def _only_switches(value: Any) -> bool:
-    """Whether an object outside the scope says no more than that it is off."""
+    """Return whether an object outside the scope contains only the keys that are read (`FREE_KEYS`)."""
     if isinstance(value, dict):
         return all(name in FREE_KEYS or _only_switches(inner) for name, inner in value.items())
     return False
 
 
-def _expects_something(entry: SectionKey, value: Any) -> bool:
-    # A number was written because somebody expects it to count, though it be the default.
+def _is_intended(entry: SectionKey, value: Any) -> bool:
+    # A user who writes a number expects it to have an effect, even if it equals the default.
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return True if is_number and entry.key.asks is None else entry.asks(value)
+    return True if is_number and entry.key.requested_if is None else entry.is_requested(value)
 
 
 def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
-    """The key as the file spells it, with its value where that is short."""
-    spelled, value = given.spelled.get(path, path), given.values[path]
+    """Format a key under the name that the file uses, with its value if that is a scalar."""
+    name, value = given.names_in_file.get(path, path), given.values[path]
     if entry.key.auto and value is None:
         value = "auto"
-    return f"{spelled} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else spelled
+    return f"{name} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else name
 
 
 # -- the batch and the ranks of this job -----------------------------------------------------------------------------
@@ -340,7 +344,7 @@ def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes that agree: `train` samples a step are `accumulation` micro-batches of `micro` on each of `world` ranks."""
+    """Consistent batch sizes: `train` = `micro` x `accumulation` x `world`."""
 
     train: int
     micro: int
@@ -349,10 +353,10 @@ class Batch:
 
 
 def solve_batch(config: Config, world_size: int) -> Batch:
-    """Fills in what the config leaves out, exactly or not at all.
+    """Compute the missing batch sizes from the given ones. Raise if there is no exact solution.
 
-    Any two of the three keys give the third; alone, `train_batch_size` or `train_micro_batch_size_per_gpu` goes with an
-    accumulation of 1.
+    Any two of the three keys determine the third. With `train_batch_size` or `train_micro_batch_size_per_gpu` alone,
+    the accumulation is 1.
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size}: there is at least one rank")
@@ -360,7 +364,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     if train is None and micro is None:
-        has = "" if accumulation is None else f" beside gradient_accumulation_steps {accumulation}"
+        has = "" if accumulation is None else f" in addition to gradient_accumulation_steps {accumulation}"
         raise ConfigError(f"batch size not set: add train_micro_batch_size_per_gpu or train_batch_size{has}")
     if train is not None and micro is not None and accumulation is None:
         accumulation = _divide(train, micro, world_size, "gradient_accumulation_steps", "micro")
@@ -391,8 +395,10 @@ def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> in
 
 
 def _rank_hint(train: int, by: int, world_size: int) -> str:
-    """The common accidents: ranks that do not know of each other, so that each of them is a world of 1; or a library
-    that takes them for one, as accelerate does where there is no GPU.
+    """Return a hint for two common mistakes in the number of ranks.
+
+    Either the ranks were started separately, each with a world size of 1, or a library assumes one process, as
+    Accelerate does without a GPU.
     """
     if train == by:
         return (
@@ -404,7 +410,7 @@ def _rank_hint(train: int, by: int, world_size: int) -> str:
 
 
 def check_topology(config: Config, world_size: int) -> None:
-    """Raises unless each group of neighbouring ranks divides the job, and only one kind of group is asked for."""
+    """Raise unless all group sizes divide the world size and only one kind of group is requested."""
     zero = config.zero_optimization
     if config.onefold.node_sums_dtype == "fp16" and not config.fp16.enabled:
         raise ConfigError(
@@ -433,6 +439,6 @@ def check_topology(config: Config, world_size: int) -> None:
 
 
 def num_replicas(config: Config, world_size: int) -> int:
-    """How many groups of ranks hold a whole model state each."""
+    """Return the number of groups of ranks that each hold all model states."""
     zero = config.zero_optimization
     return world_size // zero.mics_shard_size if zero.stage == 3 and zero.mics_shard_size > 0 else 1

@@ -1,4 +1,4 @@
-"""Files and strings to plain dicts: JSON with comments, YAML, DeepSpeed's base64 form, Accelerate's own schema."""
+"""Parsing of config files to plain dicts: JSON with comments, YAML, base64 strings, and Accelerate's schema."""
 
 import base64
 import binascii
@@ -40,11 +40,11 @@ _LONG_NUMBER = re.compile(rf"{_STRING}|\d+(?:_\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict in a JSON or YAML file, or in a base64 string as DeepSpeed's launcher hands it over."""
+    """Read the dict in a JSON or YAML file, or in a base64 string as DeepSpeed's launcher passes it."""
     path = Path(source).expanduser()
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)  # a pipe is fine; a device would be read until memory is gone
+            data = file.read(_MAX_BYTES + 1)  # a limit, because a device such as /dev/zero has no end
         if len(data) > _MAX_BYTES:
             raise ConfigError(f"{path}: larger than {_MAX_BYTES >> 20} MiB, so it is not a config")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
@@ -63,8 +63,8 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """JSON with `//`, `/* */` and `#` comments, trailing commas and numbers such as 500_000_000."""
-    # Each replacement keeps the length of the text, so that line and column of an error stay true.
+    """Parse JSON with `//`, `/* */` and `#` comments, trailing commas and numbers such as 500_000_000."""
+    # Each replacement keeps the length of the text, so that the line and column of an error remain correct.
     plain = _COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0]), text)
     plain = _TRAILING_COMMA.sub(lambda match: " " if match[0] == "," else match[0], plain)
     plain = _LONG_NUMBER.sub(
@@ -89,7 +89,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
-    """One YAML document, without duplicate keys."""
+    """Parse one YAML document without duplicate keys."""
     try:
         parsed = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -103,7 +103,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 
 
 def check_depth(document: Any, name: str) -> None:
-    """Refuses what is nested deeper than any config is; a YAML alias inside itself has no end at all."""
+    """Raise if a document is nested too deeply. A YAML alias inside itself is infinitely deep."""
     level = [document]
     for _ in range(_MAX_DEPTH):
         level = [inner for value in level for inner in _inside(value)]
@@ -134,10 +134,10 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, but a key that is given twice is an error and not the last one.
+    """YAML loader that rejects duplicate keys.
 
-    Numbers are decimal, as in YAML 1.2: version 1.1 reads 010 as eight and 1:30 as ninety. Those, and dates, stay
-    strings, and the key's own type says what they are worth.
+    Numbers are decimal, as in YAML 1.2; version 1.1 reads 010 as 8 and 1:30 as 90. Such values, and dates, remain
+    strings, which are converted or rejected by the type of their key.
     """
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
@@ -201,13 +201,13 @@ def _decode(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-# -- Accelerate's YAML files, which hold a few DeepSpeed keys under names of their own --------------------------------
+# -- Accelerate's YAML files, which contain a few DeepSpeed keys under different names --------------------------------
 
 _MARKS = ("deepspeed_config", "compute_environment", "distributed_type")
-# Tutorials print the inside of deepspeed_config alone; these names are nobody else's.
+# Tutorials show the content of deepspeed_config without the section. These names are unique to Accelerate.
 _INNER_MARKS = ("zero_stage", "offload_optimizer_device", "offload_param_device")
 
-# Keys that start processes, with the value that says nothing. `onefold launch` and torchrun have arguments for them.
+# Keys of the launcher with their defaults. `onefold launch` and torchrun have arguments for them.
 _LAUNCHER: dict[str, Any] = {
     "num_processes": None, "num_machines": 1, "machine_rank": 0, "main_process_ip": None, "main_process_port": None,
     "main_training_function": "main", "rdzv_backend": "static", "rdzv_endpoint": None, "same_network": True,
@@ -221,7 +221,7 @@ _DEEPSPEED_LAUNCHER: dict[str, Any] = {
     "deepspeed_inclusion_filter": None,
 }  # fmt: skip
 _OTHER_TRAINERS = ("fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "aws_config")
-# Accelerate's name to the path in DeepSpeed's schema.
+# Paths in DeepSpeed's schema by Accelerate's names.
 _RENAMED = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -240,14 +240,14 @@ _TOP = (*_MARKS, "mixed_precision", *_RENAMED, *_LAUNCHER, *_OTHER_TRAINERS)
 
 @dataclass
 class Translation:
-    """A DeepSpeed config, and what there is to say about the keys that are not part of it."""
+    """A translated DeepSpeed config, with notices and refusals for the keys that are not part of it."""
 
     document: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
     def put(self, path: str, value: Any, source: str) -> None:
-        """Sets the key at a dotted path, unless another key, or the file that the YAML names, says otherwise."""
+        """Set the key at a dotted path. Raise if another key or `deepspeed_config_file` has set a different value."""
         *sections, name = path.split(".")
         inner = self.document
         for section in sections:
@@ -263,12 +263,12 @@ class Translation:
 
 
 def is_accelerate(document: Mapping[str, Any]) -> bool:
-    """Whether this is Accelerate's schema rather than DeepSpeed's."""
+    """Return whether a document uses Accelerate's schema rather than DeepSpeed's."""
     return any(mark in document for mark in (*_MARKS, *_INNER_MARKS))
 
 
 def translate_accelerate(document: Mapping[str, Any], folder: str | None = None) -> Translation:
-    """Accelerate's keys in DeepSpeed's schema. `folder` is where a relative `deepspeed_config_file` may lie."""
+    """Translate Accelerate's keys to DeepSpeed's schema. A relative `deepspeed_config_file` may be in `folder`."""
     inner = {} if document.get("deepspeed_config") is None else document["deepspeed_config"]
     if not isinstance(inner, Mapping):
         raise wrong("deepspeed_config", inner, "an object of keys and values")
@@ -280,7 +280,7 @@ def translate_accelerate(document: Mapping[str, Any], folder: str | None = None)
         _deepspeed_key(result, str(name), value, f"deepspeed_config.{name}")
     for name, value in document.items():
         _top_key(result, name, value)
-    launcher = _speaking(inner, _DEEPSPEED_LAUNCHER, "deepspeed_config.") + _speaking(document, _LAUNCHER, "")
+    launcher = _non_default(inner, _DEEPSPEED_LAUNCHER, "deepspeed_config.") + _non_default(document, _LAUNCHER, "")
     if launcher:
         result.notices.append(f"{', '.join(launcher)}: the launcher reads what starts processes; a config does not")
     return result
@@ -301,7 +301,7 @@ def _deepspeed_key(result: Translation, name: str, value: Any, path: str) -> Non
         if read_as(path, value, bool, Key("")):
             result.notices.append(f"{path} = true: the script that builds the model reads it")
     elif name in spellings(ZeroOptimization):
-        # Accelerate drops these without a word; people write them because they expect them to count.
+        # Accelerate ignores these keys silently, but users expect them to have an effect.
         result.put(f"zero_optimization.{name}", value, path)
 
 
@@ -330,17 +330,17 @@ def _mixed_precision(result: Translation, value: Any) -> None:
     if value not in ("fp16", "bf16"):
         raise wrong("mixed_precision", value, "no, fp16 or bf16")
     result.put(f"{value}.enabled", True, "mixed_precision")
-    if value == "fp16":  # Accelerate also asks for cast inputs then, unless the config file has its own mind
+    if value == "fp16":  # Accelerate then also casts inputs, unless the config file sets auto_cast
         result.document["fp16"].setdefault("auto_cast", True)
 
 
 def _named_file(name: str, folder: str | None) -> dict[str, Any]:
-    """Accelerate reads the path from the working directory; beside the YAML file is where people put it."""
-    beside = os.path.join(folder, name) if folder else name
-    return read_source(beside if not os.path.exists(name) and os.path.exists(beside) else name)
+    """Read `deepspeed_config_file` relative to the working directory, as Accelerate does, or to the YAML file."""
+    in_folder = os.path.join(folder, name) if folder else name
+    return read_source(in_folder if not os.path.exists(name) and os.path.exists(in_folder) else name)
 
 
-def _speaking(keys: Mapping[str, Any], quiet: Mapping[str, Any], prefix: str) -> list[str]:
+def _non_default(keys: Mapping[str, Any], quiet: Mapping[str, Any], prefix: str) -> list[str]:
     return [
         prefix + name
         for name, default in quiet.items()

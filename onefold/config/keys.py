@@ -1,13 +1,13 @@
-"""Keys of a config: how a section declares them, and how a value is read as the type that its key declares.
+"""Declaration of config keys, and conversion of their values.
 
-A section is a frozen dataclass with one field a key, the key's meaning and support status beside it.
+A section is a frozen dataclass with one field per key. The field's metadata holds the key's meaning and support status.
 
 [Note: support status]
-Each known key has one support status, and none is silently ignored:
-* honoured: something reads it;
-* notice: accepted, with one line that says why there is nothing to do here;
-* refused: accepted while loading (so that the plan can still be shown), but `check_built` raises with the reason.
-Notices and refusals speak only when the value asks for something: by default, when it differs from the key's default.
+Each known key has one support status, and no key is silently ignored:
+* honoured: the key has an effect;
+* notice: the key is accepted, and one line gives the reason why it has no effect;
+* refused: the key is accepted while loading, so that the plan can be shown, but `check_built` raises with the reason.
+A notice or refusal is issued only if the value requests a feature: by default, if it differs from the key's default.
 """
 
 import collections.abc
@@ -26,7 +26,7 @@ _METADATA = "onefold"
 
 
 class ConfigError(ValueError, AssertionError):
-    """A config that cannot be used: names the key, what was wrong, and what to write instead."""
+    """A config that cannot be used. The message names the key, the problem and the fix."""
 
 
 # -- declaring keys --------------------------------------------------------------------------------------------------
@@ -34,102 +34,103 @@ class ConfigError(ValueError, AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What is known about one key, apart from its type and default (those are the dataclass field's)."""
+    """The declaration of one key, except for its type and default, which belong to the dataclass field."""
 
     doc: str
     aliases: tuple[str, ...] = ()
-    """Other spellings of the same key."""
+    """Other names of the key."""
     one_spelling: bool = False
-    """Two spellings in one file are an error even when they agree."""
+    """Two names of the key in one file are an error even if their values agree."""
     notice: str | None = None
     refused: str | None = None
-    asks: Callable[[Any], bool] | None = None
-    """Whether a value asks for what the notice or the refusal is about; None: when it differs from the default."""
-    asks_text: str = ""
-    """`asks` in words, for the docs."""
+    requested_if: Callable[[Any], bool] | None = None
+    """Whether a value requests the noticed or refused feature. None compares the value with the default."""
+    requested_text: str = ""
+    """The condition `requested_if` in words, for the docs."""
     same_as: str | None = None
-    """An old spelling whose meaning, and hence support status, is that of another key."""
+    """The key that replaces this old one and determines its support status."""
     from_stage: int = 0
-    """Only this stage and those above it read it."""
+    """The lowest stage in which the key has an effect."""
     switch: str | None = None
-    """The key of the same section that has to be on for this one to be read."""
+    """The key of the same section that enables this one."""
     needs: str | None = None
-    """The value that the switch has to have; None: any that is not off."""
+    """The value of the switch that enables this key. None means any value other than off."""
     minimum: float = -math.inf
     above: float = -math.inf
     maximum: float = math.inf
     below: float = math.inf
     fraction: bool = False
-    """A fraction is cut off: other tools compute this number of elements, as 0.9 of a square."""
+    """A fractional value is truncated, because other tools compute this number of elements (0.9 of a square)."""
     infinite: bool = False
-    """Infinity is a value."""
+    """Infinity is a valid value."""
     flag: bool = False
     """true and false are accepted as 1 and 0."""
     auto: bool = False
-    """`auto` is a value of this key, read as None; elsewhere it means that the key was left out."""
+    """`auto` is a valid value, read as None. For other keys it means that the key is absent."""
     or_one: bool = False
-    """A single value stands for a list of one."""
+    """A single value is accepted as a list of one element."""
     or_false: bool = False
-    """false is accepted and means that the key was left out."""
+    """false is accepted and means that the key is absent."""
 
 
-def key(default: Any, doc: str, **rest: Any) -> Any:
-    """A field of a section. Returns Any so that the field keeps its own annotation, as `dataclasses.field` does."""
-    metadata = {_METADATA: Key(doc, **rest)}
+def key(default: Any, doc: str, **options: Any) -> Any:
+    """Declare a key as a dataclass field. The return type is Any so that any annotation fits."""
+    metadata = {_METADATA: Key(doc, **options)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def noticed(default: Any, doc: str, reason: str, **rest: Any) -> Any:
-    """A key that has nothing to do here: a value that asks for something gets one line with the reason."""
-    return key(default, doc, notice=reason, **rest)
+def noticed(default: Any, doc: str, reason: str, **options: Any) -> Any:
+    """Declare a key without effect. A value that requests the feature causes a notice with the reason."""
+    return key(default, doc, notice=reason, **options)
 
 
-def refused(default: Any, doc: str, reason: str, **rest: Any) -> Any:
-    """A key that onefold does not offer: a value that asks for it is an error with the reason."""
-    return key(default, doc, refused=reason, **rest)
+def refused(default: Any, doc: str, reason: str, **options: Any) -> Any:
+    """Declare a key that onefold does not support. A value that requests the feature is refused with the reason."""
+    return key(default, doc, refused=reason, **options)
 
 
-def section(kind: type, doc: str = "", **rest: Any) -> Any:
-    """A field that is a section of its own, present with its defaults when the file does not have it."""
-    return dataclasses.field(default_factory=kind, metadata={_METADATA: Key(doc or str(kind.__doc__), **rest)})
+def section(kind: type, doc: str = "", **options: Any) -> Any:
+    """Declare a nested section. An absent section is created with its defaults."""
+    return dataclasses.field(default_factory=kind, metadata={_METADATA: Key(doc or str(kind.__doc__), **options)})
 
 
 @dataclasses.dataclass(frozen=True)
 class SectionKey:
-    """One key of a section: its name, type and default with its declaration."""
+    """One key of a section, with its name, type, default and declaration."""
 
     name: str
     hint: Any
-    """The annotation, without its `| None`."""
+    """The annotation without `| None`."""
     optional: bool
     default: Any
     key: Key
 
     @property
     def section(self) -> type | None:
-        """The section's class, if this key is a section."""
+        """The class of the section if this key is a section, otherwise None."""
         return self.hint if dataclasses.is_dataclass(self.hint) and isinstance(self.hint, type) else None
 
     @property
     def is_free(self) -> bool:
-        """An object whose keys somebody else knows (optimizer parameters, features outside the scope)."""
+        """Whether the value is an object with arbitrary keys (optimizer parameters, features outside the scope)."""
         return get_origin(self.hint) is dict
 
-    def asks(self, value: Any) -> bool:
-        return self.key.asks(value) if self.key.asks is not None else bool(value != self.default)
+    def is_requested(self, value: Any) -> bool:
+        """Return whether `value` requests the noticed or refused feature."""
+        return self.key.requested_if(value) if self.key.requested_if is not None else bool(value != self.default)
 
 
 @functools.cache
 def entries(kind: type) -> Mapping[str, SectionKey]:
-    """The keys of a section by name, in the order of the file that declares them."""
+    """Return the keys of a section by name, in the order of their declaration."""
     hints = get_type_hints(kind)
     defaults = kind()
     found = {}
     for field in dataclasses.fields(kind):
         if _METADATA not in field.metadata:
-            continue  # What the reader itself adds: notices, refusals, raw.
+            continue  # fields that `load_config` sets: notices, refusals, raw
         hint = hints[field.name]
         optional = _is_union(hint) and types.NoneType in get_args(hint)
         if optional:
@@ -141,13 +142,13 @@ def entries(kind: type) -> Mapping[str, SectionKey]:
 
 @functools.cache
 def spellings(kind: type) -> Mapping[str, SectionKey]:
-    """Every spelling that a section knows."""
+    """Return the keys of a section by all of their names."""
     found = {name: entry for entry in entries(kind).values() for name in (entry.name, *entry.key.aliases)}
     return types.MappingProxyType(found)
 
 
 def walk(kind: type, path: str = "") -> Iterator[tuple[str, SectionKey]]:
-    """Every key below a section with its full path, sections before their keys."""
+    """Iterate over all keys below a section with their full paths, sections before their keys."""
     for entry in entries(kind).values():
         full = join(path, entry.name)
         yield full, entry
@@ -156,24 +157,24 @@ def walk(kind: type, path: str = "") -> Iterator[tuple[str, SectionKey]]:
 
 
 def join(path: str, name: str) -> str:
-    """The full path of a key of the section at `path`; the top level has the path ""."""
+    """Return the full path of a key of the section at `path`. The top level has the path ""."""
     return f"{path}.{name}" if path else name
 
 
 # -- reading values --------------------------------------------------------------------------------------------------
 
-# No leading zeros: YAML 1.1, C and Python 2 read 010 as eight, people as ten.
+# Leading zeros are ambiguous: YAML 1.1, C and Python 2 read 010 as eight.
 _WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
 _NUMBER = re.compile(rf"[+-]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _INFINITE = {"inf", "+inf", "infinity", "+infinity", ".inf"}
 _DTYPES = {"fp32": ("fp32", "float32", "float"), "bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half")}
 _LISTS = (tuple, list, collections.abc.Iterable, collections.abc.Sequence)
 MAX_DIGITS = 300
-"""Longer than any number that a key can have; Python itself refuses to read thousands of them."""
+"""Maximum number of digits of a value. Python itself fails to parse integers with thousands of digits."""
 
 
 def is_comment(name: object) -> bool:
-    """Whether a key is a comment, at any level of a config: its name begins with `_` or `//`."""
+    """Return whether a key is a comment: its name begins with `_` or `//`."""
     return isinstance(name, str) and name.startswith(("_", "//"))
 
 
@@ -185,12 +186,12 @@ def without_comments(value: Any) -> Any:
 
 
 def is_absent(value: Any, auto: bool = False) -> bool:
-    """`"auto"`, null and `"none"` mean that the key was not given; with `auto`, `"auto"` is a value like others."""
+    """Return whether a value means that its key is absent: null, `"none"` and, unless `auto` is set, `"auto"`."""
     return value is None or _is_word(value, "none") or (not auto and _is_word(value, "auto"))
 
 
 def as_number(value: Any) -> Any:
-    """A numeric string as its number (YAML 1.1 reads 5e8 as a string), anything else unchanged."""
+    """Convert a numeric string to a number, because YAML 1.1 reads 5e8 as a string. Return other values unchanged."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -203,12 +204,12 @@ def as_number(value: Any) -> Any:
 
 
 def read_value(path: str, value: Any, entry: SectionKey) -> Any:
-    """The value in the type of its key, or a ConfigError that names path, value and what was expected."""
+    """Convert a value to the type of its key. Raise a ConfigError with path, value and expected type if it fails."""
     return read_as(path, value, entry.hint, entry.key)
 
 
 def read_as(path: str, value: Any, hint: Any, key: Key) -> Any:
-    """The value as an annotation wants it: a key's own, or one of a class of torch."""
+    """Convert a value to an annotated type, that of a key or of an argument of a torch class."""
     if key.auto and _is_word(value, "auto"):
         return None
     if _is_union(hint):
@@ -230,7 +231,7 @@ def read_as(path: str, value: Any, hint: Any, key: Key) -> Any:
 
 
 def is_readable(hint: Any) -> bool:
-    """Whether a config can hold what an annotation asks for; it cannot hold functions and tensors."""
+    """Return whether a config can hold values of an annotated type. It cannot hold functions and tensors."""
     if hint in (bool, int, float, str) or get_origin(hint) is Literal:
         return True
     if _is_union(hint):
@@ -239,15 +240,17 @@ def is_readable(hint: Any) -> bool:
 
 
 def free_object(value: Mapping[str, Any]) -> dict[str, Any]:
-    """An object whose keys somebody else knows: what is absent is dropped, numeric strings become numbers. An absent
-    element of a list becomes None, for `fill_absent`.
+    """Read an object with arbitrary keys: drop absent keys and convert numeric strings to numbers.
+
+    Absent elements of lists become None, which `fill_absent` replaces.
     """
     return {str(name): _free(inner) for name, inner in value.items() if not _is_all_absent(inner)}
 
 
 def fill_absent(path: str, value: Any, default: Any) -> Any:
-    """Replace the absent elements of a list by those of the key's default; one number is the default of each element.
-    Raise where the default has no such element.
+    """Replace the absent elements of a list by those of the key's default.
+
+    A default that is a number applies to every element. Raise if the default has no such element.
     """
     if not isinstance(value, list | tuple):
         return value
@@ -266,12 +269,12 @@ def fill_absent(path: str, value: Any, default: Any) -> Any:
 
 
 def wrong(path: str, value: Any, expected: str) -> ConfigError:
-    """The error for a value that its key does not take."""
+    """Make the error for a value that its key does not accept."""
     return ConfigError(f"{path} = {shown(value)}: expected {expected}")
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
+    """Format a value for a message. Long values are truncated."""
     if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
         return "(a number of many digits)"
     text = repr(value)
@@ -302,7 +305,7 @@ def _free(value: Any) -> Any:
 
 
 def _read_either(path: str, value: Any, hint: Any, key: Key) -> Any:
-    """One of several types: a list where one is offered and the value is one, else the first that is none."""
+    """Convert a value to one of several types: a list type for lists, otherwise the first type that is not a list."""
     if value is None and types.NoneType in get_args(hint):
         return None
     kinds = [kind for kind in get_args(hint) if is_readable(kind)]
@@ -313,7 +316,7 @@ def _read_either(path: str, value: Any, hint: Any, key: Key) -> Any:
 
 
 def _kind(hint: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     if _is_union(hint):
         return " or ".join(_kind(kind) for kind in get_args(hint) if is_readable(kind))
     if get_origin(hint) is Literal:
@@ -364,7 +367,7 @@ def _range(kind: str, key: Key) -> str:
 
 
 def _dtype(path: str, value: Any) -> str:
-    # A torch.dtype in a dict config prints as torch.float16, so its text is enough and torch is not needed here.
+    # str() of a torch.dtype is "torch.float16", so that this module need not import torch.
     text = str(value).strip().lower().removeprefix("torch.")
     for name, spelled in _DTYPES.items():
         if text in spelled:

@@ -1,9 +1,9 @@
-"""The keys of `optimizer.params` and `scheduler.params` for the optimizers and schedules that onefold has itself.
+"""The keys of `optimizer.params` and `scheduler.params` for onefold's optimizers and schedules.
 
-Each is a section like the others: its values are read, its keys suggested and its support status told in the same way.
-The defaults are those of the optimizer; a class of torch is read by its own signature instead (`optim.signature`).
+They are declared and checked like other sections. The defaults are those of the optimizer. The parameters of torch
+classes are checked against their signatures instead (`optim.signature`).
 """
-# ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule wants.
+# ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule requires.
 
 import re
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 from onefold.config.keys import ConfigError, key, noticed, refused
 
-_KERNEL = "one fused kernel over flat shards serves; the result is the same"
+_KERNEL = "onefold uses one fused kernel over flat shards, with the same result"
 _BETA = {"minimum": 0, "below": 1}
 
 Betas = tuple[float, float]
 Coefficients = Literal["quintic", "polar_express"] | tuple[float, float, float]
 PerGroup = float | tuple[float, ...]
-"""One number for all parameter groups, or one a group."""
+"""One number for all parameter groups, or one number per group."""
 
 
 @dataclass(frozen=True)
 class _Params:
-    """What every optimizer has."""
+    """Parameters of every optimizer."""
 
     lr: float = key(1e-3, "Learning rate.", minimum=0)
     weight_decay: float = key(0.0, "Weight decay.", minimum=0)
@@ -31,112 +31,125 @@ class _Params:
 
 @dataclass(frozen=True)
 class _TorchSwitches:
-    """What torch's classes ask about kernels; the update is the same without."""
+    """Parameters of torch's classes that select a kernel."""
 
-    maximize: bool = key(False, "Climb instead of descend.")
-    foreach: bool | None = noticed(None, "Which of torch's kernels.", _KERNEL)
-    fused: bool | None = noticed(None, "Which of torch's kernels.", _KERNEL)
-    capturable: bool = noticed(False, "Kernels for CUDA graphs.", _KERNEL)
+    maximize: bool = key(False, "Maximize the objective instead of minimizing it.")
+    foreach: bool | None = noticed(None, "Use torch's foreach kernels.", _KERNEL)
+    fused: bool | None = noticed(None, "Use torch's fused kernels.", _KERNEL)
+    capturable: bool = noticed(False, "Use kernels that CUDA graphs can capture.", _KERNEL)
     differentiable: bool = refused(
-        False, "Backward through the step.", "the step works in place on flat shards; leave it out"
+        False, "Support backward through the step.", "the step works in place on flat shards; leave it out"
     )
 
 
 @dataclass(frozen=True)
 class AdamParams(_TorchSwitches, _Params):
-    """Adam. As in DeepSpeed its weight decay is AdamW's unless `adam_w_mode` is false."""
+    """Adam. As in DeepSpeed, weight decay is decoupled (AdamW) unless `adam_w_mode` is false."""
 
-    betas: Betas = key((0.9, 0.999), "Decay of the averages of the gradient and of its square.", **_BETA)
-    eps: float = key(1e-8, "Added to the root in the denominator.", minimum=0)
-    amsgrad: bool = key(False, "Divide by the largest average of squares so far.")
-    decoupled_weight_decay: bool = key(True, "Decay apart from the gradient.", aliases=("adam_w_mode", "adamw_mode"))
-    bias_correction: bool = refused(True, "Correct for the start at zero.", "only true is implemented; leave it out")
-    torch_adam: bool = noticed(False, "torch's Adam instead of DeepSpeed's.", _KERNEL)
-    fp32_optimizer_states: bool = noticed(True, "States in fp32.", "onefold.state_dtype says what states are held in")
-    set_grad_none: bool = noticed(True, "Drop gradients instead of zeroing.", "the engine drops gradients")
+    betas: Betas = key((0.9, 0.999), "Decay rates of the averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-8, "Term added to the denominator for numerical stability.", minimum=0)
+    amsgrad: bool = key(False, "Divide by the maximum of the average of squares (AMSGrad).")
+    decoupled_weight_decay: bool = key(
+        True, "Apply weight decay to the weights instead of the gradient.", aliases=("adam_w_mode", "adamw_mode")
+    )
+    bias_correction: bool = refused(True, "Correct the bias of the averages.", "only true is implemented; leave it out")
+    torch_adam: bool = noticed(False, "Use torch's Adam instead of DeepSpeed's.", _KERNEL)
+    fp32_optimizer_states: bool = noticed(
+        True, "Keep optimizer states in fp32.", "onefold.state_dtype is the data type of the states"
+    )
+    set_grad_none: bool = noticed(True, "Free gradients instead of zeroing them.", "the engine always frees gradients")
 
 
 @dataclass(frozen=True)
 class AdamWParams(AdamParams):
-    """AdamW. As in DeepSpeed there is no weight decay unless it is asked for."""
+    """AdamW. As in DeepSpeed, the default weight decay is 0."""
 
     decoupled_weight_decay: bool = noticed(
         True,
-        "Decay weights apart from the gradient.",
-        "AdamW always decays apart from the gradient, in DeepSpeed too; write Adam",
+        "Apply weight decay to the weights instead of the gradient.",
+        "AdamW always uses decoupled weight decay, as in DeepSpeed; write Adam",
         aliases=("adam_w_mode", "adamw_mode"),
     )
 
 
 @dataclass(frozen=True)
 class SGDParams(_TorchSwitches, _Params):
-    """Gradient descent, with torch's momentum."""
+    """Stochastic gradient descent, with torch's momentum."""
 
-    momentum: float = key(0.0, "Decay of the velocity; 0: no velocity.", minimum=0, maximum=1)
-    dampening: float = key(0.0, "Share of the gradient that does not enter the velocity.")
-    nesterov: bool = key(False, "Look ahead along the velocity; needs `momentum`, and `dampening` 0.")
+    momentum: float = key(0.0, "Momentum factor. 0 disables momentum.", minimum=0, maximum=1)
+    dampening: float = key(0.0, "Dampening of the momentum.")
+    nesterov: bool = key(False, "Use Nesterov momentum. Requires `momentum` above 0 and `dampening` 0.")
 
 
 @dataclass(frozen=True)
 class AdagradParams(_TorchSwitches, _Params):
-    """Adagrad, with torch's decay of the rate."""
+    """Adagrad, with torch's learning rate decay."""
 
     lr: float = key(1e-2, "Learning rate.", minimum=0)
-    lr_decay: float = key(0.0, "The rate is divided by 1 + this x steps.", minimum=0)
-    initial_accumulator_value: float = key(0.0, "Where the sum of squares starts.", minimum=0)
-    eps: float = key(1e-10, "Added to the root in the denominator.", minimum=0)
+    lr_decay: float = key(
+        0.0, "Learning rate decay: the learning rate is divided by 1 + `lr_decay` x steps.", minimum=0
+    )
+    initial_accumulator_value: float = key(0.0, "Initial value of the sum of squares.", minimum=0)
+    eps: float = key(1e-10, "Term added to the denominator for numerical stability.", minimum=0)
 
 
 @dataclass(frozen=True)
 class LionParams(_Params):
-    """The sign of an interpolated momentum; weight decay is apart from the gradient."""
+    """Lion: the update is the sign of an interpolated momentum. Weight decay is decoupled."""
 
     lr: float = key(1e-4, "Learning rate.", minimum=0)
-    betas: Betas = key((0.9, 0.99), "Weights of the momentum in the step, and in its own update.", **_BETA)
+    betas: Betas = key(
+        (0.9, 0.99), "Decay rates of the momentum in the weight update and in the momentum update.", **_BETA
+    )
 
 
 @dataclass(frozen=True)
 class MuonParams(_Params):
-    """Orthogonalised momentum for hidden matrices, AdamW for embeddings, heads and vectors. DeepSpeed's defaults."""
+    """Muon for hidden matrices, and AdamW for embeddings, heads and vectors. The defaults are DeepSpeed's."""
 
     lr: float | None = key(  # type: ignore[assignment]
-        None, "Learning rate of matrices and all others, where `muon_lr` or `adam_lr` does not give its own.", minimum=0
+        None, "Learning rate of all parameters for which `muon_lr` or `adam_lr` is not given.", minimum=0
     )
-    muon_lr: float | None = key(0.02, "Learning rate of matrices; left out: `lr`, if that is given.", minimum=0)
-    adam_lr: float | None = key(3e-4, "Learning rate of all others; left out: `lr`, if that is given.", minimum=0)
-    momentum: float = key(0.95, "Decay of the momentum.", **_BETA)
-    nesterov: bool = key(True, "Look ahead along the momentum.")
-    ns_steps: int = key(5, "Iterations that orthogonalise.", minimum=1, below=100)
+    muon_lr: float | None = key(0.02, "Learning rate of matrices. If only `lr` is given, `lr` is used.", minimum=0)
+    adam_lr: float | None = key(
+        3e-4, "Learning rate of all other parameters. If only `lr` is given, `lr` is used.", minimum=0
+    )
+    momentum: float = key(0.95, "Momentum factor.", **_BETA)
+    nesterov: bool = key(True, "Use Nesterov momentum.")
+    ns_steps: int = key(5, "Number of Newton-Schulz iterations.", minimum=1, below=100)
     ns_coefficients: Coefficients = key(
-        "quintic", "Of these iterations: the usual ones, those of Polar Express, or three numbers."
+        "quintic", "Coefficients of the iterations: the usual ones, those of Polar Express, or three numbers."
     )
     ns_method: Literal["standard", "gram"] = noticed(
-        "standard", "How iterations are computed.", "all products are those of the standard way, which gram shortens"
+        "standard", "Method of the iterations.", "onefold always uses the standard method; gram is a shortcut of it"
     )
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(
-        None, "How the rate follows a matrix's shape, under torch's names; left out: original."
+        None, "Adjustment of the learning rate to the shape of a matrix, as in torch. The default is original."
     )
-    betas: Betas = key((0.9, 0.95), "AdamW's: decay of the averages of the gradient and of its square.", **_BETA)
-    eps: float = key(1e-10, "AdamW's: added to the root in the denominator.", minimum=0)
-    adamw_names: tuple[str, ...] = key((), "Patterns of names of parameters that AdamW is to step.")
+    betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-10, "Term added to the denominator of AdamW.", minimum=0)
+    adamw_names: tuple[str, ...] = key((), "Name patterns of parameters that AdamW updates.")
     split_rows: tuple[str, ...] = key(
-        (), "Parameters that are several matrices below each other: `*.qkv.weight=3`, `*.kv.weight=512,512`."
+        (),
+        "Parameters that consist of several matrices stacked by rows: `*.qkv.weight=3`, `*.kv.weight=512,512`.",
     )
 
 
 @dataclass(frozen=True)
 class ShampooParams(_Params):
-    """The momentum of hidden matrices between the inverse roots of their covariances; others are stepped by AdamW."""
+    """Shampoo for hidden matrices, with momentum, and AdamW for all other parameters."""
 
-    adam_lr: float | None = key(None, "Learning rate of all but matrices; left out: `lr`.", minimum=0)
-    momentum: float = key(0.9, "Decay of the momentum.", **_BETA)
-    covariance_decay: float = key(0.95, "Decay of the covariances of rows and of columns.", **_BETA)
-    covariance_eps: float = key(1e-6, "Share of the largest eigenvalue below which none counts.", minimum=0)
-    root_every: int = key(10, "Steps after which roots are taken anew.", minimum=1)
-    betas: Betas = key((0.9, 0.999), "AdamW's: decay of the averages of the gradient and of its square.", **_BETA)
-    eps: float = key(1e-8, "AdamW's: added to the root in the denominator.", minimum=0)
-    adamw_names: tuple[str, ...] = key((), "Patterns of names of parameters that AdamW is to step.")
-    split_rows: tuple[str, ...] = key((), "Parameters that are several matrices below each other, as with Muon.")
+    adam_lr: float | None = key(None, "Learning rate of AdamW. The default is `lr`.", minimum=0)
+    momentum: float = key(0.9, "Momentum factor.", **_BETA)
+    covariance_decay: float = key(0.95, "Decay rate of the covariances of rows and columns.", **_BETA)
+    covariance_eps: float = key(
+        1e-6, "Fraction of the largest eigenvalue below which eigenvalues are ignored.", minimum=0
+    )
+    root_every: int = key(10, "Number of steps between two computations of the inverse roots.", minimum=1)
+    betas: Betas = key((0.9, 0.999), "Decay rates of AdamW's averages of the gradient and of its square.", **_BETA)
+    eps: float = key(1e-8, "Term added to the denominator of AdamW.", minimum=0)
+    adamw_names: tuple[str, ...] = key((), "Name patterns of parameters that AdamW updates.")
+    split_rows: tuple[str, ...] = key((), "Parameters that consist of several matrices stacked by rows, as for Muon.")
 
 
 OPTIMIZERS: dict[str, type] = {
@@ -148,29 +161,30 @@ OPTIMIZERS: dict[str, type] = {
     "muon": MuonParams,
     "shampoo": ShampooParams,
 }
-"""By the name in lower case: DeepSpeed does not look at the case either."""
+"""The optimizers by lower-case name. Names are case-insensitive, as in DeepSpeed."""
 
 
 _8BIT = re.compile(r"(paged_?)?(?P<plain>adamw|adam|lion)_?(bnb_?|torch_?)?8bit", re.IGNORECASE)
 
 
 def plain_name(name: str) -> str:
-    """The optimizer that a `type` means, whatever its states are held in."""
+    """Return the lower-case optimizer name in a `type`, without the suffix for 8-bit states."""
     match = _8BIT.fullmatch(name)
     return (match["plain"] if match else name).lower()
 
 
 def is_8bit(name: str) -> bool:
-    """Whether a `type` is one of the names that bitsandbytes, torchao and transformers have for states of 8 bits."""
+    """Return whether a `type` is a name of bitsandbytes, torchao or transformers for an optimizer with 8-bit states."""
     return _8BIT.fullmatch(name) is not None
 
 
 def is_paged(name: str) -> bool:
+    """Return whether a `type` is a name of bitsandbytes for an optimizer with paged 8-bit states."""
     return is_8bit(name) and name.lower().startswith("paged")
 
 
 def check_together(values: Mapping[str, Any], path: str) -> None:
-    """What several hyperparameters of one group say together; `values` has them all."""
+    """Raise if hyperparameters of one group contradict each other. `values` contains all of them."""
     if (
         values.get("nesterov")
         and "dampening" in values
@@ -184,66 +198,78 @@ def check_together(values: Mapping[str, Any], path: str) -> None:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What every schedule has."""
+    """Parameters of every schedule."""
 
-    last_batch_iteration: int = key(-1, "The iteration to go on from; -1: a new schedule.", minimum=-1)
+    last_batch_iteration: int = key(-1, "Iteration from which to resume. -1 starts a new schedule.", minimum=-1)
 
 
 @dataclass(frozen=True)
 class LRRangeTestParams(_Schedule):
-    """Raises the rate steadily, to find the largest that still trains."""
+    """Learning rate range test: an increasing learning rate, to find the largest one that trains."""
 
-    lr_range_test_min_lr: PerGroup = key(1e-3, "The rate to start from.", minimum=0)
-    lr_range_test_step_size: int = key(2000, "Steps of one interval.", minimum=1)
-    lr_range_test_step_rate: float = key(1.0, "The rate grows by this x the first one an interval.", minimum=0)
-    lr_range_test_staircase: bool = key(False, "Grow once an interval instead of every step.")
+    lr_range_test_min_lr: PerGroup = key(1e-3, "Initial learning rate.", minimum=0)
+    lr_range_test_step_size: int = key(2000, "Steps per interval.", minimum=1)
+    lr_range_test_step_rate: float = key(
+        1.0, "Increase per interval, as a multiple of the initial learning rate.", minimum=0
+    )
+    lr_range_test_staircase: bool = key(False, "Increase the learning rate once per interval instead of every step.")
 
 
 @dataclass(frozen=True)
 class OneCycleParams(_Schedule):
-    """Up and down once while the first beta moves the other way; then both decay."""
+    """One cycle: the learning rate rises and falls while the first beta falls and rises; then both decay."""
 
-    cycle_min_lr: PerGroup | None = key(None, "The rate at both ends of the cycle. Required.", minimum=0)
-    cycle_max_lr: PerGroup | None = key(None, "The rate at its top. Required.", minimum=0)
-    decay_lr_rate: float = key(0.0, "After the cycle the rate is divided by 1 + this x intervals.", minimum=0)
-    cycle_first_step_size: int = key(2000, "Steps on the way up.", minimum=1)
-    cycle_second_step_size: int | None = key(None, "Steps on the way down; as many as up when left out.", minimum=0)
-    cycle_first_stair_count: int = key(0, "Stairs on the way up; 0: a slope.", minimum=0)
-    cycle_second_stair_count: int | None = key(None, "Stairs on the way down; as up when left out.", minimum=0)
-    decay_step_size: int = key(0, "Steps of one interval of decay; 0: no decay.", minimum=0)
-    cycle_momentum: bool = key(True, "Move the first beta the other way.")
-    cycle_min_mom: PerGroup = key(0.8, "The first beta at the top.", **_BETA)
-    cycle_max_mom: PerGroup = key(0.9, "The first beta at both ends.", **_BETA)
-    decay_mom_rate: float = key(0.0, "After the cycle the first beta grows by this x intervals.", minimum=0)
+    cycle_min_lr: PerGroup | None = key(None, "Learning rate at the start and end of the cycle. Required.", minimum=0)
+    cycle_max_lr: PerGroup | None = key(None, "Maximum learning rate. Required.", minimum=0)
+    decay_lr_rate: float = key(
+        0.0, "After the cycle, the learning rate is divided by 1 + `decay_lr_rate` x intervals.", minimum=0
+    )
+    cycle_first_step_size: int = key(2000, "Steps of the increase.", minimum=1)
+    cycle_second_step_size: int | None = key(
+        None, "Steps of the decrease. The default is `cycle_first_step_size`.", minimum=0
+    )
+    cycle_first_stair_count: int = key(0, "Stairs in the increase. 0: linear.", minimum=0)
+    cycle_second_stair_count: int | None = key(
+        None, "Stairs in the decrease. The default is `cycle_first_stair_count`.", minimum=0
+    )
+    decay_step_size: int = key(0, "Steps per decay interval. 0: no decay.", minimum=0)
+    cycle_momentum: bool = key(True, "Cycle the first beta in the opposite direction.")
+    cycle_min_mom: PerGroup = key(0.8, "First beta at the maximum learning rate.", **_BETA)
+    cycle_max_mom: PerGroup = key(0.9, "First beta at the start and end of the cycle.", **_BETA)
+    decay_mom_rate: float = key(
+        0.0, "After the cycle, the first beta is multiplied by 1 + `decay_mom_rate` x intervals.", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class WarmupLRParams(_Schedule):
-    """A rise, then one rate for good."""
+    """Warmup, followed by a constant learning rate."""
 
-    warmup_min_lr: PerGroup = key(0.0, "The rate to start from.", minimum=0)
-    warmup_max_lr: PerGroup | None = key(None, "The rate to rise to; left out: each group's own.", minimum=0)
-    warmup_num_steps: int = key(1000, "Steps of the rise; 0 and 1 count as 2.", minimum=0)
-    warmup_type: Literal["log", "linear"] = key("log", "The shape of the rise.")
+    warmup_min_lr: PerGroup = key(0.0, "Initial learning rate.", minimum=0)
+    warmup_max_lr: PerGroup | None = key(
+        None, "Learning rate after the warmup. The default is the learning rate of each group.", minimum=0
+    )
+    warmup_num_steps: int = key(1000, "Steps of the warmup. 0 and 1 count as 2.", minimum=0)
+    warmup_type: Literal["log", "linear"] = key("log", "Shape of the warmup.")
 
 
 @dataclass(frozen=True)
 class WarmupDecayLRParams(WarmupLRParams):
-    """A rise, then a straight line back."""
+    """Warmup, followed by linear decay."""
 
-    warmup_max_lr: PerGroup | None = key(0.001, "The rate to rise to.", minimum=0)
-    total_num_steps: int | None = key(None, "The step at which the rate is back at its start. Required.", minimum=1)
+    warmup_max_lr: PerGroup | None = key(0.001, "Learning rate after the warmup.", minimum=0)
+    total_num_steps: int | None = key(None, "Step at which the decay ends. Required.", minimum=1)
 
 
 @dataclass(frozen=True)
 class WarmupCosineLRParams(_Schedule):
-    """Shares of each group's own rate: a rise, then half a cosine."""
+    """Warmup, followed by cosine decay. Ratios refer to the learning rate of each group."""
 
-    total_num_steps: int | None = key(None, "The step at which the cosine ends. Required.", minimum=1)
-    warmup_min_ratio: float = key(0.0, "Share of the rate to start from.", minimum=0)
-    warmup_num_steps: int = key(1000, "Steps of the rise; 0 and 1 count as 2.", minimum=0)
-    cos_min_ratio: float = key(1e-4, "Share of the rate to end at.", minimum=0)
-    warmup_type: Literal["log", "linear"] = key("log", "The shape of the rise.")
+    total_num_steps: int | None = key(None, "Step at which the decay ends. Required.", minimum=1)
+    warmup_min_ratio: float = key(0.0, "Initial ratio.", minimum=0)
+    warmup_num_steps: int = key(1000, "Steps of the warmup. 0 and 1 count as 2.", minimum=0)
+    cos_min_ratio: float = key(1e-4, "Final ratio.", minimum=0)
+    warmup_type: Literal["log", "linear"] = key("log", "Shape of the warmup.")
 
 
 SCHEDULES: dict[str, type] = {
@@ -256,5 +282,5 @@ SCHEDULES: dict[str, type] = {
 
 
 def params_of(section: str, name: str) -> type | None:
-    """The keys of `optimizer.params` or `scheduler.params` under a `type`; None where it is not onefold's own."""
+    """Return the section class of `optimizer.params` or `scheduler.params` for a `type`, or None for torch classes."""
     return OPTIMIZERS.get(plain_name(name)) if section == "optimizer" else SCHEDULES.get(name)

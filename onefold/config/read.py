@@ -1,4 +1,4 @@
-"""Reads a dict or a file into a `Config`: keys by name, alias or dotted path, values by type, then checks them."""
+"""Conversion of a dict or a file to a checked `Config`. Keys may be given by name, alias or dotted path."""
 
 import copy
 import dataclasses
@@ -31,23 +31,23 @@ from onefold.config.schema import FREE_KEYS, Config
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """One key of one object, as it was spelled; `name` may be a dotted path to a key further down."""
+    """One key of an object as the file gives it. `name` may be a dotted path to a nested key."""
 
     name: str
     value: Any
     path: str
     dotted: bool = False
-    """It was given by a dotted path, beside the section or in its place."""
+    """The key was given by a dotted path, in addition to its section or instead of it."""
 
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
 
 
 def load_config(source: ConfigSource, *, lists_unknown: bool = False) -> Config:
-    """Reads a config: a dict, a JSON or YAML file, or a `Config` (returned as it is).
+    """Read a config from a dict or a JSON or YAML file. A `Config` is returned unchanged.
 
-    What is not offered yet does not fail here: it is listed in `refusals`, and `check_built` raises. `lists_unknown`:
-    top-level keys that resemble no known key are listed in `unknown` instead of raising.
+    Features that onefold does not support do not raise here: they are listed in `refusals`, for which `check_built`
+    raises. With `lists_unknown`, top-level keys that resemble no known key are listed in `unknown` instead of raising.
     """
     if isinstance(source, Config):
         return source
@@ -74,14 +74,14 @@ def load_config(source: ConfigSource, *, lists_unknown: bool = False) -> Config:
 
 
 def check_built(config: Config) -> None:
-    """Raises one ConfigError that lists everything the config asks for and onefold does not offer."""
+    """Raise one ConfigError that lists all requested features that onefold does not support."""
     if config.refusals:
         lines = "".join(f"\n  - {line}" for line in config.refusals)
-        raise ConfigError(f"this config asks for what onefold does not offer:{lines}")
+        raise ConfigError(f"this config requests features that onefold does not support:{lines}")
 
 
 def read_params(kind: type, params: Mapping[str, Any], path: str, given: GivenKeys | None = None) -> dict[str, Any]:
-    """The given parameters of one of onefold's own optimizers or schedules, each in its type and under its own name."""
+    """Convert the given parameters of one of onefold's optimizers or schedules, and return them by canonical name."""
     given = GivenKeys() if given is None else given
     _read_section(kind, [_Item(str(name), value, f"{path}.{name}") for name, value in params.items()], path, given)
     return {name: given.values[f"{path}.{name}"] for name in entries(kind) if f"{path}.{name}" in given.values}
@@ -104,7 +104,7 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKey
     known = spellings(kind)
     by_name: dict[str, list[_Item]] = {}
     for item in items:
-        # A dotted path to a known key is that key: its head names the section, the rest is a key of that section.
+        # In a dotted path, the head names a section and the rest names a key of that section.
         head, _, rest = item.name.partition(".")
         entry = known.get(head)
         if entry is None or (rest and entry.section is None and not entry.is_free):
@@ -136,7 +136,7 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
                 given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section says {value!r}, which counts')
         if entry.key.fraction and as_number(present[0].value) != value:
             given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
-        given.spelled[path] = present[0].path
+        given.names_in_file[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
             given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
     given.values[path] = value
@@ -152,7 +152,7 @@ def _present(entry: SectionKey, items: Sequence[_Item]) -> list[_Item]:
 
 
 def _open(items: Sequence[_Item]) -> list[_Item] | None:
-    """The keys inside an object that may be given whole, by dotted paths, or both; None when it is absent."""
+    """Collect the keys inside an object that is given whole, by dotted paths, or both. Return None if it is absent."""
     inner: list[_Item] = []
     for item in items:
         if item.name:
@@ -176,7 +176,7 @@ def _read_free(items: Sequence[_Item], path: str) -> dict[str, Any]:
 
 
 def _check_free(entry: SectionKey, value: dict[str, Any], path: str) -> None:
-    """What is read of an object whose keys are free: switches and sizes, and the values where all have one type."""
+    """Check the values in an object with arbitrary keys: all of them if they have one type, otherwise `FREE_KEYS`."""
     inner = get_args(entry.hint)[1]
     for name, held in value.items():
         full = f"{path}.{name}"
@@ -202,12 +202,12 @@ def _disagree(name: str, paths: Sequence[str], values: Sequence[Any]) -> ConfigE
     return ConfigError(f"{shown}: these are one key, {name}; keep one of them")
 
 
-# -- what an unknown key was probably meant to be ---------------------------------------------------------------------
+# -- suggestions for unknown keys -------------------------------------------------------------------------------------
 
 _FEW = 12
 _MANY = 2
 
-# Other libraries' names for hyperparameters, and what they may be called here; the first that is known counts.
+# Hyperparameter names of other libraries, by the name here. The first match that the section has is suggested.
 _MEANT = {
     "lr": ("learning_rate", "rate", "step_size", "eta", "learn_rate", "base_lr", "initial_lr"),
     "betas": ("beta", "beta1", "beta2", "beta_1", "beta_2", "adam_beta1", "adam_beta2", "b1", "b2", "momentum"),
@@ -231,15 +231,15 @@ _MEANT = {
     "lr_range_test_step_size": ("step_size",),
     "lr_range_test_step_rate": ("step_rate",),
 }
-# Nobody uses these for anything else.
+# These names have no other common meaning.
 _CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"}
 _CERTAIN |= {"adam_beta1", "adam_beta2"}
 
 
 def meant_key(name: str, known: Iterable[str], *, certain: bool = False) -> str | None:
-    """The known name that another one stands for: its spelling, its name elsewhere, or what looks like it.
+    """Return the known name that `name` probably means: another spelling, another library's name, or a similar name.
 
-    `certain`: the other name may also be somebody's own, so it has to be as good as the known one.
+    With `certain`, require a near-certain match, because `name` may also be a user-defined key.
     """
     by_plain = {_plain(candidate): candidate for candidate in known}
     if _plain(name) in by_plain:
@@ -257,7 +257,7 @@ def _plain(name: str) -> str:
 
 
 def _unknown_key(section: type, path: str, name: str, full: str) -> ConfigError:
-    """The error for `name`, which the section at `path` does not know; `full` is the key as the file spells it."""
+    """Make the error for a key `name` that the section at `path` does not have. `full` is its path in the file."""
     where = f"in {path}" if path else "at the top of a config"
     hints, known = _nearest(section, path, name), list(spellings(section))
     if hints:
@@ -274,7 +274,7 @@ _LONG = 8
 
 
 def _resembles_known(name: str, value: Any) -> bool:
-    """Whether a top-level key is known, or is probably a known key that is misspelt, shortened or misplaced."""
+    """Return whether a top-level key is known, or is probably a misspelled, shortened or misplaced known key."""
     known, leaf, everywhere = spellings(Config), name.rpartition(".")[2], _all_spellings(Config)
     if name.partition(".")[0] in known:
         return True
@@ -294,13 +294,13 @@ def _resembles_known(name: str, value: Any) -> bool:
 
 
 def _abbreviates(words: list[str], full: list[str]) -> bool:
-    """Whether each word begins a word of the other name, in the same order: `grad_clip` and `gradient_clipping`."""
+    """Return whether each word is a prefix of a word in `full`, in order: `grad_clip`, `gradient_clipping`."""
     rest = iter(full)
     return all(any(whole.startswith(word) for whole in rest) for word in words)
 
 
 def unknown_param(path: str, name: str, owner: str, known: Iterable[str]) -> ConfigError:
-    """The error for a parameter that a class of torch does not take."""
+    """Make the error for a parameter that a torch class does not accept."""
     meant = meant_key(name, known := list(known))
     hint = f"did you mean {path}.{meant}?" if meant else f"known: {', '.join(known)}"
     return ConfigError(f"{path}.{name}: {owner} has no parameter {name!r}; {hint}")
@@ -309,7 +309,7 @@ def unknown_param(path: str, name: str, owner: str, known: Iterable[str]) -> Con
 def _nearest(section: type, path: str, name: str) -> list[str]:
     everywhere = _all_spellings(Config)
     leaf = name.rpartition(".")[2]
-    # The right key in the wrong section, unless it is a name that half of the sections have.
+    # The key may be in the wrong section. Names that many sections have, such as `enabled`, are not suggested.
     misplaced = [full for full in everywhere if full.rpartition(".")[2] == leaf]
     if 0 < len(misplaced) <= _MANY:
         return misplaced

@@ -18,8 +18,8 @@ from onefold.checkpoint.format.folder import put_pointer_files, retain
 from onefold.checkpoint.format.manifest import checksum, without_secrets
 from onefold.checkpoint.format.plain_data import ClientStateError
 from onefold.checkpoint.format.shard_files import Slot
-from onefold.checkpoint.saving.rank_writer import SaveError, SaveHeader, SaveOptions, SaveRequest
-from onefold.checkpoint.saving.saver import Saver
+from onefold.checkpoint.saving.rank_shard_writer import SaveError, SaveHeader, SaveOptions, SaveRequest
+from onefold.checkpoint.saving.save_coordinator import SaveCoordinator
 from onefold.checkpoint.state.random_states import capture_random_states
 from onefold.checkpoint.state.slots import buffer_name, groups_of, loose_states, outside_units, own_slots
 from onefold.checkpoint.state.weights import consolidate, save_weights
@@ -42,7 +42,7 @@ class CheckpointSaver:
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
         self.refuses_open_window = True
         """Whether a save inside an accumulation window raises. Otherwise it warns."""
-        self.coordinator = Saver(
+        self.coordinator = SaveCoordinator(
             self,
             Board(state.group, name),
             state.schedule.guard,

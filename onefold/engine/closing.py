@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.saving.saver import LINGER
+from onefold.checkpoint.saving.save_coordinator import LINGER
 from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.step_reports import EngineReports

@@ -30,7 +30,7 @@ def read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any
         if entry is None or (value is None and entry.optional):
             continue
         plain = read_value(f"{path}.{name}", _plain(value), entry)
-        if entry.key.refused is not None and entry.asks(plain):
+        if entry.key.refused is not None and entry.is_requested(plain):
             raise ConfigError(f"{path}.{name} = {plain!r}: {entry.key.refused}")
         read[entry.name] = value if _has_tensor(value) else plain
     return read

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.config.schema import Fp16
+from onefold.config.precision import Fp16
 
 
 class LossScaleError(FloatingPointError):

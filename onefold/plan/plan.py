@@ -12,7 +12,10 @@ from typing import Literal
 import torch
 
 from onefold.config import Config, ConfigError, num_replicas
-from onefold.config.schema import Aio, CheckpointSection, Comet, FileMonitor, Fp16, TraceSection, Wandb
+from onefold.config.monitoring import Comet, FileMonitor, Wandb
+from onefold.config.onefold_section import TraceSection
+from onefold.config.precision import Fp16
+from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from onefold.config.schema import TraceSection
+from onefold.config.onefold_section import TraceSection
 from onefold.log import logger
 from onefold.report.timeline import Profiling
 

@@ -36,7 +36,7 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.format.shard_files import CheckpointReader
-from onefold.checkpoint.saving import rank_writer, saver
+from onefold.checkpoint.saving import rank_shard_writer, save_coordinator
 from onefold.comm import Board
 from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -767,7 +767,7 @@ def copy_fails(folder: str, whose: int, alone: bool) -> Any:
     engine = engine_of(60)
     learn(engine, 1)
     engine.save_checkpoint(folder, "good")
-    works = rank_writer.copy_slots
+    works = rank_shard_writer.copy_slots
 
     def copy(pairs: Any) -> None:
         if any(slot.name.startswith("optimizer/") for slot, _ in pairs):
@@ -775,7 +775,7 @@ def copy_fails(folder: str, whose: int, alone: bool) -> Any:
         works(pairs)
 
     told = []
-    with mock.patch.object(rank_writer, "copy_slots", copy) if rank() == whose else nullcontext():
+    with mock.patch.object(rank_shard_writer, "copy_slots", copy) if rank() == whose else nullcontext():
         if rank() == 0 or not alone:
             told.append(attempt(lambda: engine.save_checkpoint(folder, "bad", background=True)))
         for number in range(4):
@@ -820,11 +820,11 @@ class Interrupted(BaseException):
 
 # What fails, where it is looked up, and the kinds of errors.
 FAULTS: dict[str, tuple[Any, str]] = {
-    "collecting": (rank_writer.RankWriter, "prepare"),
-    "writing": (rank_writer, "write_shard"),
-    "telling of it": (rank_writer, "replace_file"),
-    "starting a thread": (saver.Saver, "_start_thread"),
-    "publishing": (saver.Leader, "_publish"),
+    "collecting": (rank_shard_writer.RankShardWriter, "prepare"),
+    "writing": (rank_shard_writer, "write_shard"),
+    "telling of it": (rank_shard_writer, "replace_file"),
+    "starting a thread": (save_coordinator.SaveCoordinator, "_start_thread"),
+    "publishing": (save_coordinator.SavePublisher, "_publish"),
 }
 
 

@@ -335,7 +335,7 @@ def test_an_older_checkpoint_never_stands_in(checkpoints: Path, tmp_path: Path) 
         ({"file_format": "gguf"}, "safetensors, bin"),
         ({"max_shard_size": "large"}, "max_shard_size"),
         ({"tag": "../newer"}, "plain folder name"),
-        ({"tag": "never"}, "never.*complete ones.*newer"),
+        ({"tag": "never"}, "never.*complete checkpoints.*newer"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -376,23 +376,24 @@ def test_malformed_tags_are_refused_by_name(tree):
 
 
 @pytest.mark.parametrize(
-    ("tree", "what"),
+    "tree",
     [
-        ({"$namespace": {"lr": 0.1}}, "an argparse.Namespace"),
-        ({"$simple_namespace": {"lr": 0.1}}, "a types.SimpleNamespace"),
-        ({"$defaultdict": {"factory": "list", "items": []}}, "a defaultdict"),
-        ({"$path": "/a/b"}, "a path"),
-        ({"$datetime": "2024-01-01"}, "a datetime"),
-        ({"$timedelta": [1, 2, 3]}, "a timedelta"),
-        ({"$slice": [1, 2, None]}, "a slice"),
-        ({"$range": [1, 2, 3]}, "a range"),
-        ({"$str": [55357]}, "surrogates"),
-        ({"$bytearray": "AA=="}, "a bytearray"),
+        {"$namespace": {"lr": 0.1}},
+        {"$simple_namespace": {"lr": 0.1}},
+        {"$defaultdict": {"factory": "list", "items": []}},
+        {"$path": "/a/b"},
+        {"$datetime": "2024-01-01"},
+        {"$timedelta": [1, 2, 3]},
+        {"$slice": [1, 2, None]},
+        {"$range": [1, 2, 3]},
+        {"$str": [55357]},
+        {"$bytearray": "AA=="},
     ],
     ids=json.dumps,
 )
-def test_what_earlier_versions_wrote_and_this_one_does_not_is_refused_by_name(tree, what):
-    with pytest.raises(ValueError, match=rf"^\$\w+: written by an older version with {what}"):
+def test_tags_of_other_versions_are_refused_by_name(tree):
+    (tag,) = tree
+    with pytest.raises(ValueError, match=rf"^\{tag}: malformed: .*another version"):
         plain_data.decode([{"a": tree}], {})
 
 

@@ -386,15 +386,36 @@ HOSTILE_INDEXES = {
     "no weight_map": (b"{}", "no weight_map"),
     "weight_map is a list": (b'{"weight_map": []}', "no weight_map"),
     "name twice": (b'{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "given twice"),
-    "parent folder": (b'{"weight_map": {"a": "../secret.safetensors"}}', "'a' must be in a .safetensors file beside"),
-    "absolute": (b'{"weight_map": {"a": "/etc/x.safetensors"}}', "'a' must be in a .safetensors file beside"),
-    "backslash": (b'{"weight_map": {"a": "..\\\\x.safetensors"}}', "'a' must be in a .safetensors file beside"),
-    "zero byte": (b'{"weight_map": {"a": "x\\u0000.safetensors"}}', "'a' must be in a .safetensors file beside"),
-    "a pickle": (b'{"weight_map": {"a": "pytorch_model.bin"}}', "'a' must be in a .safetensors file beside"),
-    "a number": (b'{"weight_map": {"a": 7}}', "'a' must be in a .safetensors file beside"),
-    "missing file": (b'{"weight_map": {"a": "gone.safetensors"}}', "no file 'gone.safetensors' beside it"),
-    "a folder": (b'{"weight_map": {"a": "folder.safetensors"}}', "no file 'folder.safetensors' beside it"),
-    "surrogate": (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "no file .* beside it"),
+    "parent folder": (
+        b'{"weight_map": {"a": "../secret.safetensors"}}',
+        "'a' must be in a .safetensors file in the same folder",
+    ),
+    "absolute": (
+        b'{"weight_map": {"a": "/etc/x.safetensors"}}',
+        "'a' must be in a .safetensors file in the same folder",
+    ),
+    "backslash": (
+        b'{"weight_map": {"a": "..\\\\x.safetensors"}}',
+        "'a' must be in a .safetensors file in the same folder",
+    ),
+    "zero byte": (
+        b'{"weight_map": {"a": "x\\u0000.safetensors"}}',
+        "'a' must be in a .safetensors file in the same folder",
+    ),
+    "a pickle": (
+        b'{"weight_map": {"a": "pytorch_model.bin"}}',
+        "'a' must be in a .safetensors file in the same folder",
+    ),
+    "a number": (b'{"weight_map": {"a": 7}}', "'a' must be in a .safetensors file in the same folder"),
+    "missing file": (
+        b'{"weight_map": {"a": "gone.safetensors"}}',
+        "cannot read the file 'gone.safetensors' in the same folder",
+    ),
+    "a folder": (
+        b'{"weight_map": {"a": "folder.safetensors"}}',
+        "cannot read the file 'folder.safetensors' in the same folder",
+    ),
+    "surrogate": (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "cannot read the file .* in the same folder"),
     "missing tensor": (b'{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}', "'b' should be in 'one"),
 }
 

@@ -543,7 +543,7 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
         ({"fp16": {"fp16_master_weights_and_grads": True}, **zero(stage=2)}, "fp16.fp16_master_weights_and_grads"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_gradients": True}, "sparse_gradients"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: nothing would be clipped by it; write gradient_clipping"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: it does not clip gradients; write gradient_clipping"),
         ({"autotuning": {"enabled": True}}, "autotuning.enabled = true: training does not search; `onefold tune`"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
@@ -671,8 +671,14 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"auto_cast": True}},
             "fp16.auto_cast = true: nothing reads it without fp16.enabled",
         ),
-        ({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}}, "fp16.hysteresis: a fixed fp16.loss_scale"),
-        ({"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}}, "fp16.min_loss_scale: a fixed"),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}},
+            "fp16.hysteresis: it has no effect with a fixed fp16.loss_scale",
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}},
+            "fp16.min_loss_scale: it has no effect with a fixed",
+        ),
         ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: it is off"),
         ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: it is off"),
         ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: it is off"),
@@ -708,8 +714,8 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             zero(stage=2, offload_param={"device": "nvme", "nvme_path": "/a", "buffer_count": 7}),
             "zero_optimization.offload_param.buffer_count = 7: only stage 3 reads it",
         ),
-        (zero(stage=3, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: shards lie over all ranks"),
-        (zero(stage=2, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: shards lie over all ranks"),
+        (zero(stage=3, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: states are sharded over all ranks"),
+        (zero(stage=2, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: states are sharded over all ranks"),
         (
             zero(stage=3, overlap_comm=False, stage3_prefetch_bucket_size=5),
             "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead",
@@ -723,9 +729,12 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         ({"gradient_allreduce_op": "sum", "prescale_gradients": True}, "prescale_gradients: gradient_allreduce_op sum"),
         (
             {"optimizer": {"type": "AdamW", "params": {"fused": True}}},
-            "optimizer.params.fused = true: one fused kernel",
+            "optimizer.params.fused = true: onefold uses one fused kernel",
         ),
-        ({"optimizer": {"type": "SGD", "params": {"foreach": "false"}}}, "optimizer.params.foreach = false: one fused"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"foreach": "false"}}},
+            "optimizer.params.foreach = false: onefold uses one fused",
+        ),
         ({"optimizer": {"type": "adam", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam = true: one"),
         (
             {"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}},
@@ -733,7 +742,7 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": "false"}}},
-            "optimizer.params.adam_w_mode = false: AdamW always decays apart",
+            "optimizer.params.adam_w_mode = false: AdamW always uses decoupled",
         ),
         ({"aio": {"queue_depth": 16}}, "aio"),
         ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
@@ -1133,7 +1142,7 @@ def test_one_alone_goes_with_an_accumulation_of_one() -> None:
     ("given", "world", "told"),
     [
         ((None, None, None), 2, "add train_micro_batch_size_per_gpu or train_batch_size"),
-        ((None, None, 4), 2, "beside gradient_accumulation_steps 4"),
+        ((None, None, 4), 2, "in addition to gradient_accumulation_steps 4"),
         (
             (128, 2, 16),
             3,

@@ -1163,15 +1163,15 @@ def test_a_save_right_after_step_holds_that_step(on_ranks, tmp_path, world, tier
 @contextmanager
 def slow_writer(seconds: float) -> Iterator[None]:
     """The first byte of a checkpoint is written only after a while."""
-    from onefold.checkpoint.saving import rank_writer
+    from onefold.checkpoint.saving import rank_shard_writer
 
-    writes = rank_writer.write_shard
+    writes = rank_shard_writer.write_shard
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         threading.Event().wait(seconds)
         return writes(*args, **kwargs)
 
-    with mock.patch.object(rank_writer, "write_shard", slow):
+    with mock.patch.object(rank_shard_writer, "write_shard", slow):
         yield
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints, read without running anything in them, and converted."""
+"""Reading and conversion of DeepSpeed checkpoints."""

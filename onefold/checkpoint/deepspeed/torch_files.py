@@ -1,9 +1,9 @@
-"""Files of torch.save, read by torch's own weights-only unpickler: tensors and plain data, and nothing that runs.
+"""Reading of torch.save files with torch's weights-only unpickler, without executing code from the file.
 
-A .pt file is a zip archive of a pickle (`data.pkl`) and the bytes of the tensors. A pickle is a program: the usual
-reader imports and calls what it names. torch's weights-only one knows a list of names. To these we add stand-ins for
-what DeepSpeed's files and their users' state name as well; none of them is what it stands for, and all that they do is
-to keep, or to check, what they are given. Any other name is refused. Tensors are views of the file, mapped privately.
+A .pt file is a zip archive of a pickle (`data.pkl`) and the bytes of the tensors. A pickle is a program: the standard
+unpickler imports and calls the objects that it names. torch's weights-only unpickler accepts a list of names. This
+module adds placeholders for further names in DeepSpeed's files. A placeholder only stores or checks its arguments, and
+never imports the named object. All other names are refused. Tensors are views of the privately mapped file.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import torch
 
 from onefold.checkpoint.format.files import open_regular
 
-# More than in any honest file: nested containers, and containers met for each byte of the pickle (repeated ones count).
+# Limits that valid files never reach: nesting depth, and visited containers (with repetitions) per byte of the pickle.
 MAX_DEPTH, MAX_REPETITION = 100, 100
 _ATOMS = (str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size)
-_exclusive = threading.Lock()  # torch has one list of allowed names for the process
+_exclusive = threading.Lock()  # torch has one list of allowed names per process
 
 
 class RefusedPickle(ValueError):
-    """The file is damaged, or asks for something that is not plain data."""
+    """The file is damaged, or contains objects that are not plain data."""
 
 
 class StandIn:
-    """Stands for a class that is never imported, and keeps what a file says of an object: its arguments and state."""
+    """Placeholder for a class that is not imported. It stores the arguments and the state of an object."""
 
     name = ""
     args: tuple[Any, ...]
@@ -53,7 +53,7 @@ class StandIn:
 
 
 class _Dtype:
-    """Stands for numpy.dtype: numbers or text, in this machine's byte order."""
+    """Placeholder for numpy.dtype: numbers or text in native byte order."""
 
     def __init__(self, code: Any, *flags: Any) -> None:
         _require(type(code) is str and re.fullmatch(r"[biufc][0-9]{1,2}|[SU][0-9]{1,6}", code), f"an array of {code!r}")
@@ -65,7 +65,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray[Any, Any]):
-    """Stands for the function of numpy's that makes an empty array, which its state then fills."""
+    """Placeholder for numpy's function that creates an empty array, which `__setstate__` fills."""
 
     def __new__(cls, *what: Any) -> _Array:
         return super().__new__(cls, 0, np.uint8)
@@ -79,13 +79,13 @@ class _Array(np.ndarray[Any, Any]):
 
 
 def _number(dtype: Any, data: Any) -> Any:
-    """Stands for the function of numpy's that makes a scalar; makes a number of Python's."""
+    """Replace numpy's function that creates a scalar, and return a Python number."""
     _require(type(dtype) is _Dtype and type(data) is bytes, "a number that is not a plain one")
     return np.frombuffer(data, dtype.dtype)[0].item()
 
 
 def _member(kind: Any, name: Any) -> StandIn:
-    """Stands for getattr, by which Python 3.11 before .4 writes a member of an enum."""
+    """Replace getattr, which Python 3.11.0 to 3.11.3 uses to pickle the members of an enum."""
     _require(isinstance(kind, type) and issubclass(kind, StandIn) and type(name) is str, f"an attribute of {kind}")
     return kind(name)  # type: ignore[no-any-return]
 
@@ -110,9 +110,9 @@ ALLOWED: list[Any] = [
 
 
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
-    """Load a file of `torch.save` to the CPU. Anything but tensors and plain data raises `RefusedPickle`.
+    """Load a `torch.save` file to the CPU. Raise `RefusedPickle` for anything but tensors and plain data.
 
-    A defaultdict and a Namespace come back as dicts, a deque as a list, a number of numpy's as Python's.
+    A defaultdict or Namespace is returned as a dict, a deque as a list, and a numpy scalar as a Python number.
     """
     file, serialization = Path(path), torch.serialization
     try:
@@ -141,7 +141,7 @@ def _require(fine: object, what: str) -> None:
 def _what_is_wrong(error: Exception) -> str:
     if isinstance(error, RefusedPickle):
         return str(error)
-    # torch wraps the reason into advice on how to trust the file.
+    # torch wraps the reason in advice on how to load untrusted files.
     text = str(error.__context__ or error if isinstance(error, pickle.UnpicklingError) else error)
     if name := re.search(r"GLOBAL (\S+)", text):
         return f"asks for {name[1]}: not plain data or a tensor"
@@ -149,7 +149,7 @@ def _what_is_wrong(error: Exception) -> str:
 
 
 def _check_archive(file: Path) -> tuple[set[int], int]:
-    """The sizes of an archive's entries, and of its pickle. Refused, before torch opens it, where it is not whole."""
+    """Check that an archive is complete before torch opens it. Return the sizes of its entries and of its pickle."""
     with os.fdopen(open_regular(file), "rb") as opened:
         if opened.read(4) != b"PK\x03\x04":
             raise RefusedPickle(
@@ -171,7 +171,7 @@ def _check_archive(file: Path) -> tuple[set[int], int]:
 
 
 class _Plain:
-    """Copies the loaded data, tensors aside; refuses cycles, deep nesting, endless repetition and bare classes."""
+    """Copier of the loaded data, except tensors. It refuses cycles, deep nesting, excessive repetition and classes."""
 
     def __init__(self, sizes: set[int], max_containers: int) -> None:
         self._sizes, self._max_containers, self._num_containers = sizes, max_containers, 0

@@ -1,16 +1,18 @@
-"""Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, read without DeepSpeed or running a pickle, and converted.
+"""Reading and conversion of DeepSpeed's ZeRO checkpoints (stages 1, 2 and 3), without DeepSpeed or unsafe pickles.
 
-[Note: What DeepSpeed writes]
+[Note: DeepSpeed's files]
 `<folder>/latest` names a folder with one optimizer file per data-parallel rank, and one model file (stages 1 and 2) or
-one per rank (stage 3). An optimizer file holds flat vectors of masters and, in the state of torch's optimizer, a vector
-of the same kind for each of its states. Whose elements they are only `param_shapes` of the model file says, by order.
+one model file per rank (stage 3). An optimizer file contains flat vectors of master weights and, in the state of
+torch's optimizer, a flat vector for each optimizer state. The order of `param_shapes` in the model file determines
+which elements belong to which parameter.
 
-    stage   a flat vector is     cut over ranks                                         not trained
-    1, 2    a parameter group    as a whole: rank after rank, padding at its end        in `module`, whole
-    3       a run of parameters  each parameter by itself, padded to a multiple of the  fragments in every
-            of one group         number of ranks; a rank's slices lie end to end        rank's model file
+    stage   a flat vector is     partitioned over ranks                                 frozen parameters
+    1, 2    a parameter group    as a whole, in rank order, with padding at the end     in `module`, unsharded
+    3       several parameters   per parameter, padded to a multiple of the number of   fragments in the model
+            of one group         ranks; the slices of a rank are concatenated           file of each rank
 
-Masters of stages 1 and 2 are written without their padding, optimizer states with it (unless `elastic_checkpoint`).
+Master weights of stages 1 and 2 are stored without padding, and optimizer states with padding (unless
+`elastic_checkpoint` is set).
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ NOT_READ = {
     r"zero": UNIVERSAL,
     r"offloaded_tensors": "optimizer states on NVMe are not read; save without that offload",
 }
-# DeepSpeed's stages, and whether each parameter is cut over the ranks by itself.
+# DeepSpeed's stages, and whether each parameter is partitioned separately.
 SLICED = {1: False, 2: False, 3: True}
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-# What DeepSpeed itself keeps in a model file. All else there was given by the user.
+# DeepSpeed's keys in a model file. All other keys are the user's client state.
 OWN_KEYS = {
     "buffer_names", "checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version",
     "frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler", "module",
@@ -61,16 +63,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PartitionedTensor:
-    """One tensor of the checkpoint, and the partitions of all ranks that hold its elements."""
+    """One tensor of the checkpoint, and the partitions of all ranks that contain its elements."""
 
     name: str
     dtype: torch.dtype
     shape: Shape
     partitions: Sequence[torch.Tensor]
-    """By rank."""
+    """The partitions by rank."""
     start: int = 0
     sliced: bool = False
-    """Each partition has a slice of it at `start` (stage 3); else the partitions are one vector, end to end."""
+    """Each partition has a slice of the tensor at `start` (stage 3). Otherwise the partitions form one vector."""
 
     def pieces(self) -> Iterator[torch.Tensor]:
         numel, start = math.prod(self.shape), self.start
@@ -93,27 +95,31 @@ class PartitionedTensor:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """An open checkpoint: its tensors are assembled one at a time from mapped files, all else is plain data."""
+    """An open DeepSpeed checkpoint. Its tensors are assembled one at a time from memory-mapped files."""
 
     folder: Path
     stage: int
     world_size: int
-    """Data-parallel ranks that wrote it."""
+    """The number of data-parallel ranks that wrote the checkpoint."""
     aliases: Mapping[str, str]
-    """Tied parameters: a name that is not stored -> the one that stands for it."""
+    """The names of tied parameters that are not stored, mapped to the stored names."""
     parameters: Mapping[str, int | None]
-    """Name -> its group of the optimizer, or None where it isn't trained."""
+    """The optimizer group of each parameter, or None if it is frozen."""
     state: dict[str, Any]
-    """optimizer, lr_scheduler, loss_scale, counters, client_state."""
+    """The plain data, with the keys optimizer, lr_scheduler, loss_scale, counters and client_state."""
     sources: Sequence[PartitionedTensor]
 
     def entries(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
-        """Name, dtype and shape of what `tensors` yields, without reading it."""
+        """Iterate over the names, dtypes and shapes of the tensors without reading them."""
         for source in self.sources:
             yield source.name, source.dtype, source.shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`model/<name>`: fp32 masters, what isn't trained in its own dtype; `optimizer/<name>/<state>`: fp32."""
+        """Iterate over the assembled tensors by name.
+
+        `model/<name>` is the fp32 master weight, or a frozen parameter or buffer in its dtype.
+        `optimizer/<name>/<state>` is an fp32 optimizer state.
+        """
         for source in self.sources:
             yield source.name, source.assemble()
 
@@ -147,7 +153,7 @@ def _build(folder: Path, files: _Files) -> DeepSpeedCheckpoint:
 
 
 def _find(folder: Path, tag: str | None) -> Path:
-    """The folder of one checkpoint: `folder` itself where the files lie in it."""
+    """Return the folder of one checkpoint, which is `folder` itself if it contains the files."""
     if tag is None:
         if any(OPTIMIZER_FILE.fullmatch(file.name) for file in folder.iterdir()):
             return folder
@@ -166,12 +172,13 @@ class _Files:
 
     stage: int
     model_files: Sequence[Path]
+    """The model files by rank."""
     optimizer_files: Sequence[Path]
-    """Both by rank."""
+    """The optimizer files by rank."""
     model: dict[str, Any]
-    """Of rank 0."""
+    """The content of rank 0's model file."""
     optimizers: Sequence[dict[str, Any]]
-    """By rank."""
+    """The optimizer state dicts by rank."""
 
     @property
     def sliced(self) -> bool:
@@ -196,7 +203,7 @@ class _Files:
 
     @cached_property
     def bases(self) -> list[Any]:
-        """The state of torch's optimizer, by rank: a state_dict, or a list of states (`elastic_checkpoint`)."""
+        """The state of torch's optimizer by rank: a state_dict, or a list of states with `elastic_checkpoint`."""
         key = "optimizer_state_dict" if self.sliced else "base_optimizer_state"
         return [optimizer[key] for optimizer in self.optimizers]
 
@@ -208,7 +215,7 @@ class _Files:
         return list(self.bases[0]["param_groups"])
 
     def states(self, rank: int, index: int) -> dict[str, Any]:
-        """The optimizer states of one flat vector; empty before the first step."""
+        """Return the optimizer states of one flat vector, which are empty before the first step."""
         base = self.bases[rank]
         found = base[index] if isinstance(base, list) else base["state"].get(index, {})
         return {name: value for name, value in found.items() if value is not None}
@@ -237,7 +244,7 @@ def _open(folder: Path) -> _Files:
 
 
 def _classify(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Model files and optimizer files, by rank."""
+    """Return the model files and the optimizer files by rank."""
     found: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
     for file in sorted(folder.iterdir()):
         for pattern, why in NOT_READ.items():
@@ -269,7 +276,7 @@ def _read_dict(file: Path) -> dict[str, Any]:
 
 
 def _stage(optimizer: dict[str, Any], file: Path) -> int:
-    stage = optimizer.get("zero_stage", 1)  # DeepSpeed's BF16_Optimizer is stage 1 without saying so
+    stage = optimizer.get("zero_stage", 1)  # DeepSpeed's BF16_Optimizer is stage 1, but does not store it
     if isinstance(stage, StandIn):
         (value,) = stage.args
         stage = STAGES.get(value, value)
@@ -296,7 +303,7 @@ def _shapes(found: dict[str, Any]) -> dict[str, Shape]:
 
 
 def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTensor], list[PartitionedTensor]]:
-    """The parameters of one flat vector, and their optimizer states."""
+    """Return the parameters of one flat vector and their optimizer states."""
     sliced, shapes = files.sliced, files.shapes[index]
     gaps = None if sliced else files.optimizers[0].get("param_alignment_paddings")  # a setting of newer versions
     starts, end = {}, 0
@@ -307,7 +314,7 @@ def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTenso
     key = "fp32_flat_groups" if sliced else "single_partition_of_fp32_groups"
     masters = [optimizer[key][index] for optimizer in files.optimizers]
     sizes = [master.numel() for master in masters]
-    # Padding, where it was written, makes the shares of all ranks even.
+    # If padding was written, the partitions of all ranks have the same size.
     fits = set(sizes) == {end} if sliced else 0 <= sum(sizes) - end < 2 * files.world_size
     if not fits or {len(optimizer[key]) for optimizer in files.optimizers} != {len(files.shapes)}:
         raise ValueError(f"{files.optimizer_files[0]}: ranks hold {sizes} masters, where {end} belong to parameters")
@@ -334,7 +341,7 @@ def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> 
 
 
 def _read_untrained(files: _Files) -> tuple[dict[str, PartitionedTensor], dict[str, str]]:
-    """Frozen parameters and buffers; and tied names, whether trained or not."""
+    """Return the frozen parameters and buffers, and the aliases of all tied parameters."""
     frozen = _shapes(files.model.get("frozen_param_shapes") or {})
     trained = {name for shapes in files.shapes for name in shapes}
     stored = {*files.module, *trained, *frozen}
@@ -363,10 +370,10 @@ def _read_untrained(files: _Files) -> tuple[dict[str, PartitionedTensor], dict[s
 
 def _read_state(files: _Files) -> dict[str, Any]:
     model, config = files.model, files.model.get("ds_config")
-    config = config if isinstance(config, dict) else {}  # a path, where DeepSpeed was given one
+    config = config if isinstance(config, dict) else {}  # DeepSpeed stores a path if it was given one
     optimizer = config.get("optimizer")
     counters = {key: int(model[key]) for key in ("global_steps", "global_samples", "skipped_steps")}
-    # Not saved; what it was at the end of a step.
+    # DeepSpeed does not save this counter. A checkpoint is assumed to be at the end of a step.
     counters["micro_steps"] = counters["global_steps"] * _accumulation_steps(config, files.world_size)
     groups = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in files.groups]
     return {
@@ -390,19 +397,19 @@ def _accumulation_steps(config: dict[str, Any], world_size: int) -> int:
 
 
 def _num_steps(files: _Files, otherwise: int) -> int:
-    """The steps that the optimizer counted; `otherwise` where it does not count (SGD)."""
+    """Return the number of steps that the optimizer counted, or `otherwise` if it does not count them (SGD)."""
     all_states = [files.states(rank, index) for rank in range(files.world_size) for index in range(len(files.shapes))]
     steps = {int(states["step"]) for states in all_states if "step" in states}
     if len(steps) > 1:
         raise ValueError(f"{files.optimizer_files[0].parent}: files of different steps: {sorted(steps)}")
-    # Older versions count in the groups; newer ones leave a 0 there.
+    # Older versions of DeepSpeed count steps in the groups. Newer ones store 0 there.
     counts = [group["step"] for group in files.groups if "step" in group]
     otherwise = files.optimizers[0].get("base_optimizer_state_step", otherwise)
     return int(max(steps or counts, default=otherwise))
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
-    """The state of a loss scaler, as onefold's own loss scales keep it."""
+    """Convert the state of a loss scaler to the form of onefold's loss scales."""
     if not isinstance(scaler, StandIn) or not isinstance(scaler.state, dict):
         return None
     found = {"value": float(scaler.state["cur_scale"])}
@@ -418,7 +425,7 @@ def _loss_scale(scaler: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import. `left_out`: keys of the client state that are not plain data."""
+    """The result of an import. `left_out` lists the keys of the client state that are not plain data."""
 
     folder: Path
     source: DeepSpeedCheckpoint
@@ -432,7 +439,7 @@ def import_deepspeed(
     tag: str | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Imported:
-    """Write OUT/TAG and OUT/latest from a checkpoint that DeepSpeed wrote (stages 1, 2, 3). The source is only read."""
+    """Convert a DeepSpeed checkpoint (stages 1, 2, 3) to OUT/TAG and OUT/latest. The source is not modified."""
     found = read_checkpoint(source, tag)
     save_dir, name = Path(os.path.abspath(out)), check_tag(found.folder.name)
     if is_deepspeeds(save_dir / name):
@@ -474,7 +481,7 @@ def import_deepspeed(
 
 
 def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The entries of a client state that a checkpoint can hold, and the keys of the others."""
+    """Return the entries of a client state that a checkpoint can hold, and the keys of the other entries."""
     kept, left_out = {}, []
     for key, value in client_state.items():
         try:

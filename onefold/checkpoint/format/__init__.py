@@ -1,1 +1,1 @@
-"""The files of a checkpoint, and how they are checked as they are read."""
+"""The files of a checkpoint, with checks of everything that is read."""

@@ -1,7 +1,7 @@
-"""Helpers for all files of a checkpoint: only regular files are opened, and JSON is checked by field before it is used.
+"""Safe access to the files of a checkpoint: open regular files only, and check JSON field by field.
 
-A folder may come from anywhere. A FIFO in it would be waited for without end, a device be read until memory is gone.
-Opened without blocking and asked what it is, neither is read.
+The folder of a checkpoint may be untrusted. Opening a FIFO would block forever, and reading a device would exhaust
+memory. Files are therefore opened without blocking, and their type is checked before they are read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or does not fit; the message says which file, what is wrong, what to do."""
+    """A checkpoint is damaged, incomplete or incompatible. The message names the file, the problem and the fix."""
 
 
 class RemovedError(CheckpointError):
-    """A checkpoint was removed or replaced while it was read, by whoever owns it."""
+    """A checkpoint was removed or replaced by another process while it was read."""
 
 
 # -- regular files -----------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file, also by way of a link, and return its descriptor. Anything else is an OSError."""
+    """Open a regular file, or a link to one, and return its descriptor. Raise an OSError for other file types."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -46,7 +46,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Read a whole regular file of at most so many bytes."""
+    """Read a whole regular file of at most `most` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(most + 1) if size <= most else b""
@@ -56,7 +56,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill the buffer from a file; returns how many bytes there were. The kernel gives at most 2 GiB a call."""
+    """Fill the buffer from a file and return the number of bytes read. The kernel reads at most 2 GiB per call."""
     done = 0
     while done < len(buffer) and (got := os.preadv(descriptor, [buffer[done:]], offset + done)):
         done += got
@@ -64,12 +64,12 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def reason(error: Exception) -> str:
-    """The reason of an OSError, without the path; of another error what it says."""
+    """Return the reason of an OSError without the path, or the message of another error."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder's list of names."""
+    """Flush a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -78,7 +78,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file by a rename: whatever happens, it holds the old content or the new one, and never a mixture."""
+    """Write a file atomically: after a crash it has either the old content or the new content."""
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
@@ -99,7 +99,7 @@ _MOST = 2**63 - 1
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON strictly: no key twice in an object, no NaN."""
+    """Parse JSON strictly, without duplicate keys and NaN."""
     return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
@@ -139,7 +139,7 @@ def check_list(value: Any, where: str) -> list[Any]:
 
 
 def check_object(value: Any, where: str, *keys: str) -> dict[str, Any]:
-    """Require an object that has these keys, whatever else it has."""
+    """Require an object that has at least these keys."""
     if type(value) is not dict:
         raise ValueError(f"{where} must be an object, not {spell(value)}")
     if missing := [key for key in keys if key not in value]:
@@ -158,9 +158,9 @@ def require(fits: object, value: Any, what: str, where: str) -> None:
 
 
 def spell(value: Any) -> str:
-    """Format a value for an error message: on one line, and short."""
+    """Format a value for an error message, on one short line."""
     try:
         text = repr(value)
-    except ValueError:  # a number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python formats
         text = f"a number of {value.bit_length()} bits"
     return text if len(text) <= 60 else f"{text[:57]}..."

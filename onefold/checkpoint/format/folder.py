@@ -1,10 +1,10 @@
-"""A folder of checkpoints on disk: what is published, what is left over, and how either comes to be.
+"""A folder of checkpoints on disk: publishing, listing, cleaning and retention.
 
 [Note: publishing]
-A save writes its data to a folder of its own inside the tag's (`data-...`) and flushes files and folders. The rename
-of the manifest is the one instant at which the tag means the new data; until then it means the old, whatever happens.
-`latest` follows by a rename too. Only then is the data that no manifest names removed. A data folder that is being
-written is locked by the job that writes it, so another job's cleaning leaves it alone; a lock goes with its process.
+A save writes its data to a new folder (`data-...`) inside the folder of the tag, and flushes files and folders to disk.
+The rename of the manifest then switches the tag atomically from the old data to the new data. `latest` is replaced by a
+rename too. Data folders that no manifest refers to are removed last. The job that writes a data folder holds a lock on
+it, so that other jobs do not remove it. The lock is released when the process exits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from onefold.checkpoint.format.files import (
 from onefold.checkpoint.format.manifest import NAME, Manifest, checksum
 
 LATEST = "latest"
-# DeepSpeed's users look for this beside their checkpoints.
+# DeepSpeed puts a script of this name next to its checkpoints, and users expect it there.
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = b'''#!/usr/bin/env python
 """The weights of the checkpoints in this folder, whole and in fp32.
@@ -56,33 +56,31 @@ _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
 _LOCK = ".lock"
 _PARTIAL = re.compile(rf"\.(manifest\.json|latest|zero_to_fp32\.py)-[0-9a-f]{{8}}\.partial|\.{_DATA.pattern}")
 _STALE_SECONDS = 600
-# Where a file system cannot lock, data that nobody has touched for this long is taken for left over.
+# On a file system without locks, data folders that were not modified for this long count as abandoned.
 _ABANDONED_SECONDS = 24 * 3600
 
 
 def check_tag(tag: object) -> str:
-    """Require a tag that is the plain name of one folder."""
+    """Return the tag as a string. Raise unless it is a plain folder name."""
     name = str(tag)
     plain = name == name.strip() and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not plain or len(name.encode()) > 200:
         raise CheckpointError(f"tag {name!r} must be a plain folder name")
     if name == LATEST:
-        raise CheckpointError(
-            "tag 'latest' is the name of the file that says which checkpoint is the latest: take another"
-        )
+        raise CheckpointError("tag 'latest' is the name of the file that names the latest checkpoint. Use another tag")
     return name
 
 
 def data_folders(tag_folder: Path) -> list[str]:
-    """The folders of saves to a tag, published or not."""
-    with suppress(FileNotFoundError):  # removed meanwhile
+    """Return the names of all data folders of a tag, published or not."""
+    with suppress(FileNotFoundError):  # removed in the meantime
         return sorted(entry.name for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir())
     return []
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a data folder; False where somebody else does. Gone with the process, however it ends."""
+    """Hold the lock of a data folder, and yield whether it was acquired. It is released when the process exits."""
     with os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,9 +96,9 @@ def locked(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def new_data_folder(tag_folder: Path) -> Iterator[Path]:
-    """Make a new, uniquely named folder for one save, locked for as long as this lasts."""
+    """Create a uniquely named data folder for one save, and hold its lock."""
     name = f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
-    # Under its own name nobody ever sees it unlocked.
+    # The folder is renamed after it is locked, so that other jobs never see it unlocked.
     hidden = tag_folder / f".{name}"
     hidden.mkdir(parents=True)
     with locked(hidden):
@@ -109,17 +107,17 @@ def new_data_folder(tag_folder: Path) -> Iterator[Path]:
 
 
 def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
-    """Make the tag mean this manifest's data, which has been flushed, by the rename of the manifest."""
+    """Publish a manifest whose data files have been flushed, by renaming it into the folder of its tag."""
     tag_folder = save_dir / manifest.tag
     script = save_dir / SCRIPT_NAME
     if not script.exists():
         replace_file(script, SCRIPT)
-        with suppress(OSError):  # some file systems have no modes
+        with suppress(OSError):  # some file systems do not support modes
             mode = script.stat().st_mode
-            script.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it may run it
+            script.chmod(mode | (mode & 0o444) >> 2)  # make it executable for users who may read it
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
-    with suppress(PermissionError):  # the folder above may not be ours to open
+    with suppress(PermissionError):  # the parent folder may not be readable
         sync(save_dir.parent)
     replace_file(tag_folder / NAME, manifest.to_text())
     if save_latest:
@@ -127,20 +125,20 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
 
 
 def put_pointer_files(tag_folder: Path, names: Sequence[str]) -> None:
-    """Files under the names by which other tools tell a checkpoint of DeepSpeed's: each says where ours is."""
+    """Write files under the names by which other tools recognize a DeepSpeed checkpoint. They refer to the manifest."""
     for path in (tag_folder / name for name in names):
         if not path.exists():
             path.write_bytes(_POINTER)
 
 
 def _is_pointer(path: Path) -> bool:
-    with suppress(OSError):  # larger than one is, among others
+    with suppress(OSError):  # includes files that are too large
         return read_small(path, len(_POINTER)) == _POINTER
     return False
 
 
 def is_published(data: Path, *, as_latest: bool) -> bool:
-    """Whether the published manifest of the tag names this data folder, and, if asked, `latest` names the tag."""
+    """Return whether the tag's manifest refers to this data folder and, with `as_latest`, `latest` names the tag."""
     tag_folder = data.parent
     try:
         latest = read_latest(tag_folder.parent) if as_latest else tag_folder.name
@@ -150,10 +148,10 @@ def is_published(data: Path, *, as_latest: bool) -> bool:
 
 
 def clean(tag_folder: Path) -> None:
-    """Remove the data that the tag's manifest does not name and nobody is writing."""
+    """Remove data folders that the tag's manifest does not refer to and that no job is writing."""
     for folder in [tag_folder / name for name in data_folders(tag_folder)]:
         with suppress(FileNotFoundError), locked(folder) as ours:
-            # Read under the lock: whoever held it until now may have published.
+            # Read the manifest under the lock, because the previous holder may have published the folder.
             if ours and folder.name not in _named(tag_folder):
                 shutil.rmtree(folder)
     for entry in [*tag_folder.iterdir(), *tag_folder.parent.iterdir()]:
@@ -166,57 +164,58 @@ def _named(tag_folder: Path) -> set[str]:
     try:
         return Manifest.read(tag_folder).data_folders
     except CheckpointError:
-        if (tag_folder / NAME).exists():  # damaged: what it named cannot be told, so nothing is removed
+        if (tag_folder / NAME).exists():  # damaged: it may refer to any folder, so nothing is removed
             return {entry.name for entry in tag_folder.iterdir()}
         return set()
 
 
 def remove(tag_folder: Path) -> None:
-    """Unpublish first, then remove the data; files that are not ours stay."""
+    """Remove a checkpoint: first its manifest, then its data. Files that onefold did not write are kept."""
     (tag_folder / NAME).unlink(missing_ok=True)
     for path in tag_folder.glob(_DEEPSPEEDS_FILES):
         if _is_pointer(path):
             path.unlink()
     sync(tag_folder)
     clean(tag_folder)
-    with suppress(OSError):  # not empty: somebody else's files
+    with suppress(OSError):  # not empty: it contains other files
         tag_folder.rmdir()
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint found in a folder: its manifest, or what is wrong with it."""
+    """A checkpoint found in a folder, with its manifest or its problems."""
 
     tag: str
     folder: Path
     manifest: Manifest | None
     problems: tuple[str, ...]
     removed: bool = False
-    """While it was looked at, by whoever owns it: no damage."""
+    """The checkpoint was removed by another process while it was examined, and is not damaged."""
 
     @property
     def age(self) -> tuple[str, int, str]:
-        """A key that sorts older checkpoints before newer ones."""
+        """Sort key that orders older checkpoints before newer ones."""
         if self.manifest is not None:
             return (self.manifest.saved, self.manifest.global_steps, self.tag)
-        with suppress(OSError):  # removed meanwhile
+        with suppress(OSError):  # removed in the meantime
             return (datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat(), 0, self.tag)
         return ("", 0, self.tag)
 
 
 def is_deepspeeds(path: Path) -> bool:
-    with suppress(FileNotFoundError):  # removed meanwhile
+    """Return whether a folder contains a checkpoint that DeepSpeed wrote."""
+    with suppress(FileNotFoundError):  # removed in the meantime
         return any(not _is_pointer(file) for file in path.glob("*_model_states.pt"))
     return False
 
 
 def is_tag_folder(folder: Path) -> bool:
-    """Whether something was ever published here, by us or by DeepSpeed."""
+    """Return whether a folder contains a published checkpoint, of onefold or of DeepSpeed."""
     return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
 def examine(folder: Path) -> FoundCheckpoint:
-    """Find out whether a checkpoint is complete: its manifest, and the sizes and headers of all its files."""
+    """Check whether a checkpoint is complete: its manifest, and the sizes and headers of all its files."""
     try:
         manifest = Manifest.read(folder)
     except (CheckpointError, OSError) as error:
@@ -228,11 +227,11 @@ def examine(folder: Path) -> FoundCheckpoint:
 
 
 def removal(folder: Path, manifest: Manifest) -> str:
-    """The message for a reader whose checkpoint was removed or replaced after its manifest was read; else ""."""
+    """Return an error message if a checkpoint was removed or replaced after its manifest was read, otherwise ""."""
     try:
         now = Manifest.read(folder)
     except CheckpointError:
-        if (folder / NAME).exists():  # damaged, which is another matter
+        if (folder / NAME).exists():  # damaged, but not removed
             return ""
         return (
             f"{folder} was removed while it was read: by a job's retention (checkpoint.keep_last), or by onefold ckpt "
@@ -263,7 +262,7 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
-    """All of onefold's checkpoints in a folder, complete or not, newest first."""
+    """List all onefold checkpoints in a folder, complete or not, newest first."""
     if not save_dir.is_dir():
         return []
     found = []
@@ -271,12 +270,13 @@ def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
         with suppress(OSError):
             if entry.is_dir() and ((entry / NAME).exists() or any(_DATA.fullmatch(e.name) for e in entry.iterdir())):
                 one = examine(entry)
-                if entry.is_dir():  # else a job's retention has removed it meanwhile
+                if entry.is_dir():  # otherwise retention has removed it in the meantime
                     found.append(one)
     return sorted(found, key=lambda tag: tag.age, reverse=True)
 
 
 def read_latest(save_dir: Path) -> str | None:
+    """Return the tag that `latest` names, or None if there is no such file. Raise if its content is not a tag."""
     try:
         return check_tag(read_small(save_dir / LATEST, _MAX_LATEST_BYTES).decode().strip())
     except FileNotFoundError:
@@ -286,7 +286,7 @@ def read_latest(save_dir: Path) -> str | None:
 
 
 def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
-    """What `latest` names, and what is wrong with it."""
+    """Return the tag that `latest` names and the problem with it, either of which may be None."""
     try:
         latest = read_latest(save_dir)
     except CheckpointError as error:
@@ -297,9 +297,10 @@ def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
 
 
 def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list[str]]:
-    """The checkpoints to try, best first, and what to warn of.
+    """Return the checkpoints to try, in order of preference, and warnings.
 
-    A tag that is asked for is the only one. Otherwise the one that `latest` names, then all others from the newest on.
+    With `tag`, only that checkpoint is returned. Otherwise the checkpoint that `latest` names comes first, followed by
+    all others, newest first.
     """
     if tag is not None:
         return [examine(save_dir / check_tag(tag))], []
@@ -316,11 +317,14 @@ def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list
 
 
 def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove all but the newest checkpoints, and those of every so many steps. Damaged ones do not count, and stay."""
+    """Remove all checkpoints but the `keep_last` newest and those whose step is a multiple of `keep_every`.
+
+    Damaged checkpoints are not counted and not removed.
+    """
     complete = [found for found in list_tags(save_dir) if not found.problems] if keep_last else []
     try:
         kept = {found.tag for found in complete[:keep_last]} | {read_latest(save_dir)}
-    except CheckpointError:  # `latest` is damaged: what it names cannot be told, so nothing goes
+    except CheckpointError:  # `latest` is damaged: it may name any checkpoint, so nothing is removed
         return
     for found in complete[keep_last:]:
         assert found.manifest is not None

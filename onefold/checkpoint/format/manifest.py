@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: every tensor by name, the files its stretches lie in, and their checksums. No tensors.
+"""The manifest of a checkpoint: the names of all tensors, the files that contain them, and their checksums.
 
-`docs/checkpoints.md` describes the file for readers that are not onefold.
+`docs/checkpoints.md` specifies the file for other programs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ FORMAT = "onefold-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 
-# A part has one checksum for each stretch of this many bytes, so that a rank that needs a piece of it can check what
-# it reads without reading the rest.
+# A part has one checksum for each range of this many bytes, so that a rank can verify a range without reading the rest.
 RANGE_BYTES = 4 << 20
-# A terabyte needs some 10 MB. Nobody is made to read more than this into memory.
+# A checkpoint of a terabyte has a manifest of about 10 MB. The limit bounds the memory for untrusted manifests.
 MAX_BYTES = 1 << 30
 
 STATE_KEYS = ("optimizer", "lr_scheduler", "loss_scale", "counters", "client_state", "config")
@@ -59,7 +58,7 @@ def checksum(data: bytes | memoryview) -> int:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Elements [start, stop) of a flattened tensor, stored in one shard file from byte `offset` on."""
+    """Elements [start, stop) of a flattened tensor, stored in one shard file at byte `offset`."""
 
     file: int
     start: int
@@ -82,7 +81,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor: its dtype and whole shape, and the parts in shard files that make it up, in order."""
+    """One tensor, with its dtype, its unsharded shape and its parts in shard files, in order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -127,7 +126,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One safetensors file of a checkpoint; `name` is relative to the folder of the tag."""
+    """One safetensors file of a checkpoint. `name` is relative to the folder of the tag."""
 
     name: str
     nbytes: int
@@ -145,7 +144,7 @@ class ShardFile:
         folder, _, file = name.partition("/")
         plain = folder and file and name.isprintable() and "/" not in file and "\\" not in name
         if not plain or {folder, file} & {".", ".."}:
-            raise ValueError(f"{where}.name: a file lies in a folder beside the manifest, not at {name!r}")
+            raise ValueError(f"{where}.name: a file must be in a folder next to the manifest, not at {name!r}")
         nbytes = check_whole(tree["bytes"], f"{where}.bytes")
         header = check_whole(tree["header_bytes"], f"{where}.header_bytes", 8, min(nbytes, 8 + MAX_HEADER_BYTES))
         return ShardFile(name, nbytes, header, check_hexadecimal(tree["header_xxh3"], f"{where}.header_xxh3"))
@@ -153,11 +152,11 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
-    `parameters` maps each parameter to its optimizer group, None where it is frozen. `left_out` are frozen parameters
-    that the save was told to leave out. `state` (of the job) and `ranks` (of each rank) are tagged JSON, whose tensors
-    stand among `tensors` as `state/...` and `rank/N/...`.
+    `parameters` maps each parameter to its optimizer group, or to None if it is frozen. `left_out` lists the frozen
+    parameters that were excluded from the save. `state` (of the job) and `ranks` (per rank) are tagged JSON, whose
+    tensors are stored in `tensors` as `state/...` and `rank/N/...`.
     """
 
     tag: str
@@ -183,7 +182,7 @@ class Manifest:
 
     @cached_property
     def parts_by_file(self) -> list[list[tuple[str, StoredTensor, StoredPart]]]:
-        """The parts that each file holds."""
+        """The parts in each file."""
         found: list[list[tuple[str, StoredTensor, StoredPart]]] = [[] for _ in self.files]
         for name, stored in self.tensors.items():
             for part in stored.parts:
@@ -215,7 +214,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read and check the manifest of a tag's folder. Its text may have been edited, and signed again."""
+        """Read and check the manifest in the folder of a tag. The text is untrusted even if its checksum is correct."""
         path = folder / NAME
         try:
             text = read_small(path, MAX_BYTES)
@@ -271,7 +270,7 @@ def _from_tree(tree: Any) -> Manifest:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Every parameter must be stored or left out, and every alias must stand for such a one."""
+    """Check that every parameter is stored or left out, and that every alias refers to such a parameter."""
     for name in manifest.left_out:
         if check_text(name, "left_out") not in manifest.parameters or manifest.parameters[name] is not None:
             raise ValueError(f"left_out: {name!r} is no frozen parameter")
@@ -318,13 +317,13 @@ def _check_state(manifest: Manifest) -> None:
     if len(manifest.ranks) != manifest.world_size:
         raise ValueError(f"world_size is {manifest.world_size}, but ranks has {len(manifest.ranks)} entries")
     for number, own in enumerate(manifest.ranks):
-        # An imported checkpoint has nothing of its ranks.
+        # An imported checkpoint has no per-rank state.
         check_object(own, f"ranks[{number}]", *(RANK_KEYS if own else ()))
 
 
 # -- the decoded state -------------------------------------------------------------------------------------------------
 
-# Hyperparameters that no optimizer lets be negative. The last, in addition, all have below 1.
+# Hyperparameters that must not be negative in any optimizer. Betas must also be below 1.
 _NOT_NEGATIVE = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "betas")
 
 
@@ -344,7 +343,7 @@ def check_decoded_state(state: Any, where: str) -> None:
         raise ValueError(f"loss_scale must have a value, not {spell(scale)}")
     if check_finite(scale["value"], "loss_scale.value") <= 0:
         raise ValueError(f"loss_scale.value must be above 0, not {scale['value']}")
-    if len(scale) > 1:  # one that is found while training
+    if len(scale) > 1:  # a dynamic loss scale
         for key, least in (("remaining_hysteresis", 0), ("iteration", 0), ("last_overflow_iteration", -1)):
             if key not in scale:
                 raise ValueError(f"loss_scale lacks {key}")
@@ -369,7 +368,7 @@ def _check_number(value: Any, where: str) -> float:
 
 
 def check_decoded_loose(found: Any, where: str) -> None:
-    """Check optimizer states that are not shaped as their parameter: by parameter, by name."""
+    """Check the optimizer states that do not have the shape of their parameter, by parameter and state name."""
     check_object(found, where)
     for name, states in found.items():
         if not isinstance(name, str) or not isinstance(states, dict):
@@ -380,26 +379,28 @@ def check_decoded_loose(found: Any, where: str) -> None:
 
 
 def single(value: Any) -> Any:
-    """The number in a tensor of one element; anything else as it is."""
+    """Return the number in a tensor of one element. Return other values unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's too
+    return isinstance(value, Real) and not isinstance(value, bool)  # includes numpy numbers
 
 
 # -- secrets of a config -----------------------------------------------------------------------------------------------
 
 NOT_STORED = "(not stored)"
-# Spelt with underscores, hyphens, capitals or nothing between words. A tokenizer is no secret.
+# Matched against the key in lower case without separators. "tokenizer" does not name a secret.
 _SECRET = re.compile(r"apikey|accesskey|privatekey|token(?!iz)|passw|passphrase|secret|credential")
-# Of a URL, who may use it.
+# The user and password in a URL.
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any) -> Any:
-    """A config with `(not stored)` under every key that names a secret. Numbers and switches stay."""
-    # Checkpoints are passed on, and lie about for years.
+    """Replace the values of all keys in a config that name a secret by `(not stored)`, except numbers and booleans.
+
+    Checkpoints are shared with others and kept for years.
+    """
     if isinstance(tree, dict):
         return {key: _hidden(value) if _names_secret(key) else without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -419,7 +420,7 @@ def _hidden(value: Any) -> Any:
 
 
 def join_parts(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], StoredPart]]) -> dict[str, StoredTensor]:
-    """Join the parts that all ranks wrote to whole tensors. One that is not covered is a bug, and named."""
+    """Join the parts of all ranks to whole tensors. Assert that the parts cover each tensor exactly."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...], list[StoredPart]]] = {}
     for name, dtype, shape, part in parts:
         known = found.setdefault(name, (dtype, shape, []))

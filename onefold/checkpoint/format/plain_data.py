@@ -1,13 +1,13 @@
-"""Client state and the rest of a job's state: plain Python data as JSON and tensors that come back exactly. No pickle.
+"""Exact encoding of plain Python data, such as the client state, as JSON and tensors, without pickle.
 
-None, booleans, whole numbers, floats, strings, lists and dicts with string keys are themselves in JSON. Any other value
-is an object with one key, its tag:
+None, booleans, integers, floats, strings, lists and dicts with string keys are encoded as JSON values. Any other value
+is encoded as an object with one key, its tag:
 
     {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}  {"$deque": {"maxlen": 5, "items": [...]}}
-    {"$dict": [[key, value], ...]}     keys that are no strings, or begin with "$"; a plain object never has such a key
+    {"$dict": [[key, value], ...]}     a dict with keys that are not strings or begin with "$"
     {"$ordered_dict": [[key, value], ...]}  {"$counter": [[key, count], ...]}
     {"$state_dict": {"items": [[key, value], ...], "metadata": {...}}}     an OrderedDict from Module.state_dict
-    {"$int": "0x..."}      beyond 2**53, where other JSON readers round
+    {"$int": "0x..."}      beyond 2**53, where other JSON parsers round
     {"$float": "nan"}      or "inf" or "-inf"
     {"$complex": [real, imaginary]}  {"$bytes": "..."}     in base64
     {"$torch_dtype": "bfloat16"}  {"$torch_device": "cuda:0"}  {"$torch_size": [2, 3]}
@@ -15,9 +15,9 @@ is an object with one key, its tag:
     {"$ndarray": {"dtype": "uint16", "tensor": {"$tensor": "0"}}}
     {"$numpy_scalar": {"dtype": "float32", "value": 0.5}}
 
-Sets, deques and Counters are what torch's schedules and users' optimizers keep. Not kept: that two places hold the same
-list or dict (each gets its own), and of a tensor its device, its strides, `requires_grad` and being a Parameter: it
-comes back as a plain tensor on the CPU. A writer that sorts keys loses order.
+torch's schedules and user-defined optimizers store sets, deques and Counters. The encoding does not preserve shared
+references to a list or dict, nor the device, the strides and `requires_grad` of a tensor: tensors and Parameters are
+decoded as plain tensors on the CPU. JSON writers that sort keys lose the order of dicts.
 """
 
 from __future__ import annotations
@@ -43,39 +43,32 @@ import torch
 from onefold.checkpoint.format.files import spell
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
 
-MAX_DEPTH = 100  # levels of JSON; Python's own reader and writer give up below 1000
-MAX_LEAF_DEPTH = 8  # more than the deepest tagged leaf adds
-MAX_TOLD, MAX_LABEL = 10, 60
+MAX_DEPTH = 100  # levels of JSON; Python fails before 1000
+MAX_LEAF_DEPTH = 8  # upper bound of the levels that a tagged leaf adds
+MAX_REPORTED, MAX_LABEL = 10, 60
 MAX_PLAIN_INT = 2**53
 NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 NUMBERS |= {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Tags of earlier versions, and what they were written for.
-_REMOVED = {
-    "$slice": "a slice", "$range": "a range", "$defaultdict": "a defaultdict", "$bytearray": "a bytearray",
-    "$namespace": "an argparse.Namespace", "$simple_namespace": "a types.SimpleNamespace",
-    "$path": "a path", "$pure_posix_path": "a path", "$pure_windows_path": "a path", "$str": "surrogates in a string",
-    "$datetime": "a datetime", "$date": "a date", "$time": "a time", "$timedelta": "a timedelta",
-}  # fmt: skip
 
 
 class ClientStateError(ValueError):
-    """Values that a checkpoint cannot hold, each with the path to it."""
+    """A client state contains values that a checkpoint cannot hold. The message lists their paths."""
 
 
 def encode(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Encode plain data as a JSON tree and the tensors that it names. `where` is what errors call the value."""
+    """Encode plain data as a JSON tree and the tensors that it refers to. Error messages call the value `where`."""
     encoder = _Encoder(where)
     tree = encoder.encode(value, 0)
     if encoder.problems:
-        more = len(encoder.problems) - MAX_TOLD
+        more = len(encoder.problems) - MAX_REPORTED
         rest = [f"and {more} more"] if more > 0 else []
-        raise ClientStateError("\n".join(encoder.problems[:MAX_TOLD] + rest))
+        raise ClientStateError("\n".join(encoder.problems[:MAX_REPORTED] + rest))
     return tree, encoder.tensors
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
-    """Decode a JSON tree. It may come from anywhere: it makes plain data only, or a ValueError."""
+    """Decode a JSON tree, which may be untrusted, to plain data. Raise a ValueError if it is malformed."""
     kind = type(tree)
     if tree is None or kind in (bool, int, float, str):
         return tree
@@ -92,9 +85,7 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> An
         raise ValueError(f"{tag}: a tagged value has one key, not {len(tree)}")
     if tag in ("$tensor", "$complex128_tensor"):
         return _tensor(tag, tree[tag], tensors)
-    if tag in _REMOVED:
-        what = f"written by an older version with {_REMOVED[tag]}, which this one does not read"
-        raise ValueError(f"{tag}: {what}: load it there, and save plain data in its place")
+
     content = decode(tree[tag], tensors, depth + 1)
     try:
         return _build(tag, content)
@@ -114,7 +105,7 @@ def _tensor(tag: str, name: Any, tensors: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def _build(tag: str, content: Any) -> Any:
-    """Build the value of a tag. Content that does not have the tag's form falls through, or makes Python raise."""
+    """Build the value of a tagged object. Raise if the content does not have the form that the tag requires."""
     match tag, content:
         case "$tuple", list():
             return tuple(content)
@@ -152,7 +143,7 @@ def _build(tag: str, content: Any) -> Any:
                 scalar = np.dtype(dtype).type(value)
             if repr(scalar.item()) == repr(value):
                 return scalar
-    raise ValueError(f"it holds {spell(content)}. Was this written by a newer version?")
+    raise ValueError(f"it holds {spell(content)}. Was this written by another version?")
 
 
 def _unique(content: list[Any]) -> dict[Any, Any]:
@@ -169,14 +160,14 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, *_PAIRED)
 
 
 class _Encoder:
-    """Encodes a tree of values, and goes on after one that it must refuse, so that all are told at once."""
+    """Encoder of a tree of values. It collects all values that cannot be saved, to report them together."""
 
     def __init__(self, where: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.problems: list[str] = []
-        self._trail: list[str | tuple[Any]] = [where]  # the way here; (key,) is a subscript, spelt only in an error
-        self._open: dict[int, int] = {}  # the containers around this value, by id: how long the way to each is
-        self._names: dict[int, str] = {}  # of tensors and arrays, by id: one that occurs twice is stored once
+        self._trail: list[str | tuple[Any]] = [where]  # path to the current value; (key,) is a subscript
+        self._open: dict[int, int] = {}  # length of the path to each enclosing container, by id
+        self._names: dict[int, str] = {}  # names of stored tensors and arrays, by id, to store each of them once
 
     def encode(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -219,7 +210,7 @@ class _Encoder:
                 return {"$deque": {"maxlen": value.maxlen, "items": items}}
             return items if kind is list else {"$tuple": items}
         if kind in (set, frozenset):
-            # Sets of strings have another order in every process; files should not.
+            # The order of a set of strings differs between processes. Sorting makes files reproducible.
             members = sorted((self._step(" (a member)", item, depth + 2) for item in value), key=json.dumps)
             return {f"${kind.__name__}": members}
         if kind is dict and all(type(key) is str and key[:1] != "$" and not _SURROGATE.search(key) for key in value):
@@ -242,9 +233,9 @@ class _Encoder:
 
     def _store(self, value: Any) -> Any:
         is_array = isinstance(value, np.ndarray)
-        # Not ascontiguousarray: it turns a single number into a list of one.
+        # numpy.ascontiguousarray would turn a 0-d array into a 1-d array.
         tensor = torch.from_numpy(value.copy()) if is_array else value
-        is_wide = tensor.dtype is torch.complex128  # safetensors has no name for it
+        is_wide = tensor.dtype is torch.complex128  # safetensors does not support it
         if id(value) not in self._names:
             name = self._names[id(value)] = str(len(self.tensors))
             plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -253,7 +244,7 @@ class _Encoder:
         return {"$ndarray": {"dtype": value.dtype.name, "tensor": tree}} if is_array else tree
 
 
-# -- what to save in the place of what cannot be saved -----------------------------------------------------------------
+# -- hints for values that cannot be saved -----------------------------------------------------------------------------
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _CODE_HINT = "It is code; save a name that your script looks up"
@@ -302,7 +293,7 @@ def _hint(value: Any) -> str:
 
 
 def _why_not_stored(value: Any) -> str | None:
-    """The hint for a tensor or an array that safetensors cannot hold."""
+    """Return the hint for a tensor or an array that safetensors cannot hold, or None if it can be stored."""
     if isinstance(value, np.ndarray):
         if type(value) is not np.ndarray:
             return "Save numpy.array() of it instead"
@@ -313,7 +304,7 @@ def _why_not_stored(value: Any) -> str | None:
         method = next((name for name in ("full_tensor", "dequantize") if name in vars(type(value))), None)
         return f"Save its {method}() instead" if method else "Save it as a plain torch.Tensor instead"
     if value.is_meta:
-        return "It lies on the meta device and holds no numbers"
+        return "It is on the meta device and holds no numbers"
     if value.layout is not torch.strided or value.is_nested:
         return "Save its to_dense() instead"
     is_stored = value.dtype in DTYPE_NAMES or value.dtype is torch.complex128
@@ -321,7 +312,7 @@ def _why_not_stored(value: Any) -> str | None:
 
 
 def _spell_path(trail: list[str | tuple[Any]]) -> str:
-    """The path to a value; (key,) is a subscript."""
+    """Format the path to a value. (key,) is a subscript."""
     return "".join(step if isinstance(step, str) else f"[{_label(step[0])}]" for step in trail)
 
 
@@ -331,7 +322,7 @@ def _label(key: Any) -> str:
     elif type(key) is tuple:
         text = f"({', '.join(map(_label, key))})"
     elif type(key) is int and abs(key) >= 2**64:
-        text = hex(key)  # Python does not write long numbers in decimal
+        text = hex(key)  # Python limits the length of decimal integers
     else:
         text = repr(key) if type(key) in (int, float, bool, type(None)) else f"a {type(key).__name__}"
     return text if len(text) <= MAX_LABEL else f"{text[:MAX_LABEL]}..."

@@ -1,8 +1,8 @@
-"""Safetensors files: headers and indexes checked to the last byte, ranges read, exports written tensor by tensor.
+"""Safetensors files: strict checks of headers and indexes, reading of ranges, and export tensor by tensor.
 
-A file is the header's length (8 bytes, little endian), the header (JSON: name -> dtype, shape, data_offsets), then the
-tensors' bytes without holes. Several files are one model by way of an index (JSON: name -> file). No process group, no
-pickle.
+A file consists of the length of the header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
+data_offsets), and the bytes of the tensors without gaps. An index (JSON: name -> file) combines several files to one
+model. This module needs no process group and no pickle.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ DTYPES = {
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit, and a bound on what a hostile file makes us allocate
-MAX_DIMS = 64  # torch's
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format, which also bounds the memory for untrusted files
+MAX_DIMS = 64  # the limit of torch
 INDEX = ".safetensors.index.json"
-TILE = 1 << 20  # elements that are cast or copied at a time
+TILE = 1 << 20  # number of elements that are cast or copied at a time
 Entry = tuple[str, torch.dtype, Iterable[int]]
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: its bytes begin at `offset` from the start of the file."""
+    """One tensor of a file. Its bytes begin at `offset` from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class TensorEntry:
 
 
 def find(path: Path) -> Path:
-    """Find the file or the index that `path` means."""
+    """Find the file or the index that `path` refers to."""
     if not path.is_dir():
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file or folder")
@@ -74,12 +74,12 @@ def find(path: Path) -> Path:
 
 
 def is_plain(file_name: str) -> bool:
-    """Whether a name is that of a .safetensors file in the same folder: an index never leads elsewhere."""
+    """Return whether a name is a plain .safetensors file name. An index must not refer to other folders."""
     return file_name.endswith(".safetensors") and not re.search(r"[/\\\0]", file_name)
 
 
 def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Read and check the header of a file: its entries, and its metadata."""
+    """Read and check the header of a file. Return its entries and its metadata."""
     size = os.fstat(descriptor).st_size
     prefix = bytearray(8)
     read_into(descriptor, memoryview(prefix), 0)
@@ -108,7 +108,7 @@ def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], di
 
 
 def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Check one entry of a header: dtype, shape, start and stop."""
+    """Check one entry of a header. Return its dtype, shape, start and stop."""
     if not isinstance(info, dict) or not info.keys() >= {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where}: needs dtype, shape and data_offsets")
     dtype = DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
@@ -129,9 +129,9 @@ def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tu
 
 
 def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """Write the header of a new file; returns where its tensors go.
+    """Write the header of a new file, and return the entries with the offsets of its tensors.
 
-    Wide dtypes come first: without holes, every tensor then lies at a multiple of its element size.
+    Wide dtypes come first, so that every tensor is aligned to its element size without gaps.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -146,13 +146,15 @@ def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str]) -> dic
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index: the file of each tensor."""
+    """Read an index, and return the file name of each tensor."""
     weight_map = _parse(read_small(path, MAX_HEADER_BYTES), path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: has no weight_map from tensors to files")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not is_plain(file_name):
-            raise ValueError(f"{path}: {name!r} must be in a .safetensors file beside it, not in {file_name!r}")
+            raise ValueError(
+                f"{path}: {name!r} must be in a .safetensors file in the same folder, not in {file_name!r}"
+            )
     return weight_map
 
 
@@ -167,10 +169,10 @@ def _parse(text: bytes, file: Path) -> dict[str, Any]:
 
 
 class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
-    """The tensors of one model on disk. `open` checks all headers; `read` reads ranges and counts `bytes_read`.
+    """Reader of the tensors of one model on disk. `open` checks all headers, and `read` reads ranges.
 
-    Files stay open, so an export that replaces this one meanwhile does not mix with it. `aliases` are names left out
-    of the files because they are tied to a stored tensor; `entry` and `read` take them too.
+    Files are kept open, so that a concurrent export to the same folder has no effect on this reader. `aliases` are
+    the names that the files omit because they are tied to a stored tensor. `entry` and `read` accept them too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -182,7 +184,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open a .safetensors file, a .safetensors.index.json, or a folder with either (model.* goes first)."""
+        """Open a .safetensors file, a .safetensors.index.json, or a folder with either. model.* is preferred."""
         weights = cls(find(Path(path)))
         try:
             weights._read_headers()
@@ -207,7 +209,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         try:
             descriptor = self._descriptors[file] = open_regular(file)
         except (OSError, UnicodeError) as error:
-            why = f"there is no file {file.name!r} beside it that can be read: {reason(error)}"
+            why = f"cannot read the file {file.name!r} in the same folder: {reason(error)}"
             raise ValueError(f"{self.path}: {why}") from error
         entries, metadata = read_header(descriptor, file)
         self.metadata |= metadata
@@ -229,7 +231,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         return found
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Read elements [start, stop) of a flattened tensor into a flat CPU tensor; another dtype is cast in tiles."""
+        """Read elements [start, stop) of a flattened tensor into a flat CPU tensor, and cast them to its dtype."""
         entry = self.entry(name)
         if not 0 <= start <= stop <= entry.numel:
             raise ValueError(f"{entry.file}: {name!r} has {entry.numel} elements, not [{start}, {stop})")
@@ -262,10 +264,11 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
 
 class ExportFiles(AbstractContextManager["ExportFiles"]):
-    """The files of an export, cut and named as Hugging Face does: written aside, and moved into place together.
+    """The files of an export, split and named as Hugging Face does, and moved into place together.
 
-    `limit` counts tensor bytes; a larger tensor has its own file. All is written in a hidden folder beside the target.
-    Until `publish`, and after `discard`, an earlier export is as it was. One at a time per folder and file name.
+    `limit` is the maximum number of tensor bytes per file; a larger tensor gets a separate file. Files are written to a
+    hidden folder inside the target. Until `publish`, and after `discard`, an earlier export is unchanged. Only one
+    export per folder and file name may run at a time.
     """
 
     def __init__(self, folder: str | os.PathLike[str], file_name: str, sizes: Mapping[str, int], limit: int) -> None:
@@ -276,32 +279,32 @@ class ExportFiles(AbstractContextManager["ExportFiles"]):
         count = len(cut)
         names = [f"{self._stem}-{k + 1:05d}-of-{count:05d}{self._suffix}" for k in range(count)]
         self.shards = dict(zip(names, cut, strict=True)) if count > 1 else {file_name: cut[0]}
-        """The tensors of each file."""
+        """The names of the tensors in each file."""
         self._index = f"{file_name}.index.json"
         self.names = [*self.shards, self._index] if count > 1 else [file_name]
         self.folder.mkdir(parents=True, exist_ok=True)
         prefix, suffix = f".{file_name}-", ".partial"
-        for leftover in self.folder.iterdir():  # of an export that was killed
+        for leftover in self.folder.iterdir():  # from an export that was killed
             if leftover.name.startswith(prefix) and leftover.name.endswith(suffix):
                 shutil.rmtree(leftover)
         self._partial = tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=self.folder)
 
     def path(self, name: str) -> Path:
-        """Where a file is written to."""
+        """Return the path at which a file is written before it is published."""
         return Path(self._partial.name, name)
 
     def write_index(self, weight_map: Mapping[str, str]) -> None:
-        """Write the index, name -> file, where there are several files."""
+        """Write the index (name -> file) if there are several files."""
         if len(self.names) > 1:
             index = {"metadata": {"total_size": sum(self._sizes.values())}, "weight_map": weight_map}
             self.path(self._index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def publish(self) -> None:
-        """Flush to disk, move into place, then remove what is left of an earlier export."""
+        """Flush the files to disk, move them into place, and remove the remaining files of an earlier export."""
         try:
             for name in self.names:
                 sync(self.path(name))
-            # An old index over shards that are half replaced would name a mixture. Without it, a crash here is loud.
+            # Remove the old index first: after a crash it would combine old and new files. Without it, loading fails.
             if any((self.folder / name).exists() for name in self.names[:-1]):
                 (self.folder / self._index).unlink(missing_ok=True)
                 sync(self.folder)
@@ -317,7 +320,7 @@ class ExportFiles(AbstractContextManager["ExportFiles"]):
             self._partial.cleanup()
 
     def discard(self) -> None:
-        """Give up: remove what was written so far; an earlier export stays."""
+        """Remove the files written so far. An earlier export is kept."""
         self._partial.cleanup()
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
@@ -325,10 +328,10 @@ class ExportFiles(AbstractContextManager["ExportFiles"]):
 
 
 class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
-    """An export of known names, dtypes and shapes, written in any order: whole, or not there at all.
+    """Writer of an export with known names, dtypes and shapes, in any order. The export is published atomically.
 
-    `aliases` (left-out name -> stored name) are tied weights: stored once, and noted in the metadata of the file that
-    holds them, as `safetensors.torch.save_model` does.
+    `aliases` (omitted name -> stored name) are tied weights. They are stored once, and recorded in the metadata of the
+    file that contains them, as `safetensors.torch.save_model` does.
     """
 
     def __init__(
@@ -359,13 +362,13 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
         self._open = True
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one whole tensor, from any device, cast to its entry's dtype."""
+        """Write one whole tensor, from any device, cast to the dtype of its entry."""
         if not self._open:
             raise ValueError(f"{self.folder}: this writer is closed")
         if name not in self._missing:
             why = "was already written" if name in self._entries else "is not among the entries"
             if name in self._aliases:
-                why = f"is tied to {self._aliases[name]!r}, which stands for both"
+                why = f"is tied to {self._aliases[name]!r}, which is stored for both"
             raise ValueError(f"{self.folder}: {name!r} {why}")
         entry = self._entries[name]
         if tensor.shape != entry.shape:
@@ -379,7 +382,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
         del self._missing[name]
 
     def close(self) -> None:
-        """Publish the export."""
+        """Publish the export. Raise if a tensor has not been written."""
         if not self._open:
             return
         if self._missing:
@@ -389,7 +392,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
         self._files.publish()
 
     def discard(self) -> None:
-        """Give up: remove what was written so far; an earlier export stays."""
+        """Remove the files written so far. An earlier export is kept."""
         self._open = False
         self._files.discard()
 
@@ -414,7 +417,7 @@ def _check_entries(entries: Iterable[Entry], metadata: dict[str, str], aliases: 
 
 
 def _cut(sizes: Mapping[str, int], limit: int) -> list[dict[str, None]]:
-    """Cut an export into files: a tensor that no longer fits begins the next one."""
+    """Distribute tensors over files in order. A tensor that exceeds the limit of a file starts the next one."""
     files: list[dict[str, None]] = [{}]
     filled = 0
     for name, nbytes in sizes.items():

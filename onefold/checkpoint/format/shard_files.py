@@ -1,4 +1,4 @@
-"""Shard files: each rank writes one and hashes it on the way; any range of any tensor is checked as it is read."""
+"""Writing of shard files, one per rank, and reading of any range of any tensor. Checksums verify all bytes read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from onefold.checkpoint.format.safetensors_files import (
 )
 from onefold.offload.buffer import Buffer
 
-# A folder in which a job removes old checkpoints is looked at so many times before a reader gives up.
+# Number of attempts to open a checkpoint in a folder from which a job removes old checkpoints.
 TRIES = 10
 
 
@@ -45,7 +45,7 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Slot:
-    """A range of a named tensor on this rank: elements [start, stop) of it, and the buffer that stores them."""
+    """Elements [start, stop) of a named tensor, and the buffer on this rank that stores them."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a rank tells rank 0 of its shard file: the file, its parts (of file number 0), the rank's own state."""
+    """Description of a shard file for rank 0: the file, its parts (with file number 0), and the per-rank state."""
 
     file: ShardFile
     parts: tuple[tuple[str, torch.dtype, tuple[int, ...], StoredPart], ...]
@@ -96,14 +96,14 @@ class ShardRecord:
 
 
 def _entry(name: str, shape: tuple[int, ...], start: int, stop: int) -> tuple[str, tuple[int, ...]]:
-    """The name and shape that a range of a tensor has in a file: the tensor's own where the range is all of it."""
+    """Return the name and shape of a range of a tensor in a file. A whole tensor keeps its name and shape."""
     return (name, shape) if stop - start == math.prod(shape) else (f"{name}[{start}:{stop}]", (stop - start,))
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """Writes a new shard file for known slots, in any order, and hashes it on the way.
+    """Writer of a new shard file for known slots, in any order. It computes the checksums.
 
-    `slots` may be without memory (meta tensors) as long as those that are written have it.
+    `slots` may be meta tensors. The slots that are passed to `write` must have memory.
     """
 
     def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
@@ -130,7 +130,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._parts[name] = StoredPart(0, slot.start, slot.stop, start, tuple(sums))
 
     def close(self, own: Any) -> ShardRecord:
-        """Flush the file and return its record. `own` is the rank's state."""
+        """Flush the file and return its record. `own` is the per-rank state."""
         with self._file:
             os.fsync(self._file.fileno())
             nbytes = os.fstat(self._file.fileno()).st_size
@@ -145,7 +145,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 def write_shard(
     path: Path, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None] = lambda: None
 ) -> ShardRecord:
-    """Write the slots to a new file and flush it. What rests on a disk comes first; then `free_disk` is called."""
+    """Write the slots to a new file and flush it. Slots on disk are written first; then `free_disk` is called."""
     with ShardWriter(path, slots) as writer:
         for slot in slots:
             if slot.is_on_disk:
@@ -158,9 +158,9 @@ def write_shard(
 
 
 def _tiles(buffer: Buffer) -> Iterator[memoryview]:
-    """Iterate over the bytes of a buffer's values, a checksum's range at a time.
+    """Iterate over the bytes of a buffer's values, one checksum range at a time.
 
-    From a GPU the next range is copied while one is written.
+    The next range of a GPU buffer is copied while the current one is written.
     """
     if not buffer.is_plain_tensor:
         for piece in buffer.split(RANGE_BYTES // buffer.dtype.itemsize):
@@ -196,19 +196,25 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """A published checkpoint, open to read any range of any tensor; each byte is checked. No collective, no pickle."""
+    """Reader of any range of any tensor in a published checkpoint. Checksums verify all bytes read.
+
+    Reading uses no collectives and no pickle.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self.bytes_read = 0
         self._descriptors: dict[int, int] = {}
-        # Files whose headers say what the manifest says.
+        # Files whose headers have been compared with the manifest.
         self._checked: set[int] = set()
 
     @staticmethod
     def open(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
-        """Open the folder of a tag, or in a folder of tags `tag`, or what `latest` names, or the newest complete."""
+        """Open the checkpoint in the folder of a tag, or one in a folder of tags.
+
+        In a folder of tags, open `tag`, by default the one that `latest` names, or the newest complete one.
+        """
         folder = Path(path)
         for _ in range(TRIES):
             found = examine(folder)
@@ -222,14 +228,14 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
     @staticmethod
     def of(found: FoundCheckpoint, hint: str = "") -> CheckpointReader:
-        """Open a checkpoint that was found, if it is complete."""
+        """Open a checkpoint that was found. Raise if it is not complete."""
         if found.manifest is None or found.problems:
             kind = RemovedError if found.removed else CheckpointError
             raise kind("; ".join(found.problems) + hint)
         return CheckpointReader(found.folder, found.manifest)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """The names of tensors under a prefix such as `model/`, without it."""
+        """Iterate over the names of the tensors with a prefix such as `model/`, without the prefix."""
         return (name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
 
     def stored(self, name: str) -> StoredTensor:
@@ -239,7 +245,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return found
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Read elements [start, stop) into a flat tensor on any device; another dtype is cast."""
+        """Read elements [start, stop) into a flat tensor on any device, and cast them to its dtype."""
         stored = self.stored(name)
         assert 0 <= start <= stop <= stored.numel, (name, start, stop)
         assert out.shape == (stop - start,), (name, out.shape)
@@ -255,7 +261,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
                 target.copy_(data[low - first : high - first])
 
     def verify(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Read elements [start, stop) through and check them, holding one range at a time."""
+        """Read elements [start, stop), one range at a time, and verify their checksums."""
         stored = self.stored(name)
         buffer = memoryview(bytearray(min(RANGE_BYTES, stored.nbytes)))
         for part, number, first, last in _ranges(stored, start, stored.numel if stop is None else stop):
@@ -266,7 +272,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         descriptor = self._descriptor(part.file)
         try:
             got = read_into(descriptor, data, offset)
-        except OSError as error:  # also of a network's file that was removed
+        except OSError as error:  # includes a removed file on a network file system
             raise self._unreadable(file, error) from error
         self.bytes_read += got
         where = f"{file}: {name!r}, bytes {offset} to {offset + len(data)}"
@@ -276,7 +282,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             raise CheckpointError(f"{where}: damaged, the checksum does not fit")
 
     def check_headers(self) -> None:
-        """Check every file's own header against the manifest: names, dtypes, shapes, offsets. None stays open."""
+        """Compare the headers of all files with the manifest: names, dtypes, shapes and offsets. Close the files."""
         for number in range(len(self.manifest.files)):
             if number not in self._checked:
                 self._descriptor(number)
@@ -313,13 +319,13 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         self._checked.add(file)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read one whole tensor to host memory."""
+        """Read a whole tensor to host memory."""
         stored = self.stored(name)
         flat = torch.empty(stored.numel, dtype=dtype or stored.dtype)
         self.read(name, 0, stored.numel, flat)
         return flat.view(stored.shape)
 
-    # -- what is not tensors ------------------------------------------------------------------------------------
+    # -- plain data ---------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
@@ -327,11 +333,11 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return self._decode(self.manifest.state, "state", "state/", check_decoded_state)
 
     def own(self, rank: int) -> dict[str, Any]:
-        """The state of one rank: random numbers, data position."""
+        """Return the per-rank state: random states and data position."""
         return self._decode(self.manifest.ranks[rank], f"ranks[{rank}]", f"rank/{rank}/", check_object)
 
     def loose(self, rank: int) -> dict[str, Any]:
-        """The optimizer states of one rank that are not shaped as their parameter."""
+        """Return the optimizer states of one rank that do not have the shape of their parameter."""
         tree = self.manifest.ranks[rank].get("loose", {})
         return self._decode(tree, f"ranks[{rank}].loose", f"rank/{rank}/", check_decoded_loose)
 
@@ -356,7 +362,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
 
 def _ranges(stored: StoredTensor, start: int, stop: int) -> Iterator[tuple[StoredPart, int, int, int]]:
-    """The ranges, each with a checksum, that [start, stop) touches: part, number in it, first and last element."""
+    """Iterate over the checksum ranges that overlap [start, stop): part, index in the part, first and last element."""
     size = RANGE_BYTES // stored.dtype.itemsize
     for part in stored.parts:
         for number in range(max(0, start - part.start) // size, -(-(min(stop, part.stop) - part.start) // size)):
@@ -366,7 +372,7 @@ def _ranges(stored: StoredTensor, start: int, stop: int) -> Iterator[tuple[Store
 
 
 class _Tensors(dict[str, torch.Tensor]):
-    """Tensors of a tagged tree, read when they are asked for."""
+    """The tensors of a tagged tree, which are read when they are accessed."""
 
     def __init__(self, checkpoint: CheckpointReader, prefix: str) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Checkpoints read into an engine, whatever plan and number of ranks wrote them."""
+"""Loading of checkpoints into an engine with any plan and number of ranks."""

@@ -1,8 +1,7 @@
-"""Loading: from a checkpoint of any plan to what this rank keeps in its own, reading only the ranges it needs.
+"""Loading of a checkpoint of any plan into the shards of this rank, reading only the required ranges.
 
-Everything is compared before anything is written: names, shapes, optimizer states, hyperparameters, the schedule, the
-random states. Where the engine has trained, so that there is something to lose, the bytes themselves are checked first
-as well.
+All checks precede the first write: names, shapes, optimizer states, hyperparameters, the schedule and the random
+states. If the engine has already trained, the checksums of all bytes are verified first as well.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from onefold.runtime import Unit
 
 
 class MisfitError(ValueError):
-    """A checkpoint is whole, but of another model or another optimizer; every difference is listed."""
+    """A checkpoint is complete, but does not fit the model or the optimizer. The message lists all differences."""
 
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What a checkpoint is loaded into, on this rank."""
+    """The model and the optimizer step of this rank into which a checkpoint is loaded."""
 
     model: nn.Module
     units: Sequence[Unit]
@@ -46,7 +45,10 @@ class LoadTarget:
 
 
 def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """The checkpoint's name for each tensor that it has: the model's, or that of one it is tied to, here or there."""
+    """Return the name in the checkpoint of each tensor of the model that is stored there.
+
+    A tensor may be stored under its name or under that of a tied tensor, by the aliases of the model or the checkpoint.
+    """
     stored, theirs = set(checkpoint.names("model/")), checkpoint.manifest.aliases
     found: dict[str, str] = {}
     for candidate, name in [*((name, name) for name in names), *aliases.items()]:
@@ -57,7 +59,10 @@ def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: M
 
 
 def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bool) -> list[Slot]:
-    """This rank's weights and buffers, as slots under the checkpoint's names. Raises with all that does not fit."""
+    """Return the weights and buffers of this rank as slots with the names in the checkpoint.
+
+    Raise a MisfitError that lists all differences if the checkpoint does not fit the model.
+    """
     outside, aliases = outside_units(target.model)
     inside = {
         m.name: (m.shape, param.spec) for unit in target.units for param in unit.params for m in param.layout.members
@@ -113,7 +118,10 @@ def _fitting_reads(
 def state_reads(
     checkpoint: CheckpointReader, target: LoadTarget, loose: Mapping[str, Any], *, strict: bool
 ) -> list[Slot]:
-    """This rank's optimizer states, which are allocated here, as `weight_reads` does. Raises with what does not fit."""
+    """Allocate the optimizer states of this rank, and return them as slots with the names in the checkpoint.
+
+    Raise a MisfitError that lists all differences if `strict` is set and the states differ.
+    """
     step = target.step
     assert step is not None
     stored: dict[str, dict[str, torch.dtype]] = {}
@@ -127,7 +135,7 @@ def state_reads(
     reads: list[Slot] = []
     problems: dict[str, None] = {}
     params = [param for unit in target.units for param in unit.trained]
-    # Of some flat parameters this rank may have padding alone.
+    # The shard of a flat parameter may consist of padding only, and then has no slots.
     kept = {state for param in params for state in param.spec.states}
     for slot in (slot for param in params for slot in state_slots(param, step, *needed_range(param, step))):
         name, _, state = slot.name.removeprefix("optimizer/").rpartition("/")
@@ -140,7 +148,7 @@ def state_reads(
         else:
             reads.append(replace(slot, name=source))
     more = {state for states in wanted.values() for state in states}
-    if kept:  # a rank whose shards are all padding keeps none, and cannot tell
+    if kept:  # empty on a rank whose shards all consist of padding
         problems |= dict.fromkeys(f"{step.name} here keeps no {state}" for state in sorted(more - kept))
     if problems and strict:
         raise MisfitError(
@@ -151,14 +159,14 @@ def state_reads(
 
 
 def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
-    """Check every byte that the reads would read; nothing is written."""
+    """Verify the checksums of all bytes that the slots require, without writing to the slots."""
     for read in reads:
         checkpoint.verify(read.name, read.start, read.stop)
 
 
 @torch.no_grad()
 def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> set[str]:
-    """Read the values into their buffers. Return the names of those that a state format has rounded."""
+    """Read the values into their buffers. Return the names of the tensors that a state format has rounded."""
     rounded = set()
     for read in reads:
         if not read.buffer.is_plain_tensor:
@@ -182,7 +190,10 @@ def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> set[str]:
 def groups_for(
     checkpoint: CheckpointReader, target: LoadTarget, saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each optimizer group: the saved hyperparameters of its parameters, none where they were in several groups."""
+    """Return the saved hyperparameters for each optimizer group.
+
+    They are empty if the parameters of the group were in several groups of the checkpoint.
+    """
     step = target.step
     assert step is not None
     known = checkpoint.manifest.parameters
@@ -195,24 +206,24 @@ def groups_for(
     return found
 
 
-# -- what is loaded against what is live -------------------------------------------------------------------------------
+# -- comparison of loaded values with live values ----------------------------------------------------------------------
 #
-# [Note: what is compared with what]
-# A manifest may be edited and signed again, or be of another program. What the job's own objects would take without a
-# word and fail on later (a rate that is a string, one beta where two are wanted, an epoch that is a list) is refused
-# before anything is changed. What a value has to be is told by the live value that it would replace: a number for a
-# number, a list for a list. Where that is None anything plain may come, and what the live object has no key for is
-# left to it.
+# [Note: comparison with live values]
+# A manifest is untrusted even if its checksum is correct, and may be of another program. The optimizer and the schedule
+# would accept some wrong values silently and fail later (a learning rate that is a string, one beta instead of two, an
+# epoch that is a list). Such values are refused before anything is changed. The live value that a loaded value replaces
+# determines its type: a number for a number, a list for a list. If the live value is None, any plain value is accepted.
+# Keys that the live object does not have are passed to it unchecked.
 
-# Ways to the same numbers: one of two programs may have left them to torch (None).
+# Choices of a kernel, which do not affect the result. Either program may have used torch's default (None).
 _LEFT_TO_TORCH = ("foreach", "fused", "capturable", "differentiable")
-# Where a schedule stands; and what has a number for each group.
+# Keys of the position in a schedule, and keys with one number per group.
 _POSITIONS = ("last_epoch", "last_batch_iteration")
 _OF_GROUPS = ("base_lrs", "_last_lr")
 
 
 def check_loose_like(found: Mapping[str, Mapping[str, Any]], live: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare loose optimizer states with those of an optimizer that has stepped, where both know the parameter."""
+    """Compare loose optimizer states with those of an optimizer that has stepped, for parameters that both have."""
     for name in live.keys() & found.keys():
         for key, value in live[name].items():
             where = f"ranks, loose.{name}"
@@ -222,7 +233,7 @@ def check_loose_like(found: Mapping[str, Mapping[str, Any]], live: Mapping[str, 
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
-    """Compare hyperparameters with those of the live groups that they are about to replace."""
+    """Compare saved hyperparameters with those of the live groups that they replace."""
     for number, (new, group) in enumerate(zip(saved, live, strict=True)):
         if new and "lr" in group and "lr" not in new:
             raise ValueError(f"state.optimizer.groups, for group {number} here: lacks lr")
@@ -232,7 +243,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
 
 
 def check_schedule(saved: Any, schedule: Any) -> None:
-    """Compare the saved state of a learning-rate schedule with the live one's."""
+    """Compare the saved state of a learning rate schedule with that of the live schedule."""
     live = schedule.state_dict()
     if isinstance(live, dict):
         require(isinstance(saved, dict), saved, "an object", "state.lr_scheduler")
@@ -250,7 +261,10 @@ def check_schedule(saved: Any, schedule: Any) -> None:
 
 
 def check_taken(saved: Any, taker: Any, groups: Sequence[dict[str, Any]], where: str) -> None:
-    """Try `load_state_dict`. Afterwards the taker and the groups, which it may write to, are as before."""
+    """Try `taker.load_state_dict(saved)`, and restore the taker and the groups, which it may write to.
+
+    Raise a ValueError if it fails.
+    """
     before = copy.deepcopy(taker.state_dict())
     attributes = dict(vars(taker))
     values = [dict(group) for group in groups]
@@ -261,7 +275,7 @@ def check_taken(saved: Any, taker: Any, groups: Sequence[dict[str, Any]], where:
         raise ValueError(f"{where} is not taken by {type(taker).__name__}: {type(error).__name__}: {error}") from error
     finally:
         _put_back(vars(taker), attributes)
-        taker.load_state_dict(before)  # for what lies deeper
+        taker.load_state_dict(before)  # restores nested objects
         _put_back(vars(taker), attributes)
         for group, value, rate in zip(groups, values, rates, strict=True):
             _put_back(group, value)

@@ -1,1 +1,1 @@
-"""Saving: rank 0 requests, every rank writes its part, rank 0 publishes."""
+"""Saving: rank 0 sends a request, every rank writes its shard, and rank 0 publishes the checkpoint."""

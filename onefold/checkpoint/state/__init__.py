@@ -1,1 +1,1 @@
-"""The part of a job's state that this rank holds, and whole weights gathered from all ranks."""
+"""The state of this rank in a checkpoint, and unsharded weights gathered from all ranks."""

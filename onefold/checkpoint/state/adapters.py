@@ -1,5 +1,6 @@
-"""Weights of a model with LoRA adapters of PEFT, merged one tensor at a time, by the names that PEFT's
-`merge_and_unload` gives them. The model itself is not changed.
+"""Merging of PEFT's LoRA adapters into weights, one tensor at a time, without changing the model.
+
+The merged tensors have the names that PEFT's `merge_and_unload` gives them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MERGEABLE = {"Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d"}
 
 
 class MergedAdapters:
-    """The tensors of a model by their merged names, and how each is merged."""
+    """The tensors of a model by their merged names, and the adapters of each tensor."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -34,7 +35,7 @@ class MergedAdapters:
                 raise ValueError(f"merge_adapters: two tensors would be called {merged}; one of them is {name}")
 
     def _find(self, path: str, layer: Any) -> None:
-        """Check one module, and note which parameters it changes."""
+        """Check one module, and record the parameters that its adapters change."""
         from peft import PeftModel
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -42,7 +43,7 @@ class MergedAdapters:
         from peft.utils.other import ModulesToSaveWrapper
 
         kind = f"{path} is a {type(layer).__module__}.{type(layer).__name__}"
-        wrapper = getattr(other, "AuxiliaryTrainingWrapper", ModulesToSaveWrapper)  # earlier releases have only one
+        wrapper = getattr(other, "AuxiliaryTrainingWrapper", ModulesToSaveWrapper)  # earlier releases lack the former
         if isinstance(layer, wrapper) and not isinstance(layer, ModulesToSaveWrapper):
             raise _unsupported(kind)
         if isinstance(layer, PeftModel) and getattr(layer, "prompt_encoder", None):
@@ -91,7 +92,7 @@ def _adapters(layer: Any) -> list[str]:
 
 
 def _merged_name(name: str, modules: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor after `merge_and_unload`, or None if it is gone then."""
+    """Return the name of a tensor after `merge_and_unload`, or None if the tensor does not exist then."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper

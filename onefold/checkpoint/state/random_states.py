@@ -15,7 +15,7 @@ def capture_random_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators as plain data and tensors. This takes about 0.15 ms, mostly for numpy."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # before its import there is no state to lose
+    if numpy_random is not None:  # without the import, the generator has not been used
         state["numpy"] = dict(numpy_random.get_state(legacy=False))
     if device.type == "cuda" and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -34,7 +34,7 @@ def check_random_states(state: Any, device: torch.device) -> None:
 
 
 def restore_random_states(state: dict[str, Any], device: torch.device) -> None:
-    """Set all generators to captured states after checking them. Skip the state of a GPU where there is none."""
+    """Set all generators to captured states after checking them. Skip the state of a GPU if there is no GPU."""
     check_random_states(state, device)
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
@@ -52,7 +52,7 @@ def _try_random_state(name: str, saved: Any, device: torch.device) -> None:
     """Try a saved state on a temporary generator."""
     if name == "python":
         random.Random().setstate(saved)
-        # The generator itself does not check these.
+        # The generator does not check these values.
         if not all(type(word) is int for word in saved[1]) or not (saved[2] is None or _is_finite(saved[2])):
             raise ValueError("its words are no whole numbers, or its next normal number is none")
     elif name == "numpy":
@@ -60,7 +60,7 @@ def _try_random_state(name: str, saved: Any, device: torch.device) -> None:
         kind = type(numpy_random.get_bit_generator())
         if not isinstance(saved, dict) or saved["bit_generator"] != kind.__name__:
             raise ValueError(f"it is not of a {kind.__name__}, which this process uses")
-        if kind is numpy_random.MT19937:  # numpy itself would read beyond the words, and looks at nothing else
+        if kind is numpy_random.MT19937:  # numpy does not check these values, and would read out of bounds
             key, position, has_next = saved["state"]["key"], saved["state"]["pos"], saved["has_gauss"]
             if key.shape != (624,) or type(position) is not int or not 0 <= position <= 624:
                 raise ValueError(f"a position {position} in words of shape {key.shape}")

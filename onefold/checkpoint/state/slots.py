@@ -1,6 +1,6 @@
-"""The slots of a rank: the ranges of named tensors that it holds of a model and its optimizer.
+"""The slots of a rank: its ranges of the named tensors of a model and its optimizer.
 
-Weights are named `model/NAME` and have the precision in which they are stored (fp32 masters for trained parameters).
+Weights are named `model/NAME`; for trained parameters, they are the fp32 master weights.
 Optimizer states are named `optimizer/NAME/STATE`. Names, shapes and values are independent of ranks, units and stages,
 so a checkpoint of one plan loads into any other.
 """
@@ -40,7 +40,7 @@ def needed_range(param: FlatParam, step: ShardedStep | None) -> tuple[int, int]:
 
 
 def weight_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: int) -> Iterator[Slot]:
-    """Yield the slots of the weights in [start, stop) of a flat parameter: of the master where there is one."""
+    """Yield the slots of the weights in [start, stop) of a flat parameter, from the master weights if they exist."""
     store = param.store
     if param.trainable and step is not None:
         buffer, first = store.master, store.start

@@ -1,4 +1,4 @@
-"""Unsharded weights in and out of a model, gathered one unit at a time, or read by the ranges that a rank keeps."""
+"""Export of unsharded weights, gathered one unit at a time, and loading of safetensors files into sharded models."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The tensors of a model's state dict, with the scales of quantized layers, each by its first name; and the other
-    names of those that are tied.
+    """The tensors of a model's state dict, with the scales of quantized layers, and the aliases of tied tensors.
+
+    `tensors` has each tensor once, under its first name. `aliases` maps its other names to the first one.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -55,7 +56,7 @@ class ModelTensors:
 
 
 def unsharded_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor unsharded, in turn. All ranks iterate together; a unit is gathered only while it is passed."""
+    """Iterate over all tensors, unsharded. All ranks must iterate together; one unit is gathered at a time."""
     for handle, names in _by_handle(contents):
         if handle is not None:
             handle.acquire()
@@ -68,7 +69,7 @@ def unsharded_tensors(contents: ModelTensors) -> Iterator[tuple[str, torch.Tenso
 
 
 def _by_handle(contents: ModelTensors) -> list[tuple[ParamHandle | None, list[str]]]:
-    """Who unshards which tensors, in the one order that all ranks keep."""
+    """Group the tensors by the handle that unshards them, in the same order on all ranks."""
     found: dict[ParamHandle | None, list[str]] = {}
     for name, tensor in contents.tensors.items():
         found.setdefault(handle_of(tensor), []).append(name)
@@ -78,16 +79,16 @@ def _by_handle(contents: ModelTensors) -> list[tuple[ParamHandle | None, list[st
 def stream_weights(
     model: nn.Module, *, bucket_bytes: int = 1 << 30, exclude_frozen: bool = False, merge_adapters: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole weights in buckets, one after the other: to send a model to an inference server without ever holding it.
+    """Iterate over the unsharded weights in buckets, for example to send a model to an inference server.
 
-    All ranks iterate together, to the end, and each gets every bucket: whole tensors by name, on the device, in the
-    dtype they compute in. They are the model's own memory: send or copy them before the next bucket is asked for, which
-    empties the dict. A bucket takes in units until the next one would lift it over `bucket_bytes`, and a unit larger
-    than that comes in several buckets: no more than `bucket_bytes` or one unit is unsharded at a time, whichever is
-    more. A tensor larger than `bucket_bytes` comes alone. Tied weights come once, by their first name.
+    All ranks must iterate together, to the end. Each rank receives every bucket: unsharded tensors by name, on the
+    device, in the compute dtype. The tensors are views of the model's memory: send or copy them before the next
+    iteration, which clears the dict. A bucket contains whole units up to `bucket_bytes`. A larger unit is split into
+    several buckets, so that at most `bucket_bytes` or one unit is unsharded at a time, whichever is larger. A tensor
+    larger than `bucket_bytes` has its own bucket. Tied weights are yielded once, under their first name.
 
-    With `merge_adapters`, LoRA adapters of PEFT are merged into the weights they belong to, and the names are those of
-    `merge_and_unload`. A merged weight is a copy that is freed with its bucket; the model keeps its adapters.
+    With `merge_adapters`, LoRA adapters of PEFT are merged into their base weights, and the names are those of
+    `merge_and_unload`. A merged weight is a copy that is freed with its bucket. The model keeps its adapters.
 
         for bucket in onefold.zero.stream_weights(engine.module):
             if rank == 0:
@@ -110,7 +111,7 @@ def stream_weights(
             ]
             if bucket and size + sum(sizes) > bucket_bytes:
                 yield bucket
-                bucket.clear()  # whoever keeps a tensor keeps its memory
+                bucket.clear()  # release the tensors before their units are resharded
                 borrowed.close()
                 size = 0
             own = [contents.tensors[name] for name in names]
@@ -130,7 +131,7 @@ def stream_weights(
 
 
 def consolidate(model: nn.Module, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """Gather the whole state dict to host memory on rank 0; None elsewhere. Tied weights stay tied."""
+    """Gather the unsharded state dict in host memory on rank 0. Return None on other ranks. Tied weights stay tied."""
     contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     first = data_group().rank == 0
     found = {}
@@ -150,7 +151,7 @@ def save_weights(
     max_shard_size: int | str = "5GB",
     exclude_frozen: bool = False,
 ) -> None:
-    """Save whole weights as safetensors (streamed, one unit in memory), or pickled if the file name ends otherwise."""
+    """Save the unsharded weights as safetensors, one unit at a time, or as a pickle if the file name ends otherwise."""
     if not file_name.endswith(".safetensors"):
         found = consolidate(model, exclude_frozen=exclude_frozen)
         together = _Together()
@@ -176,7 +177,7 @@ def save_weights(
 
 
 def _pickle(found: object, folder: str | os.PathLike[str], file_name: str) -> None:
-    """torch.save by a rename: the old file or the new one, never a part of it."""
+    """Write a file with torch.save atomically, by a rename."""
     os.makedirs(folder, exist_ok=True)
     path, unfinished = Path(folder, file_name), Path(folder, f".{file_name}.partial")
     with unfinished.open("wb") as file:
@@ -187,23 +188,24 @@ def _pickle(found: object, folder: str | os.PathLike[str], file_name: str) -> No
 
 
 class _Together:
-    """Rank 0 works alone while all ranks go through the same collectives; what fails there is raised everywhere."""
+    """Work of rank 0 between collectives of all ranks. An error is raised on all ranks at the end."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self._group = data_group()
 
     def first(self, work: Callable[[], T]) -> T | None:
-        """Done on rank 0 only, and nothing more after an error."""
+        """Run `work` on rank 0, unless earlier work has failed. Return None otherwise."""
         if self._group.rank != 0 or self.error is not None:
             return None
         try:
             return work()
-        except Exception as error:  # raised by `agree`, when no rank waits for this one any more
+        except Exception as error:  # raised by `agree`, after the collectives that other ranks wait in
             self.error = error
             return None
 
     def agree(self) -> None:
+        """Raise on all ranks if the work of rank 0 has failed."""
         failed = Agreement(self._group, Ledger()).synchronize("saving", [int(self.error is not None)])
         if self.error is not None:
             raise self.error
@@ -212,10 +214,10 @@ class _Together:
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> int:
-    """Fill a model's parameters and buffers from safetensors files; returns the bytes that this rank read.
+    """Load safetensors files into a model's parameters and buffers. Return the number of bytes that this rank read.
 
-    `path`: a file, an index, or a folder with either. Each rank reads the ranges it keeps and no others. With `strict`
-    missing, unexpected and misshapen tensors are an error, listed together, before anything is written.
+    `path` is a file, an index, or a folder with either. Each rank reads only the ranges of its shards. Tensors with
+    different shapes and, with `strict`, missing and unexpected tensors raise one error before anything is written.
     """
     with SafetensorsReader.open(path) as weights:
         contents = ModelTensors.of(model)
@@ -242,7 +244,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
 
 
 def _stored_as(name: str, contents: ModelTensors, weights: SafetensorsReader) -> str | None:
-    """The file's name for a tensor: its own, or that of a tensor it is tied to."""
+    """Return the name in the file of a tensor or of a tensor that it is tied to, or None if there is none."""
     known = {*weights.names, *weights.aliases}
     names = [name, *(alias for alias, first in contents.aliases.items() if first == name)]
     return next((candidate for candidate in names if candidate in known), None)
@@ -263,7 +265,7 @@ def _check(contents: ModelTensors, stored: dict[str, str | None], weights: Safet
 
 
 def _read_shard(weights: SafetensorsReader, name: str, param: FlatParam, index: int) -> None:
-    """Read the range of one parameter that this rank keeps, rounded to the dtype it computes in."""
+    """Read this rank's range of one parameter, rounded to the compute dtype."""
     member = param.layout.members[index]
     start, stop = (0, param.layout.total) if param.stays_unsharded else param.own_range
     low, high = max(start, member.start), min(stop, member.stop)

@@ -1,1 +1,1 @@
-"""What is done with a checkpoint outside of training: weights out of it, facts about it."""
+"""Tools for checkpoints outside of training: export of weights, listing and verification."""

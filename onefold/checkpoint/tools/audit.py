@@ -1,7 +1,4 @@
-"""What a checkpoint holds, and whether it is still what was saved: facts for people and programs, without weights.
-
-Nothing here changes a file. `onefold ckpt` shows what is found.
-"""
+"""Listing, description and verification of checkpoints, for the commands of `onefold ckpt`. No file is modified."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from onefold.checkpoint.format.files import RemovedError, open_regular, read_int
 from onefold.checkpoint.format.manifest import NAME, RANGE_BYTES, Manifest, ShardFile, StoredPart, checksum
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
 
-# -- what is there ---------------------------------------------------------------------------------------------------
+# -- listing ---------------------------------------------------------------------------------------------------------
 
 
 def list_all(folder: Path) -> list[folders.FoundCheckpoint]:
-    """Every checkpoint of a folder, DeepSpeed's last; of a tag's own folder, that one."""
+    """List all checkpoints of a folder, DeepSpeed's last. For the folder of a tag, return that checkpoint only."""
     if folders.is_tag_folder(folder):
         return [folders.examine(folder)]
     ours = folders.list_tags(folder)
@@ -32,7 +29,7 @@ def list_all(folder: Path) -> list[folders.FoundCheckpoint]:
 
 
 def summary(found: folders.FoundCheckpoint) -> dict[str, Any]:
-    """The facts of one checkpoint for a list."""
+    """Summarize one checkpoint for a list."""
     manifest = found.manifest
     if manifest is not None:
         state = "damaged" if found.problems else "complete"
@@ -54,7 +51,10 @@ def summary(found: folders.FoundCheckpoint) -> dict[str, Any]:
 
 
 def unpublished_bytes(found: folders.FoundCheckpoint) -> int:
-    """The bytes of data that no manifest names: being written, or left over. 0 where a damaged manifest may name it."""
+    """Return the number of bytes in data folders that no manifest refers to: being written, or left over.
+
+    Return 0 for a damaged manifest, which may refer to any of them.
+    """
     if found.manifest is None and folders.is_tag_folder(found.folder):
         return 0
     named = found.manifest.data_folders if found.manifest is not None else set()
@@ -63,20 +63,23 @@ def unpublished_bytes(found: folders.FoundCheckpoint) -> int:
 
 def bytes_under(folder: Path) -> int:
     total = 0
-    with suppress(FileNotFoundError):  # a folder that a job removes meanwhile
+    with suppress(FileNotFoundError):  # the folder may be removed in the meantime
         for path in folder.rglob("*"):
-            with suppress(OSError):  # a save removes its notes meanwhile
+            with suppress(OSError):  # a save may remove its temporary files in the meantime
                 total += path.stat().st_size if path.is_file() else 0
     return total
 
 
-# -- what one holds --------------------------------------------------------------------------------------------------
+# -- description -----------------------------------------------------------------------------------------------------
 
 _KINDS = ("trained parameters", "frozen parameters", "buffers", "optimizer", "buffers of ranks", "other state")
 
 
 def describe(folder: Path, manifest: Manifest, problems: Sequence[str]) -> dict[str, Any]:
-    """Everything but values, for JSON. `optimizer`, `lr_scheduler`, `loss_scale` and `config` are tagged JSON."""
+    """Describe a checkpoint, without tensor values, as JSON.
+
+    `optimizer`, `lr_scheduler`, `loss_scale` and `config` are tagged JSON.
+    """
     state = manifest.state
     return {
         "tag": manifest.tag,
@@ -117,7 +120,7 @@ def describe_tensors(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
-    """The tensors by kind (weights, buffers, states): how many of each, their sizes and dtypes."""
+    """Count the tensors, elements and bytes of each kind (weights, buffers, states), and list their dtypes."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, stored in manifest.tensors.items():
         kind = kinds.setdefault(_kind(name, manifest), {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}})
@@ -141,14 +144,14 @@ def _kind(name: str, manifest: Manifest) -> str:
 
 
 def _keys(tree: Any) -> list[str]:
-    """The keys of a tagged dict."""
+    """Return the keys of a tagged dict."""
     if not isinstance(tree, dict):
         return []
     return [spell(key) for key, _ in tree["$dict"]] if "$dict" in tree else [*tree]
 
 
 def spell(tree: Any) -> str:
-    """Tagged JSON on one line, for people."""
+    """Format tagged JSON on one readable line."""
     if isinstance(tree, list):
         return f"[{', '.join(map(spell, tree))}]"
     if not isinstance(tree, dict):
@@ -162,12 +165,12 @@ def spell(tree: Any) -> str:
     return f"{{{', '.join(f'{spell(key)}: {spell(value)}' for key, value in pairs)}}}"
 
 
-# -- whether it is what was saved ------------------------------------------------------------------------------------
+# -- verification ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not as it was saved: a file, or bytes [start, stop) of it, and the tensors this concerns."""
+    """Damage of a file, or of bytes [start, stop) in it, with the affected tensors."""
 
     file: str
     problem: str
@@ -181,7 +184,7 @@ class Damage:
 
     @property
     def text(self) -> str:
-        """What is wrong, without the file."""
+        """Description of the damage, without the file."""
         if self.start is not None:
             return f"{self.tensors[0]!r}, bytes {self.start} to {self.stop}: {self.problem}"
         named = ", ".join(self.tensors[:5]) + (", ..." if len(self.tensors) > 5 else "")
@@ -189,7 +192,7 @@ class Damage:
 
 
 def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
-    """Every damage of a checkpoint; all of its bytes are read. `advance` is told of bytes that are dealt with."""
+    """Read all bytes of a checkpoint, and yield every damage. `advance` is called with the number of bytes checked."""
     if found.manifest is None:
         yield Damage(str(found.folder / NAME), "; ".join(found.problems))
         return
@@ -205,7 +208,7 @@ def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> It
 def _verify_file(
     path: Path, file: ShardFile, parts: Sequence[tuple[str, int, StoredPart]], advance: Callable[[int], None]
 ) -> Iterator[Damage]:
-    """Check a file's size, its header, then its tensors in the order of their offsets."""
+    """Check the size of a file, its header, and its tensors in the order of their offsets."""
     try:
         opened = os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
@@ -233,7 +236,7 @@ def _verify_file(
 def _verify_part(
     descriptor: int, path: Path, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
 ) -> list[Damage]:
-    """Check one part of a tensor. Neighbouring ranges with the same problem are told as one."""
+    """Check one part of a tensor. Adjacent ranges with the same problem are reported as one."""
     end = part.offset + (part.stop - part.start) * itemsize
     buffer = memoryview(bytearray(min(RANGE_BYTES, end - part.offset)))
     found: list[Damage] = []
@@ -249,7 +252,7 @@ def _verify_part(
 
 
 def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> str:
-    """Fill the buffer from a file, and return what is wrong with what is there, if anything."""
+    """Fill the buffer from a file and verify its checksum. Return the problem, or "" if there is none."""
     try:
         got = read_into(descriptor, buffer, offset)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Tools for checkpoints on disk. Here: the export of whole weights, one tensor at a time.
+"""Export of unsharded weights from a checkpoint on disk, one tensor at a time.
 
-No process group, no GPU, and never the whole model in memory. Every byte is checked while it is read, and files appear
-under their names when all of them are written: an export that fails leaves what was there before.
+The export needs no process group and no GPU, and never holds the whole model in memory. Checksums verify all bytes
+read. The files are published together, so that a failed export leaves an earlier one unchanged.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _UNCUT = 1 << 62
 _MAX_NAMED = 5
 
 Progress = Callable[[str, int, int], None]
-"""Told after each tensor: its name, the bytes read so far, the bytes there are to read."""
+"""A function that is called after each tensor with its name, the bytes read so far and the total bytes."""
 ReadTensor = Callable[[str], torch.Tensor]
 T = TypeVar("T")
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint at the requested path."""
 
 
 class ExportError(ValueError):
-    """What was asked for cannot be done; the message says why."""
+    """The requested export is not possible. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written, and from where."""
+    """The result of an export: its checkpoint and the written files."""
 
     checkpoint: Path
     files: tuple[Path, ...]
@@ -52,14 +52,16 @@ class Exported:
     nbytes: int
 
 
-# -- which checkpoint ------------------------------------------------------------------------------------------------
+# -- selection of the checkpoint -------------------------------------------------------------------------------------
 
 
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> folders.FoundCheckpoint:
-    """Find the checkpoint that is meant, complete or not: a tag's folder, or of a folder `tag`, `latest`, the newest.
+    """Find the requested checkpoint, complete or not.
 
-    Never another one in its place: resuming may take an older checkpoint where the latest is damaged, but nobody wants
-    older weights exported without being asked. Where a job removes what `latest` named, `latest` is read again.
+    `path` is the folder of a tag, or a folder of tags. In the latter, find `tag`, by default the one that `latest`
+    names, or the newest. Unlike resuming, an export does not fall back to an older checkpoint if this one is damaged,
+    because that would export older weights silently. If a job removes the checkpoint that `latest` names, `latest` is
+    read again.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -77,7 +79,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> fol
 def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
     try:
         candidates, warnings = folders.choose(folder, tag)
-    except ValueError as error:  # of a tag that cannot be one
+    except ValueError as error:  # an invalid tag
         raise CheckpointError(str(error)) from None
     for warning in warnings:
         logger.warning("%s", warning)
@@ -89,17 +91,17 @@ def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
 
 
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
-    """Open the checkpoint that is meant (see `find_checkpoint`) and work on it, or raise what is wrong with it.
+    """Open the requested checkpoint (see `find_checkpoint`) and call `work`, or raise its problems.
 
-    Where a job removes it meanwhile, on the next that is meant, unless one was named; where the job saves to that tag
-    again, on what is there then.
+    If a job removes the checkpoint in the meantime, try the next one, unless it was requested by name. If a job
+    replaces it, start again with the new one.
     """
     named = tag is not None or folders.is_tag_folder(Path(path))
     for left in reversed(range(TRIES)):
         found = find_checkpoint(path, tag)
-        beside = folders.list_tags(found.folder.parent) if found.problems else []
-        others = [other.tag for other in beside if not other.problems]
-        hint = f"; complete ones, to be asked for by their tag: {', '.join(others)}" if others else ""
+        listed = folders.list_tags(found.folder.parent) if found.problems else []
+        others = [other.tag for other in listed if not other.problems]
+        hint = f"; complete checkpoints, which can be requested by tag: {', '.join(others)}" if others else ""
         try:
             with CheckpointReader.of(found, hint) as checkpoint:
                 return work(checkpoint)
@@ -109,12 +111,12 @@ def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Chec
     raise AssertionError
 
 
-# -- which tensors ---------------------------------------------------------------------------------------------------
+# -- selection of the tensors ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """The weights of a checkpoint to export: names and dtypes in the model's order, and the names of what is tied."""
+    """The weights of a checkpoint to export: names and dtypes in the model order, and aliases of tied weights."""
 
     checkpoint: CheckpointReader
     dtypes: dict[str, torch.dtype]
@@ -124,7 +126,7 @@ class WeightSelection:
     def of(checkpoint: CheckpointReader, dtype: torch.dtype, *, exclude_frozen: bool) -> WeightSelection:
         groups = checkpoint.manifest.parameters
         stored = dict.fromkeys(checkpoint.names("model/"))
-        # Ranks wrote what they hold; `parameters` has the order in which the model has them.
+        # The tensors are in the order of the ranks. `parameters` is in the order of the model.
         names = [*(name for name in groups if name in stored), *(name for name in stored if name not in groups)]
         dtypes = {}
         for name in names:
@@ -144,7 +146,7 @@ class WeightSelection:
         return self.checkpoint.tensor(f"model/{name}", self.dtypes[name])
 
     def is_beyond(self, name: str, cast: torch.Tensor) -> bool:
-        """Whether finite values became infinite. The original is read again only where something is infinite."""
+        """Return whether the cast made finite values infinite. The original is read again only if needed."""
         stored = self.checkpoint.stored(f"model/{name}").dtype
         if not stored.is_floating_point or torch.finfo(stored).max <= torch.finfo(cast.dtype).max:
             return False
@@ -163,11 +165,12 @@ def export(
     exclude_frozen: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write the weights of a checkpoint to the folder `out`, as Hugging Face names and cuts files.
+    """Write the weights of a checkpoint to the folder `out`, with files split and named as Hugging Face does.
 
-    `path`: a folder of checkpoints (then `tag`, or what `latest` names) or that of one. `dtype`: fp32, bf16 or fp16,
-    for floating-point tensors; others keep theirs. `file_format`: "safetensors" holds one tensor in memory at a time;
-    "bin" is torch.save's, for `torch.load(weights_only=True)`, and holds one file of `max_shard_size` at a time.
+    `path` is the folder of a checkpoint, or a folder of checkpoints, from which `tag` or the latest is exported.
+    Floating-point tensors are cast to `dtype` (fp32, bf16 or fp16); others keep their dtype. The `file_format`
+    "safetensors" needs memory for one tensor. "bin" uses torch.save, for `torch.load(weights_only=True)`, and needs
+    memory for one file of `max_shard_size`.
     """
     for given, known, what in ((dtype, (*DTYPES,), "dtype"), (file_format, FORMATS, "file_format")):
         if given not in known:
@@ -234,7 +237,7 @@ def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read:
 
 
 def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: ReadTensor) -> list[str]:
-    """Write files of torch.save, cut and named as Hugging Face does. Tied names share a tensor, in one file."""
+    """Write files with torch.save, split and named as Hugging Face does. Tied names share a tensor in one file."""
     sizes = {name: weights.nbytes(name) for name in weights.dtypes}
     weight_map: dict[str, str] = {}
     with ExportFiles(folder, BIN, sizes, limit) as files:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from onefold.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from onefold.compat.from_schema import model_of
-from onefold.config.schema import Comet, FileMonitor, Wandb
+from onefold.config.monitoring import Comet, FileMonitor, Wandb
 
 _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
 TensorBoardConfig = model_of("TensorBoardConfig", FileMonitor)

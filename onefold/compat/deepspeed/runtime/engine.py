@@ -16,7 +16,7 @@ from torch import nn
 
 from onefold import start
 from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
-from onefold.checkpoint.saving.rank_writer import SaveError
+from onefold.checkpoint.saving.rank_shard_writer import SaveError
 from onefold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onefold.compat.deepspeed.runtime.config import DeepSpeedConfig, read_config
 from onefold.compat.deepspeed.runtime.zero.config import ZeroStageEnum
@@ -26,8 +26,8 @@ from onefold.compat.lazy import names, same
 from onefold.compat.not_offered import NotOfferedError, explain
 from onefold.compat.parameters import install
 from onefold.config import Batch, ConfigError
+from onefold.config.monitoring import ThroughputTimer as ThroughputSettings
 from onefold.config.params import plain_name
-from onefold.config.schema import ThroughputTimer as ThroughputSettings
 from onefold.log import logger
 from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
 from onefold.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationInfo, field_validator
 
 from onefold.compat.from_schema import model_of
-from onefold.config.schema import Bf16, Fp16
+from onefold.config.precision import Bf16, Fp16
 
 FP16, BFLOAT16, BFLOAT16_OLD = "fp16", "bf16", "bfloat16"
 

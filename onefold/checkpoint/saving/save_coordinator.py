@@ -1,6 +1,7 @@
-"""All saves of an engine on one rank: what the engine calls, rank 0's side, the other ranks' side, the listener.
+"""Coordination of the saves of an engine between ranks.
 
-[Note: who joins a save], in `onefold/checkpoint/saving/rank_writer.py`, shows one save from top to bottom.
+The engine of every rank has a `SaveCoordinator`. It uses `SavePublisher` on rank 0, and `SaveParticipant` on the other
+ranks. [Note: participation in a save], in `rank_shard_writer.py`, describes one save.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from onefold.checkpoint.format import folder, plain_data
 from onefold.checkpoint.format.files import read_small
 from onefold.checkpoint.format.manifest import MAX_BYTES, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardRecord, Slot
-from onefold.checkpoint.saving.rank_writer import (
+from onefold.checkpoint.saving.rank_shard_writer import (
     Phase,
-    RankWriter,
+    RankShardWriter,
     Savable,
     SaveError,
     SaveHeader,
@@ -39,30 +40,29 @@ from onefold.comm import Board, Disagreement, Guard, RankTimeout
 from onefold.log import logger
 
 PERIOD = 0.25
-# Before the listener does a rank's part, its own program gets this long to come to its own call.
+# The listener gives the program of its rank this many seconds to call `save_checkpoint`.
 COURTESY = 0.5
-# How long a rank whose program is through with the engine waits for a last request, unless rank 0 is through as well.
+# A rank that closes its engine waits this many seconds for a last request, unless rank 0 has closed its engine too.
 LINGER = 3.0
-# Requests that stay on the board and in memory for a rank that comes late to them.
+# Number of requests that are kept on the board and in memory for slow ranks.
 _REMEMBERED = 64
-# Removes old checkpoints of a folder.
 AfterPublish = Callable[[Path], object]
-"""Is given the folder of a tag that has just been published."""
+"""A function that is called with the folder of each published tag, for example to remove old checkpoints."""
 
 
-class Saver:
-    """One rank's side of all saves of an engine: at most one is under way, in the foreground or in a thread."""
+class SaveCoordinator:
+    """The saves of an engine on one rank. At most one save is in progress, in the foreground or in a thread."""
 
     def __init__(
         self, owner: Savable, board: Board, guard: Guard, after_publish: AfterPublish, written_by: str
     ) -> None:
         self._owner = weakref.ref(owner)
         self._board, self._guard, self._rank = board, guard, board.group.rank
-        self._leader = Leader(board, after_publish, written_by)
-        self._follower = Follower(board, guard)
+        self._publisher = SavePublisher(board, after_publish, written_by)
+        self._participant = SaveParticipant(board, guard)
         self._staging = Staging()
-        self._copying: RankWriter | None = None
-        # One part at a time, whichever thread does it.
+        self._copying: RankShardWriter | None = None
+        # The program's thread and the listener must not write shards at the same time.
         self._mutex = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -75,31 +75,32 @@ class Saver:
             self._listener.start()
             weakref.finalize(self, self._stop.set)
 
-    # -- what the engine calls ----------------------------------------------------------------------------------
+    # -- interface of the engine --------------------------------------------------------------------------------
 
     def save(
         self, options: SaveOptions, make_header: Callable[[], SaveHeader], validate_tag: Callable[[str], None]
     ) -> None:
-        """Save, and in a foreground save wait for the verdict. `make_header` is called on rank 0 only."""
+        """Save a checkpoint. A foreground save waits until it is published. `make_header` is called on rank 0 only."""
         owner = self._owner()
         assert owner is not None
         with self._mutex:
             self.finish()
             if self._rank == 0:
-                led = self._leader.open(owner, options, make_header)
-                self._take_part(owner, led.request, partial(self._leader.conclude, led), validate_tag, led.slots)
+                save = self._publisher.start(owner, options, make_header)
+                conclude = partial(self._publisher.conclude, save)
+                self._participate(owner, save.request, conclude, validate_tag, save.slots)
             else:
-                request, is_served = self._follower.find_request(owner.steps_done(), options.tag)
-                conclude = partial(self._follower.await_verdict, request)
+                request, is_served = self._participant.find_request(owner.steps_done(), options.tag)
+                conclude = partial(self._participant.await_verdict, request)
                 if is_served:  # by the listener
                     validate_tag(request.tag)
                     self._keep_error(conclude)
                 else:
-                    self._take_part(owner, request, conclude, validate_tag)
+                    self._participate(owner, request, conclude, validate_tag)
             if not options.background:
                 self.finish()
 
-    def _take_part(
+    def _participate(
         self,
         owner: Savable,
         request: SaveRequest,
@@ -107,27 +108,30 @@ class Saver:
         validate_tag: Callable[[str], None],
         extra: Sequence[Slot] = (),
     ) -> None:
-        """Do this rank's part here, or its second half in the background; then conclude: publish, or hear of it."""
-        part = RankWriter(self._board, self._staging, request)
+        """Write this rank's shard, and call `conclude`, which publishes on rank 0 and waits for that elsewhere.
+
+        In a background save, the optimizer states are copied and the file is written in a thread.
+        """
+        writer = RankShardWriter(self._board, self._staging, request)
 
         def complete() -> None:
-            with _failing_together(part, conclude):
-                part.complete()
+            with _failing_together(writer, conclude):
+                writer.complete()
             conclude()
 
-        with _failing_together(part, conclude):
+        with _failing_together(writer, conclude):
             validate_tag(request.tag)
             if request.background:
-                self._copying = part
-            part.prepare(owner, extra, joined=False)
+                self._copying = writer
+            writer.prepare(owner, extra, joined=False)
             if request.background:
                 self._start_thread(partial(self._keep_error, complete))
         if not request.background:
             self._keep_error(complete)
         elif self._rank == 0:
-            # From now on any rank's program may write to its weights.
+            # After `save` returns, the program may write to the weights of any rank.
             try:
-                self._leader.await_parts(request, Phase.WEIGHTS_COPIED)
+                self._publisher.await_phase(request, Phase.WEIGHTS_COPIED)
             except (SaveError, RankTimeout):
                 self.finish()
                 raise
@@ -138,14 +142,14 @@ class Saver:
         self._thread = thread
 
     def _keep_error(self, work: Callable[[], None]) -> None:
-        """Run work and keep its error for `finish`, or for the next step, at which all ranks are told."""
+        """Run work and keep its error for `finish`, or for the next step, which reports it to all ranks."""
         try:
             work()
         except Exception as error:
             self._error = error
 
     def finish(self) -> None:
-        """Wait for the save under way, if any, and raise what went wrong with it."""
+        """Wait for the save in progress, if any, and raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -155,23 +159,23 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a background save has ended badly and nobody was told yet."""
+        """Whether a background save has failed and the error has not been raised yet."""
         return self._error is not None
 
     def wait_until_states_copied(self) -> None:
-        """Before optimizer states change: wait until the background save has copied them."""
+        """Wait until the background save has copied the optimizer states. Called before they change."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.states_copied.wait()
             if self._rank == 0:
-                # No rank takes the next step before rank 0 is there.
-                with suppress(SaveError, RankTimeout):  # what failed is told by the thread that publishes
-                    self._leader.await_parts(copying.request, Phase.STATES_COPIED)
+                # No rank can run the next step without rank 0, so that this wait protects the states of all ranks.
+                with suppress(SaveError, RankTimeout):  # the thread that publishes reports the error
+                    self._publisher.await_phase(copying.request, Phase.STATES_COPIED)
 
     def stop(self) -> None:
-        """End the listener and finish the save under way: the engine is being destroyed."""
+        """Stop the listener and wait for the save in progress, because the engine is being destroyed."""
         self._stop.set()
-        # The last one to hold the engine may be one of these threads.
+        # One of these threads may hold the last reference to the engine and therefore run this method.
         for thread in (self._thread, self._listener):
             if thread is not None and thread is not threading.current_thread() and thread.is_alive():
                 thread.join()
@@ -179,7 +183,10 @@ class Saver:
             logger.error("%s", self._error)
 
     def linger(self, owner: Savable, seconds: float | None) -> None:
-        """Its program is done; wait for a last save of rank 0: so many seconds, or until rank 0 is done or gone."""
+        """Wait for a last save of rank 0 after this rank's program has ended.
+
+        Wait for `seconds`, or, if None, until rank 0 has ended too.
+        """
         if self._stop.is_set() or self._board.group.size == 1:
             return
         if self._rank == 0:
@@ -189,7 +196,7 @@ class Saver:
 
         def done() -> bool:
             nonlocal started
-            note = self._follower.next_note()
+            note = self._participant.next_note()
             if note is not None:
                 with self._mutex:
                     self._serve(owner, note, start=lambda work: work())
@@ -204,13 +211,13 @@ class Saver:
     # -- the listener -------------------------------------------------------------------------------------------
 
     def listen(self, since: float | None) -> float | None:
-        """Look at the board once. Returns when a request was first seen that this rank has not served yet."""
+        """Poll the board once. Return the time at which a request was first seen that this rank has not served yet."""
         if self._rank == 0:
-            self._board.beat()  # for whoever waits for its request or its verdict
+            self._board.beat()  # for ranks that wait for a request or a verdict
             return None
-        note = self._follower.next_note()
+        note = self._participant.next_note()
         if note is not None or self._mutex.locked() or (self._thread is not None and self._thread.is_alive()):
-            self._board.beat()  # for rank 0, which waits for this rank's part
+            self._board.beat()  # for rank 0, which waits for the shard of this rank
         if note is None:
             return None
         if since is None or time.monotonic() - since < COURTESY:
@@ -221,54 +228,58 @@ class Saver:
         if owner is None or (behind and "refused" not in note) or not self._mutex.acquire(blocking=False):
             return since
         try:
-            # Its program does not save: this rank's part is done beside whatever it waits for.
+            # The program did not call `save_checkpoint`, so a thread writes the shard while the program continues.
             self._serve(owner, note, start=self._start_thread)
         finally:
             self._mutex.release()
         return None
 
     def _serve(self, owner: Savable, note: dict[str, Any], start: Callable[[Callable[[], None]], None]) -> None:
-        """Do this rank's part without its program, unless rank 0 has refused the save or the part is done."""
-        if self._follower.take(note) and "refused" not in note:
-            part = RankWriter(self._board, self._staging, SaveRequest(**note))
-            with part.reporting():
-                start(partial(self._join, owner, part))
+        """Write this rank's shard without a call of its program, unless the save was refused or already served."""
+        if self._participant.take(note) and "refused" not in note:
+            writer = RankShardWriter(self._board, self._staging, SaveRequest(**note))
+            with writer.reporting():
+                start(partial(self._join, owner, writer))
 
-    def _join(self, owner: Savable, part: RankWriter) -> None:
-        """Do this rank's part in the listener's thread. Rank 0's program is told of an error, this rank's is not."""
+    def _join(self, owner: Savable, writer: RankShardWriter) -> None:
+        """Write this rank's shard for a save that its program did not call. Errors are raised on rank 0 only."""
         try:
-            with part.reporting():
-                if part.request.background:
-                    self._copying = part  # before rank 0 hears of the copy, and lets the program go on to its next step
-                part.prepare(owner, joined=True)
-                part.complete()
+            with writer.reporting():
+                if writer.request.background:
+                    # Set before rank 0 sees the copy and lets the program continue to its next step.
+                    self._copying = writer
+                writer.prepare(owner, joined=True)
+                writer.complete()
         except Exception:
-            logger.exception("rank %d could not join the save of %s", self._rank, part.request.tag)
+            logger.exception("rank %d could not join the save of %s", self._rank, writer.request.tag)
 
 
 @contextmanager
-def _failing_together(part: RankWriter, conclude: Callable[[], None]) -> Iterator[None]:
-    """What is raised inside is told to all ranks; then the save is concluded, which raises the reasons of all."""
+def _failing_together(writer: RankShardWriter, conclude: Callable[[], None]) -> Iterator[None]:
+    """Report an error of the block to all ranks, and conclude the save, which raises the errors of all ranks."""
     try:
-        with part.reporting():
+        with writer.reporting():
             yield
     except Exception:
         conclude()
         raise
-    except BaseException:  # the user interrupts: that is what is raised here
+    except BaseException:  # a KeyboardInterrupt takes precedence over the errors of other ranks
         with suppress(SaveError, RankTimeout):
             conclude()
         raise
 
 
-def _listen(reference: weakref.ref[Saver], stop: threading.Event) -> None:
-    """The listener's thread. Any other error than of the store ends its beats too, so that nobody waits for ever."""
+def _listen(reference: weakref.ref[SaveCoordinator], stop: threading.Event) -> None:
+    """Run the listener's thread.
+
+    An error other than a failure of the store ends the thread and its heartbeats, so that no rank waits forever.
+    """
     since: float | None = None
     while not stop.wait(PERIOD):
         saver = reference()
         if saver is None:
             return
-        with suppress(RuntimeError):  # the store's node may be gone already
+        with suppress(RuntimeError):  # the node of the store may have exited
             since = saver.listen(since)
         del saver
 
@@ -277,8 +288,8 @@ def _listen(reference: weakref.ref[Saver], stop: threading.Event) -> None:
 
 
 @dataclass(frozen=True)
-class OpenSave:
-    """A save that rank 0 has requested: what it puts into the manifest, its own slots, the lock of the data folder."""
+class StartedSave:
+    """A save that rank 0 has requested, with the lock of its data folder."""
 
     request: SaveRequest
     header: SaveHeader
@@ -286,16 +297,16 @@ class OpenSave:
     lock: ExitStack
 
 
-class Leader:
-    """Rank 0's side of all saves: each is opened with a request to all ranks, and concluded with a verdict."""
+class SavePublisher:
+    """The role of rank 0: start each save with a request to all ranks, and conclude it with a verdict."""
 
     def __init__(self, board: Board, after_publish: AfterPublish, written_by: str) -> None:
         self._board, self._after_publish, self._written_by = board, after_publish, written_by
         self._num_ranks = board.group.size
         self._number = 0
 
-    def open(self, owner: Savable, options: SaveOptions, make_header: Callable[[], SaveHeader]) -> OpenSave:
-        """Make the data folder and post the request; or post why there is none, and raise it."""
+    def start(self, owner: Savable, options: SaveOptions, make_header: Callable[[], SaveHeader]) -> StartedSave:
+        """Create the data folder and post the request. On an error, post a refusal and raise."""
         self._number += 1
         steps, lock = owner.steps_done(), ExitStack()
         try:
@@ -305,36 +316,36 @@ class Leader:
             tree, tensors = plain_data.encode(header.state, "state")
             save_dir = os.path.abspath(options.save_dir)
             data = lock.enter_context(folder.new_data_folder(Path(save_dir, folder.check_tag(options.tag))))
-            asked = {**asdict(options), "save_dir": save_dir}
-            request = SaveRequest(**asked, number=self._number, steps=steps, data=data.name, buffers=header.buffers)
+            given = {**asdict(options), "save_dir": save_dir}
+            request = SaveRequest(**given, number=self._number, steps=steps, data=data.name, buffers=header.buffers)
             self._post(asdict(request))
         except BaseException as error:
             lock.close()
             refused = f"{type(error).__name__}: {error}"
-            with suppress(RuntimeError):  # the store may be gone
+            with suppress(RuntimeError):  # the store may be unreachable
                 self._post({"number": self._number, "steps": steps, "tag": options.tag, "refused": refused})
             if isinstance(error, OSError):
                 raise SaveError(f"cannot save to {options.save_dir}, tag {options.tag}: {error}") from error
             raise
         slots = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
-        return OpenSave(request, replace(header, state=tree), slots, lock)
+        return StartedSave(request, replace(header, state=tree), slots, lock)
 
     def _post(self, note: dict[str, Any]) -> None:
-        """Post one note a request, so that a rank misses none, and the number of the newest."""
+        """Post a note under its own number, so that slow ranks miss none, and the number of the newest note."""
         self._board.post(f"request/{note['number']}", note)
         self._board.post("requests", {"number": note["number"]})
         if note["number"] > _REMEMBERED:
             self._board.forget(f"request/{note['number'] - _REMEMBERED}")
 
-    def await_parts(self, request: SaveRequest, phase: Phase) -> None:
-        """Wait until every rank's part has reached a phase. Raises the reasons of those that failed."""
+    def await_phase(self, request: SaveRequest, phase: Phase) -> None:
+        """Wait until every rank has reached a phase. Raise a SaveError with the reasons of the ranks that failed."""
         answers: dict[int, str] = {}
 
         def missing() -> list[int]:
             for rank in range(self._num_ranks):
                 note = self._board.read(f"part/{rank}") if rank not in answers else None
                 if note is not None and (note["number"], note["phase"]) >= (request.number, phase):
-                    # One of a later save says that this one is over.
+                    # A note of a later save implies that this save has ended.
                     answers[rank] = note.get("error", "") if note["number"] == request.number else ""
             return [rank for rank in range(self._num_ranks) if rank not in answers]
 
@@ -342,18 +353,18 @@ class Leader:
         if problems := [f"rank {rank}: {error}" for rank, error in sorted(answers.items()) if error]:
             raise SaveError("; ".join(problems))
 
-    def conclude(self, save: OpenSave) -> None:
-        """Once every rank has written: publish the checkpoint, or fail on every rank alike."""
+    def conclude(self, save: StartedSave) -> None:
+        """Wait for the shards of all ranks and publish the checkpoint, or post the error to all ranks and raise it."""
         request = save.request
         with save.lock:
             try:
-                self.await_parts(request, Phase.WRITTEN)
+                self.await_phase(request, Phase.WRITTEN)
                 self._publish(request, save.header)
             except BaseException as error:
                 message = f"checkpoint {request.tag} was not saved to {request.save_dir}: {error}"
                 with suppress(RuntimeError):
                     self._board.post("verdict", {"number": request.number, "error": message})
-                # Otherwise the manifest stands, and writing `latest` failed.
+                # If the manifest is published, only the write of `latest` has failed, and the data is kept.
                 if not folder.is_published(request.folder, as_latest=False):
                     with suppress(OSError):
                         shutil.rmtree(request.folder)
@@ -383,7 +394,7 @@ class Leader:
         folder.publish(Path(request.save_dir), manifest, save_latest=request.save_latest)
 
     def _clean(self, request: SaveRequest) -> None:
-        """Remove old files of a checkpoint that is published. One that cannot be removed is no reason to fail."""
+        """Remove temporary files and old checkpoints after publishing. Log a warning if this fails."""
         try:
             for rank in range(self._num_ranks):
                 (request.folder / record_name(rank)).unlink(missing_ok=True)
@@ -410,24 +421,24 @@ def _read_record(data: Path, rank: int) -> ShardRecord:
 # -- the other ranks ---------------------------------------------------------------------------------------------------
 
 
-class Follower:
-    """Another rank's side of all saves: requests are served in their order, by its program's calls or the listener."""
+class SaveParticipant:
+    """The role of other ranks: serve the requests in order, from the program's calls or from the listener."""
 
     def __init__(self, board: Board, guard: Guard) -> None:
         self._board, self._guard = board, guard
         self._served = 0
-        # Requests that the listener has served, for calls of this rank's program that come after it.
+        # Requests that the listener has served and that the program may still call `save_checkpoint` for.
         self._passed: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
 
     def next_note(self) -> dict[str, Any] | None:
-        """The oldest request, or refusal of one, that this rank has not served."""
+        """Return the oldest request or refusal that this rank has not served, or None."""
         newest = self._board.read("requests")
         if newest is None or newest["number"] <= self._served:
             return None
         return self._board.read(f"request/{max(self._served + 1, newest['number'] - _REMEMBERED + 1)}")
 
     def take(self, note: dict[str, Any]) -> bool:
-        """Mark a request as served by the listener; False where a call of the program has taken it meanwhile."""
+        """Mark a request as served by the listener. Return False if a call of the program has served it."""
         if note["number"] <= self._served:
             return False
         self._served = note["number"]
@@ -435,11 +446,11 @@ class Follower:
         return True
 
     def find_request(self, steps: int | None, tag: str) -> tuple[SaveRequest, bool]:
-        """The request that a call of this rank's program stands for, and whether the listener has served it."""
+        """Return the request that matches a call of this rank's program, and whether the listener has served it."""
         same = [note for note in self._passed if note["steps"] == steps]
         note = next((note for note in same if note["tag"] == tag), same[0] if same else None)
         if note is not None:
-            while self._passed.popleft() is not note:  # none before it will be called for
+            while self._passed.popleft() is not note:  # the program does not call for earlier requests any more
                 pass
             return _as_request(note), True
 
@@ -457,20 +468,20 @@ class Follower:
         return _as_request(note), False
 
     def await_verdict(self, request: SaveRequest) -> None:
-        """Wait until rank 0 has published the checkpoint; raise where it could not."""
+        """Wait until rank 0 has published the checkpoint. Raise a SaveError if publishing failed."""
         error: str | None = None
 
         def ready() -> bool:
             nonlocal error
             try:
                 note = self._board.read("verdict")
-            except RuntimeError:  # rank 0 held the board and has ended: what it left on disk speaks for it
+            except RuntimeError:  # rank 0 hosts the board and has exited, so look for the manifest on disk
                 if not folder.is_published(request.folder, as_latest=request.save_latest):
                     error = f"rank 0 has ended before {request.tag} was published"
                 return True
             if note is None or note["number"] < request.number:
                 return False
-            # After a later verdict there is nothing to tell: rank 0 has told its own program long ago.
+            # The verdict of a later save has replaced this one. Rank 0 has already raised the error, if any.
             error = note.get("error") if note["number"] == request.number else None
             return True
 

@@ -1,26 +1,27 @@
-"""One rank's part of a save: its slots are collected, in a background save copied to host memory, and written.
+"""The shard of one rank in a save: collect its slots, copy them to host memory in a background save, and write them.
 
-[Note: who joins a save]
-Nothing here is a collective: ranks leave notes on the board.
+[Note: participation in a save]
+A save uses no collectives. The ranks exchange notes on the board:
 
-    rank 0                                   on the board         any other rank
-    Leader.open: header, data folder      -> request           -> Follower.find_request, or the listener
-    RankWriter.prepare: collect,                                  RankWriter.prepare
-        copy weights                      -> WEIGHTS_COPIED <-
-    RankWriter.complete: copy states,     -> STATES_COPIED  <-    RankWriter.complete
-        write                             -> WRITTEN        <-
-    Leader.conclude: publish the manifest -> verdict           -> Follower.await_verdict
+    rank 0                                     on the board         any other rank
+    SavePublisher.start                     -> request           -> SaveParticipant.find_request, or the listener
+    RankShardWriter.prepare: collect slots,                         RankShardWriter.prepare
+        copy weights                        -> WEIGHTS_COPIED <-
+    RankShardWriter.complete: copy states,  -> STATES_COPIED  <-    RankShardWriter.complete
+        write                               -> WRITTEN        <-
+    SavePublisher.conclude: publish         -> verdict           -> SaveParticipant.await_verdict
 
-A rank that calls `save_checkpoint` does its part there and then. For one that does not, because its program saves on
-rank 0 alone, the listener, a thread, does it: what is saved changes only in a step, no step can pass without rank 0,
-and the thread waits until this rank stands after the same step. Random numbers and data position are those after it.
+A rank that calls `save_checkpoint` writes its shard in that call. If the program calls it on rank 0 only, the listener
+thread of each other rank writes the shard. This is safe because the saved state changes only in a step, no step can
+complete without rank 0, and the listener waits until its rank has completed the same step. The random states and the
+data position are those after that step.
 
-Only a background save copies. Weights and buffers, which a program may write to, are copied to host memory before
-`save_checkpoint` returns; optimizer states beside the next forward and backward, and rank 0 does not come to the next
-step before all ranks have copied theirs.
+Only a background save copies the state. Weights and buffers, which the program may write to, are copied to host memory
+before `save_checkpoint` returns. Optimizer states are copied during the next forward and backward, and rank 0 does not
+start the next step before all ranks have copied theirs.
 
-Whatever is raised in a phase, in any thread, is posted as FAILED with its reason before it is raised. The verdict then
-has the reasons of all ranks, and all raise it. A rank that beats no more is given up after 15 s.
+An exception in any phase and thread is posted as FAILED with its reason before it is raised. The verdict contains the
+reasons of all ranks, and all ranks raise it. A rank without heartbeats counts as failed after 15 s.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ from onefold.comm import Board
 from onefold.offload.buffer import Buffer
 from onefold.plan.layout import round_up
 
-# A shared file system may show another node's new folder late.
+# A shared file system may show a new folder of another node with a delay.
 _VISIBLE_SECONDS = 10.0
 _ALIGNMENT = 64
-# Elements that are copied at once.
+# Number of elements per copy.
 _COPIED = 1 << 24
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; earlier ones are as they were."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 class Phase(IntEnum):
-    """How far one rank's part of a save is. A part goes upwards only, and ends with one of the last two."""
+    """Progress of one rank in a save. Phases are entered in increasing order and end with WRITTEN or FAILED."""
 
     COLLECTING = 0
     WEIGHTS_COPIED = 1
-    """In a background save: the program may write to weights and buffers."""
+    """In a background save, the program may write to weights and buffers from this phase on."""
     STATES_COPIED = 2
-    """In a background save: the next step may change optimizer states."""
+    """In a background save, the next step may change optimizer states from this phase on."""
     WRITTEN = 3
-    """The shard file is flushed."""
+    """The shard file is flushed to disk."""
     FAILED = 4
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What a program asks for by `save_checkpoint`."""
+    """The arguments of `save_checkpoint`."""
 
     save_dir: str
     tag: str
@@ -81,15 +82,15 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class SaveRequest(SaveOptions):
-    """What rank 0 tells all ranks of a save."""
+    """The request that rank 0 posts to all ranks."""
 
     number: int
     steps: int
-    """The state after this step is saved."""
+    """The step after which the state is saved."""
     data: str
     """The name of the data folder."""
     buffers: dict[str, int]
-    """The checksums of rank 0's buffers: other ranks write those of theirs that differ."""
+    """The checksums of rank 0's buffers. Other ranks write only the buffers that differ."""
 
     @property
     def folder(self) -> Path:
@@ -98,7 +99,7 @@ class SaveRequest(SaveOptions):
 
 @dataclass(frozen=True)
 class SaveHeader:
-    """What rank 0 alone puts into the manifest: everything that is not a shard file."""
+    """The content of the manifest that rank 0 provides: everything except the shard files."""
 
     state: dict[str, Any]
     parameters: dict[str, int | None]
@@ -108,27 +109,28 @@ class SaveHeader:
 
 
 class Savable(Protocol):
-    """The engine, as far as saving knows it."""
+    """The interface of the engine that saving uses."""
 
     def steps_done(self) -> int | None:
-        """The number of steps behind what is held now; None in the middle of one."""
+        """Return the number of completed steps, or None during a step."""
 
     def part_of(self, request: SaveRequest, *, joined: bool) -> tuple[list[Slot], dict[str, Any]]:
-        """This rank's slots, and its own state. `joined`: not from a call of its program."""
+        """Return this rank's slots and its per-rank state. With `joined`, the program did not call for the save."""
         ...
 
 
-class RankWriter:
-    """One rank's part of one save. Its phase stands on the board, where the other ranks wait for it.
+class RankShardWriter:
+    """The shard of one rank in one save. Its phase is posted on the board, where other ranks wait for it.
 
-    `prepare` is called by the thread that saves, `complete` by the same one or, in a background save, beside training.
+    `prepare` runs in the thread that saves. `complete` runs in the same thread or, in a background save, in another
+    thread during training.
     """
 
     def __init__(self, board: Board, staging: Staging, request: SaveRequest) -> None:
         self.request = request
         self.phase = Phase.COLLECTING
         self.states_copied = threading.Event()
-        """Set as well where the part has failed: whoever waits for the copy goes on."""
+        """Also set if the save has failed, so that threads that wait for the copy continue."""
         self._board, self._staging, self._rank = board, staging, board.group.rank
         self._slots: list[Slot] = []
         self._own: Any = None
@@ -136,20 +138,20 @@ class RankWriter:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """The one error path of a part: whatever is raised inside is told to all ranks, then raised here."""
+        """Post an exception of the block to all ranks before it is raised."""
         try:
             yield
         except BaseException as error:
             if self.phase is not Phase.FAILED:
-                with suppress(RuntimeError):  # the store's node may be gone, and with it whoever would hear of this
+                with suppress(RuntimeError):  # the node of the store may have exited, so that no rank is waiting
                     self._enter(Phase.FAILED, error=f"{type(error).__name__}: {error}")
             raise
 
     def prepare(self, owner: Savable, extra: Sequence[Slot] = (), *, joined: bool) -> None:
-        """Collect what this rank writes; in a background save, copy what its program may write to from now on."""
+        """Collect the slots of this rank. In a background save, copy the weights and buffers to host memory."""
         steps, request = owner.steps_done(), self.request
         if steps != request.steps:
-            raise SaveError(f"this rank stands after step {steps}, rank 0 saves what is after step {request.steps}")
+            raise SaveError(f"this rank is after step {steps}, but rank 0 saves the state after step {request.steps}")
         slots, own = owner.part_of(request, joined=joined)
         self._own, tensors = plain_data.encode(own, f"rank {self._rank}")
         slots += [Slot.whole(f"rank/{self._rank}/{key}", tensor) for key, tensor in tensors.items()]
@@ -159,9 +161,9 @@ class RankWriter:
         self._slots = [*slots, *extra]
 
     def _copy_weights(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Copy all but optimizer states to host memory, and return the slots to write.
+        """Copy all slots except optimizer states to host memory, and return the slots to write.
 
-        States, which only steps change, are copied by `complete`; what is on a disk is not copied, but written first.
+        `complete` copies the states, which change only in steps. Slots on disk are not copied, but written first.
         """
         on_disk = [slot for slot in slots if slot.is_on_disk]
         in_memory = [slot for slot in slots if not slot.is_on_disk]
@@ -172,7 +174,7 @@ class RankWriter:
         return [*on_disk, *copies]
 
     def complete(self) -> None:
-        """In a background save, copy the optimizer states; then write the shard file and what it holds."""
+        """Write the shard file and its record. In a background save, copy the optimizer states first."""
         copy_slots(self._states)
         if not any(slot.is_on_disk for slot in self._slots):
             self._let_states_change()
@@ -198,7 +200,7 @@ class RankWriter:
 
 
 def record_name(rank: int) -> str:
-    """The file in which a rank tells rank 0 what it has written, until the checkpoint is published."""
+    """Return the name of the file that describes a rank's shard to rank 0 until the checkpoint is published."""
     return f"rank-{rank:05}.json"
 
 
@@ -213,18 +215,18 @@ def _await_folder(path: Path) -> None:
 
 
 class Staging:
-    """Host memory for background saves: one piece, made at the first one and used again by all later ones.
+    """Host memory for background saves, allocated by the first save and reused by later ones.
 
-    Fresh memory is several times slower to copy to than memory that has been touched.
+    Copies to newly allocated memory are several times slower, because its pages are not mapped yet.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def places(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Return the same slots in the memory of the staging area, which only the save writes to.
+        """Return the same slots in staging memory, without copying their values.
 
-        Encoded values stay encoded there, and are decoded as they are written to the file.
+        Encoded values remain encoded in staging memory and are decoded when they are written to the file.
         """
         parts = [slot.buffer.tensors for slot in slots]
         size = sum(round_up(part.nbytes, _ALIGNMENT) for some in parts for part in some)
@@ -242,7 +244,7 @@ class Staging:
 
 
 def copy_slots(pairs: Sequence[tuple[Slot, Slot]]) -> None:
-    """Copy from slots to their places; on a GPU beside whatever computes there."""
+    """Copy source slots to target slots. Copies from a GPU run on a separate stream."""
     devices = {slot.buffer.device for slot, _ in pairs if slot.buffer.is_cuda}
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:

@@ -1,0 +1,118 @@
+"""The section `onefold`, whose keys DeepSpeed does not have."""
+# ruff: noqa: RUF009 - key() and section() return dataclasses.field(), as that rule requires.
+
+from dataclasses import dataclass
+from typing import Literal
+
+from onefold.config.keys import Dtype, key, section
+
+
+@dataclass(frozen=True)
+class TraceSection:
+    """Timeline of selected steps, without changes to the program. `onefold.Profiling` traces from Python code."""
+
+    steps: tuple[int, int] | None = key(
+        None, "First and last optimizer step to trace, counted from 1. By default, no step is traced.", minimum=1
+    )
+    path: str = key("trace.json", "File to which rank 0 writes the trace of all ranks.")
+    torch_profiler: bool = key(
+        False,
+        "Record torch.profiler traces of the same steps, in one file per rank next to `path` "
+        "(`trace.torch.rank0.json`).",
+        switch="steps",
+    )
+    memory_snapshot: bool = key(
+        False,
+        "Write a CUDA memory snapshot with its allocation history after the last traced step and on out-of-memory, "
+        "one file per rank (`trace.memory.rank0.pickle`) for pytorch.org/memory_viz. The history is recorded from "
+        "`initialize` on. No effect on a CPU.",
+    )
+
+
+@dataclass(frozen=True)
+class OnefoldSection:
+    """Keys that are specific to onefold. DeepSpeed does not have them."""
+
+    collective: Literal["auto", "native", "exchange"] = key(
+        "auto",
+        "Algorithm of the gradient reduction. auto: sum in fp32 in a fixed order, first inside each node, so that "
+        "every node sends one sum to the others; exchange: the same result, with each rank receiving its slice from "
+        "all other ranks; native: the backend's reduce-scatter.",
+    )
+    node_sums_dtype: Dtype = key(
+        "fp32",
+        "Data type in which gradient sums are sent between nodes. bf16 and fp16 halve the traffic, but the results "
+        "then depend on the distribution of ranks over nodes.",
+    )
+    node_size: int | None = key(
+        None, "Number of consecutive ranks per node. The default is the launcher's local world size.", minimum=1
+    )
+    units: tuple[str, ...] = key(
+        (),
+        "Classes, names or name patterns (`*`) of the modules that become units. By default, units are chosen from the "
+        "structure of the model.",
+    )
+    device_memory: float | None = key(
+        None,
+        "Device memory for model states, in GB (1e9 bytes), which `ratio: auto` fills first. The default is the memory "
+        "that is free at the start, less a quarter for activations.",
+        above=0,
+    )
+    host_memory: float | None = key(
+        None,
+        "Host memory for the offloaded states of all ranks of a node, in GB. The default is the available memory, less "
+        "a tenth.",
+        above=0,
+    )
+    honour_writes: bool = key(
+        True,
+        "Copy in-place writes to unsharded parameters (`p.clamp_()`, `p.data.mul_()`) into the fp32 master weights at "
+        "the next step. The check reads two more bytes per parameter. false: writes to parameters that have a master "
+        "weight are lost.",
+    )
+    nonfinite_gradients: Literal["auto", "raise", "skip", "ignore"] = key(
+        "auto",
+        "Reaction of a step, on all ranks, to an infinite or NaN gradient. raise: `FloatingPointError` with the units "
+        "and ranks, before any weight changes; skip: skip the step; ignore: step as plain torch does. auto: fp16 "
+        "skips, bf16 follows `check_grad_overflow`, fp32 raises.",
+    )
+    state_dtype: Literal["fp32", "int8", "bf16"] = key(
+        "fp32",
+        "Data type of the optimizer states. int8: one byte per value and one scale per 256 values, so that Adam keeps "
+        "2 bytes per parameter instead of 8; bf16: stochastic rounding at every step.",
+    )
+    master_dtype: Literal["fp32", "bf16_int16", "bf16_int8", "bf16"] = key(
+        "fp32",
+        "Format of the master weights of bf16 weights. bf16_int16: the bf16 weight and the remaining 16 bits of the "
+        "fp32 value, which saves 2 bytes per parameter where whole weights are stored (stages 0 to 2, one rank) and "
+        "equals fp32 except for ties; bf16_int8: the weight and 8 of these bits; bf16: the weight alone, with "
+        "stochastic rounding at every step.",
+    )
+    int8_min_numel: int = key(4096, "Parameters with fewer elements keep fp32 states.", minimum=0)
+    fp32_state_names: tuple[str, ...] = key(
+        (), "Name patterns of parameters (`*embed*`) that keep fp32 states for any `state_dtype`."
+    )
+    offloaded_step: Literal["auto", "host", "device", "both"] = key(
+        "auto",
+        "Processor that runs the optimizer step of offloaded states. host: the CPU; device: the GPU, through which "
+        "gradients, master weights and states are streamed, with the same result as without offload; both: a part of "
+        "the units each, at the same time. auto: device if states or master weights are stored in a reduced format, "
+        "otherwise host if its memory is not page-locked, otherwise both.",
+    )
+    delayed_host_step: bool = key(
+        False,
+        "Run the host step during the next forward and backward, which then use weights that are one step old. This "
+        "changes the result of the training.",
+    )
+    nccl_error_handling: Literal["onefold", "torch"] = key(
+        "onefold",
+        "Component that ends NCCL collectives that hang. onefold: the hang detector, which names the ranks, with "
+        "torch's watchdog and flight recorder disabled in the whole process; torch: the watchdog and the flight "
+        "recorder. No effect on an existing process group.",
+    )
+    report: str | None = key(
+        None,
+        "Folder in which rank 0 records the run in `run.jsonl`, with one line per step, for `onefold report` and "
+        "`onefold watch`. By default, no record is written.",
+    )
+    trace: TraceSection = section(TraceSection)
