@@ -89,13 +89,11 @@ class Engine(nn.Module):
             drop: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(self.zero_grad)
             self.optimizer = self._optimizer_type(step, decision.loss_scale, drop)
             self.optimizer.engine = weakref.ref(self)
-
         self.offloaded_states = OffloadedStates(self.state)
         self._events = ModelEvents(self.state, self.offloaded_states, self.ledger, weakref.ref(self))
         self._hooks = self._events.hooks
         self._shared.watch(model, group)
         self._compiled = CompiledUnits()
-
         self.model_memory = ModelMemory(self.state, other_plans or {})
         timeline_options = {"breakdown": plan.loop.times_phases, "records": plan.loop.reports_steps and group.rank == 0}
         self._timeline = Timeline(device, self.ledger, schedule, self._hooks, **timeline_options)

@@ -1,7 +1,4 @@
-"""The plan of a run: all decisions that follow from the config and the number of ranks.
-
-Packages above this one do not read the config and do not compare stage numbers.
-"""
+"""The plan: all decisions that follow from config and number of ranks. Code above it does not read the config."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_nothing_but_one_name_leads_to_compat():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_rooms(path):
-    assert len(path.read_text().splitlines()) <= 600
+    assert len(path.read_text().splitlines()) <= 500
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -126,10 +126,7 @@ class GPT(nn.Module):
     def generate(
         self, prompt: Tensor, num_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Continue `prompt` (batch, length) by `num_tokens`; temperature 0 takes the most likely token.
-
-        Draws on the CPU, so that ranks and devices with the same generator write the same text.
-        """
+        """Continue `prompt` (batch, length), drawing on the CPU so that all ranks agree. Temperature 0 is greedy."""
         tokens = prompt
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float().cpu()
