@@ -217,17 +217,17 @@ def test_masters_are_read_through_the_step():
 # Lines that each package may have; "top" is all modules directly below `onefold`. DeepSpeed's names (`compat`) have no
 # budget: they are as many as its modules that others import. Raise a number in a commit of its own that says why.
 BUDGETS = {
-    "checkpoint": 4_950,
+    "checkpoint": 5_000,
     "comm": 3_950,
-    "config": 2_800,
+    "config": 3_000,
     "engine": 2_700,
-    "offload": 2_800,
-    "optim": 5_200,
-    "plan": 1_700,
+    "offload": 3_000,
+    "optim": 5_450,
+    "plan": 1_800,
     "report": 1_600,
     "runtime": 4_750,
     "tools": 8_500,
-    "top": 1_850,
+    "top": 1_900,
     "utils": 550,
 }
 
