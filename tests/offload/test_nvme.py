@@ -338,7 +338,7 @@ def test_a_file_cut_short_under_us_is_an_error_and_not_an_endless_loop(swap_on, 
     swap.open()
     [folder] = rank_folders(tmp_path)
     os.truncate(folder / "data", 10 * 8192 + 512)
-    with pytest.raises(SwapError, match="shorter"):
+    with pytest.raises(SwapError, match="truncated"):
         disk.load()
 
 
