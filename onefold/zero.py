@@ -177,7 +177,7 @@ class Init:
             self._shard_own(inner)
 
     def _shard_own(self, module: nn.Module) -> None:
-        """One handle for the parameters that a module holds itself and that have none yet."""
+        """Make one handle for the parameters that a module owns directly and that have none yet."""
         found: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fit = plain_class(parameter) is nn.Parameter and is_plain_float(parameter.dtype) and not parameter.is_meta
@@ -421,7 +421,7 @@ def gather_distributed_parameters(model: nn.Module) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor | None) -> None:
-    """`module.forward` uses a parameter of another module that it keeps in a list or a closure, not as an attribute."""
+    """Declare that `module.forward` uses a parameter of another module that is not one of its attributes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_external_parameter takes a module, not {type(module).__name__}")
     external = _external(module)

@@ -75,7 +75,7 @@ class TrainState:
         self.check_present()
 
     def flush(self) -> None:
-        """In delayed mode, start using the weights of the last step. All ranks call this together."""
+        """Start using the weights of a delayed step. All ranks call this together."""
         if self.step is not None:
             self.step.flush()
 

@@ -138,6 +138,7 @@ def _decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tenso
     elif format is DITHERED:
         out.copy_(parts[0])
     else:
+        assert format in (SPLIT_16, SPLIT_8), f"no decoding for the state format {format.name}"
         weight, rest = parts
         bits = out.copy_(weight).view(torch.int32)
         below = _scratch(out).view(torch.int32).copy_(rest)
@@ -154,6 +155,7 @@ def _encode(format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Ten
     elif format is DITHERED:
         _dithered(values, parts[0], dither)
     else:
+        assert format in (SPLIT_16, SPLIT_8), f"no encoding for the state format {format.name}"
         _split(format, values, *parts)
 
 

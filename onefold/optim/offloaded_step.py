@@ -86,7 +86,7 @@ class OffloadedStep:
         return bool(self._late)
 
     def collect(self) -> None:
-        """In delayed mode, start using the parameters computed by the previous step."""
+        """Start using the parameters that a delayed step has computed."""
         self.refuse_late_writes()
         arrivals = []
         for store, task in self._late:

@@ -348,7 +348,7 @@ class ShardedStep:
     # -- the offloaded step -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """In delayed mode, start using the parameters computed by the previous step. All ranks call this together."""
+        """Start using the parameters that a delayed step has computed. All ranks call this together."""
         if self._host is not None and self._host.is_late:
             self._schedule.wait_for_step()
             self._host.collect()

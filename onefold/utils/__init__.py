@@ -267,7 +267,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(parameter: nn.Parameter, model: nn.Module) -> bool:
-    """Whether a parameter of a model lies in one of its leaf modules."""
+    """Return whether a parameter belongs to one of the model's leaf modules."""
     return any(parameter is own for leaf in get_z3_leaf_modules(model) for own in leaf.parameters())
 
 

@@ -151,7 +151,7 @@ class DeepSpeedAccelerator:
         return torch.cuda.is_bf16_supported() if self._is_cuda else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether the device itself computes in fp16; on other CPUs torch does it, slowly, by way of fp32."""
+        """Return whether the device itself computes in fp16. On other CPUs torch computes it in fp32, slowly."""
         return self._is_cuda or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def is_fp64_supported(self) -> bool:

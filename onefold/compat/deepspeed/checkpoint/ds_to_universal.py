@@ -31,7 +31,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """`args`: the parsed command line, or what has its names."""
+    """Run the command. `args` is the parsed command line, or an object with the same attributes."""
     args = parse_arguments() if args is None else args
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not (source / NAME).exists():

@@ -12,7 +12,7 @@ class TorchBackend(NotOffered):
 
 
 def known_world_size(world_size: int | None) -> int | None:
-    """As given, or by the launcher; None where only the `init_method` may know it."""
+    """Return the world size that was given or that the launcher set, or None if only `init_method` determines it."""
     if world_size is not None and world_size > 0:
         return world_size
     told = os.environ.get("WORLD_SIZE", "")

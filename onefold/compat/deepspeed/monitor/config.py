@@ -32,5 +32,5 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Of a config as a dict."""
+    """Return the monitor section of a config that is given as a dict."""
     return DeepSpeedMonitorConfig(**{name: param_dict.get(name) or {} for name in _SECTIONS})

@@ -41,7 +41,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     nccl_start_alignment_factor = 2
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """`engine.step()`: loops of one's own, and Lightning's Fabric, call it here."""
+        """Call `engine.step()`, for training loops and Lightning's Fabric, which step the optimizer."""
         if closure is not None:
             raise ValueError("optimizer.step(closure): an engine has no closure to call; call backward before the step")
         step = self.step_of_engine()
@@ -167,7 +167,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return list(squares.sqrt().float())
 
     def has_overflow(self, *_: Any, **__: Any) -> bool:
-        """Whether an averaged gradient is infinite or NaN on any rank. All ranks call this together."""
+        """Return whether an averaged gradient is infinite or NaN on any rank. All ranks call this together."""
         return not all(norm.isfinite() for norm in self._get_norm_groups())
 
     check_overflow = has_overflow
@@ -190,7 +190,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     # -- loss scale and modules -------------------------------------------------------------------------------------
 
     def needs_scaler(self) -> bool:
-        """Whether a bare backward takes `engine.scale(loss)`."""
+        """Return whether `loss.backward()` needs `engine.scale(loss)`."""
         return self._engine_state.decision.scales_loss
 
     @property

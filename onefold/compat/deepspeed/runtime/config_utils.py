@@ -89,7 +89,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """For `json.load(..., object_pairs_hook=)`: a key that comes twice is an error."""
+    """Raise if a key occurs twice. Pass this as `object_pairs_hook` to `json.load`."""
     repeated = [key for key, times in Counter(pair[0] for pair in ordered_pairs).items() if times > 1]
     if repeated:
         raise ValueError(f"Duplicate keys in DeepSpeed config: {repeated}")

@@ -11,7 +11,7 @@ except ImportError:  # not a Unix
 
 
 def printflock(*msgs: Any) -> None:
-    """`print`, one rank after the other, so that lines do not mix."""
+    """Print one rank after the other, so that lines do not mix."""
     if fcntl is None:
         print(*msgs, flush=True)
         return

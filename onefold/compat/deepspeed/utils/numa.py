@@ -19,7 +19,7 @@ def get_numa_cores() -> list[list[int]]:
 
 
 def parse_range(rng: str) -> range:
-    """`3` or `2-6`."""
+    """Parse a number or a range, as in `3` or `2-6`."""
     first, dash, last = rng.partition("-")
     found = range(int(first), int(last if dash else first) + 1)
     if not found:
@@ -28,7 +28,7 @@ def parse_range(rng: str) -> range:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """`0,2-4,6` as [0, 2, 3, 4, 6]; in ascending order."""
+    """Parse a list of ranges, as in `0,2-4,6`, into ascending numbers."""
     numbers = [number for part in range_str.split(",") for number in parse_range(part)]
     if any(later <= earlier for earlier, later in pairwise(numbers)):
         raise ValueError(f"`{range_str}`: ranges must ascend and not overlap")
@@ -36,7 +36,7 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """How many cores a rank gets, and what to put before its command: as much as this container may bind."""
+    """Return the cores of a rank and the prefix of its command, as far as this container may bind cores."""
     if shutil.which("numactl") is None:
         raise ValueError("binding ranks to cores needs numactl, which is not installed")
     if "KMP_AFFINITY" in os.environ:

@@ -21,7 +21,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what the operator is for runs here, by whatever code: scripts and tests ask before they train."""
+        """Return whether the feature of the operator is available here, for scripts that check before they train."""
         return bool(self.instead)
 
     def load(self, verbose: bool = False) -> Any:

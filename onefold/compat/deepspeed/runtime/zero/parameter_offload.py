@@ -23,7 +23,7 @@ class DeepSpeedZeRoOffload:
         """Do nothing, because the engine has installed its hooks."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing is kept between two passes but what the plan says."""
+        """Do nothing: only what the plan keeps stays unsharded between two passes."""
 
 
 class _Module:

@@ -88,7 +88,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _cut(features: int, splits: int) -> list[int]:
-    """Sizes that differ by one at most, the larger ones first."""
+    """Return sizes that differ by at most one, the larger ones first."""
     return [features // splits + (index < features % splits) for index in range(splits)]
 
 
