@@ -19,10 +19,9 @@ from benchmarks.table import format_table
 from onefold.offload import state_codec
 from onefold.offload.buffer import Buffer
 from onefold.offload.host_memory import page_aligned
-from onefold.optim import tiles
-from onefold.optim.pipeline import StateWindow
+from onefold.optim import pipeline
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
 from onefold.optim.rules import AdamRule
-from onefold.optim.tiles import Step, Tiler
 from onefold.plan.state_formats import SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 from onefold.tools.bench.offload_bench import OneGroup
 
@@ -108,15 +107,15 @@ def measure_forms(numel: int, rounds: int) -> str:
         window = StateWindow(0, numel, held[0], {"exp_avg": held[1], "exp_avg_sq": held[2]})
         rates = []
         for size in sizes:
-            tiles.host_tile = state_codec.host_tile = lambda size=size: size
-            tiler, found = Tiler([AdamRule()], 1 << 22), []
+            pipeline.host_tile = state_codec.host_tile = lambda size=size: size
+            elementwise, found = ElementwiseUpdate([AdamRule()], 1 << 22), []
             for _ in range(rounds + 1):
                 start = time.perf_counter()
-                tiler.step(OneGroup(), gradient, Step(1, 0.5, [hyper]), window, 0, numel, None)
+                elementwise.update(OneGroup(), gradient, Step(1, 0.5, [hyper]), window, 0, numel, None)
                 found.append(numel / (time.perf_counter() - start) / 1e9)
             rates.append(f"{statistics.median(found[1:]):.3f}")
         rows.append([name, *rates])
-    tiles.host_tile = state_codec.host_tile = of_tile
+    pipeline.host_tile = state_codec.host_tile = of_tile
     per_core = [f"{size // torch.get_num_threads() >> 10}K values a core" for size in sizes]
     return format_table(["G parameters/s", *per_core], rows)
 

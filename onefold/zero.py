@@ -41,7 +41,7 @@ from onefold.comm import (
 )
 from onefold.config import Config, load_config
 from onefold.engine.offloaded_states import OffloadStateTypeEnum
-from onefold.offload.fingerprint import fingerprint
+from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
 from onefold.plan.plan import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape

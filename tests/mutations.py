@@ -642,14 +642,14 @@ MUTATIONS = [
     ),
     Mutation(
         "write-not-taken-over",
-        "onefold/optim/tiles.py",
+        "onefold/optim/pipeline.py",
         "                    self.writes.take_over(master, used[low:high])",
         "                    pass",
         "test_held_parameters.py -k writes",
     ),
     Mutation(
         "write-not-taken-over-by-any-optimizer",
-        "onefold/optim/steppers.py",
+        "onefold/optim/instance_step.py",
         "        store.take_over_writes()",
         "        pass",
         "test_held_parameters.py -k any_optimizer",
@@ -670,14 +670,14 @@ MUTATIONS = [
     ),
     Mutation(
         "frozen-moves",
-        "onefold/optim/tiles.py",
+        "onefold/optim/pipeline.py",
         "        for segment in shard.stepped_segments(start, stop):",
         "        for segment in shard.segments(start, stop):",
         "test_held_parameters.py -k stops_moving",
     ),
     Mutation(
         "frozen-moves-by-any-optimizer",
-        "onefold/optim/steppers.py",
+        "onefold/optim/instance_step.py",
         "        with self._with_masters(), self._without_frozen():",
         "        with self._with_masters():",
         "test_held_parameters.py -k stops_moving",
@@ -839,7 +839,7 @@ MUTATIONS = [
     ),
     Mutation(
         "below-cast-stays-on-device",
-        "onefold/offload/publish.py",
+        "onefold/offload/param_shard.py",
         "        self._bus.down(weight, target)\n        self._cast_later = None",
         "        self._cast_later = None",
         "test_device_pass.py -k same_bits",
@@ -860,7 +860,7 @@ MUTATIONS = [
     ),
     Mutation(
         "below-frozen-on-a-disk",
-        "onefold/offload/publish.py",
+        "onefold/offload/param_shard.py",
         "                memory[inside].copy_(master[inside])",
         "                pass",
         "test_offload_cases.py -k frozen_for_a_while",
@@ -974,7 +974,7 @@ MUTATIONS = [
     ),
     Mutation(
         "states-dither-of-a-range",
-        "onefold/optim/tiles.py",
+        "onefold/optim/pipeline.py",
         "at = dither.after(low - first) if dither is not None else None",
         "at = dither",
         "test_states.py -k dithered_tiles",

@@ -171,7 +171,7 @@ TIER_MUTATIONS = [
     # 16 bits, one rank, one micro-step, an optimizer that is no rule, clipping.
     Mutation(
         "tier-own-class-scales-narrow",
-        "onefold/optim/steppers.py",
+        "onefold/optim/instance_step.py",
         "scaled = gradient.to(store.master.dtype).mul(step.coefficient)",
         "scaled = gradient.mul(step.coefficient).to(store.master.dtype)",
         "test_optimizers.py test_reference.py test_engine.py test_exactness.py",

@@ -216,7 +216,7 @@ class OffloadedStates:
                 held = store.own_master()
             elif kind is _STATES and steps:
                 assert step is not None
-                held = [part for s in step.stepper.held_states(store) for part in s.buffer.parts]
+                held = [part for s in step.states.held_states(store) for part in s.buffer.parts]
                 held += [value for *_, values in step.loose_states(store) for value in values.values()]
             yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor) and tensor.device == self.device)
 

@@ -26,14 +26,12 @@ import torch
 from onefold.allocator import zeros_apart
 from onefold.offload.buffer import Buffer
 from onefold.offload.bus import COMPLETE, CopyEvent
-from onefold.offload.fingerprint import fingerprint
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import DeviceShard, ParamShard
-from onefold.offload.publish import LastUse, Publisher, ToDevice
+from onefold.offload.param_shard import DeviceShard, LastUse, ParamShard, Publisher, ToDevice
 from onefold.offload.state_codec import Dither
-from onefold.offload.write_check import WriteCheck
+from onefold.offload.write_check import WriteCheck, fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.memory import master_dtype

@@ -20,12 +20,11 @@ from functools import partial
 import torch
 
 from onefold.offload.bus import Bus, CopyEvent
-from onefold.offload.publish import LastUse, Publisher
+from onefold.offload.param_shard import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
 from onefold.optim.matrix_rules import AnyRule
-from onefold.optim.pipeline import StateWindow
-from onefold.optim.tiles import Step, Tiler
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
 from onefold.plan.layout import Segment, round_up
 from onefold.plan.state_formats import BLOCK
 
@@ -99,7 +98,7 @@ class GpuStream:
     """Steps windows of states in host memory on the GPU. Only one thread uses it."""
 
     def __init__(self, rules: Sequence[AnyRule], bus: Bus) -> None:
-        self._tiler, self._bus = Tiler(rules), bus
+        self._elementwise, self._bus = ElementwiseUpdate(rules), bus
         self._stream = torch.cuda.Stream(bus.device)
         self._chunks = [_ChunkMemory(0, bus.device) for _ in range(IN_FLIGHT)]
         self._in_flight: deque[_Chunk] = deque()
@@ -185,7 +184,7 @@ class GpuStream:
         parts = iter(on_device)
         master, *states = [buffer.like(parts) for buffer in buffers]
         chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
-        self._tiler.step(_ShardRange(shard.store, start), gradient, shard.step, chunk, 0, stop - start, None)
+        self._elementwise.update(_ShardRange(shard.store, start), gradient, shard.step, chunk, 0, stop - start, None)
         is_published = shard.publisher.send_from_device(master.weight, start, stop, spare=gradient)
         return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_published
 

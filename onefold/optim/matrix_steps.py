@@ -23,13 +23,20 @@ import torch
 
 from onefold.comm import PeerExchange
 from onefold.config.keys import shown
-from onefold.offload.publish import InPlace, Publisher
+from onefold.offload.param_shard import Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_exchange import ExchangedMatrices, MatrixExchange, MatrixRoute
 from onefold.optim.matrix_rules import WIRE, AnyRule, GradientPiece, Kept, MasterPiece, MatrixRule, work_on
-from onefold.optim.pipeline import StateWindow, step_shard, whole_window
+from onefold.optim.pipeline import (
+    ElementwiseStep,
+    ElementwiseUpdate,
+    StateWindow,
+    Step,
+    publisher_on_device,
+    step_shard,
+    whole_window,
+)
 from onefold.optim.rules import MASTER, Hyper
-from onefold.optim.tiles import Step, Tiler
 from onefold.plan.layout import Member
 from onefold.plan.matrices import Matrix, Splits, choose_owners, matrices_of
 from onefold.runtime import InFlightCollectives, Unit
@@ -62,11 +69,11 @@ def _try_work(rule: MatrixRule, hyper: Hyper) -> None:
             rule.work(torch.ones(shape, dtype=WIRE), {}, hyper, 1)
 
 
-class MatrixTiler:
-    """The two elementwise passes of matrix rules, tile by tile. For one thread at a time."""
+class MatrixUpdate:
+    """The update stage of the two elementwise passes of matrix rules, tile by tile. For one thread at a time."""
 
     def __init__(self, rules: Sequence[AnyRule], size: int | None = None) -> None:
-        self._rules, self._tiler = rules, Tiler(rules, size)
+        self._rules, self._elementwise = rules, ElementwiseUpdate(rules, size)
 
     def _rule(self, group: int) -> MatrixRule:
         rule = self._rules[group]
@@ -89,7 +96,7 @@ class MatrixTiler:
         `gradient` and `update` cover the whole shard. `update` may be the first bytes of the gradient's memory. This
         pass has no new weights to cast into `out`.
         """
-        size = self._tiler.size(window)
+        size = self._elementwise.size(window)
         for segment in store.stepped_segments(start, stop):
             rule, hyper = self._rule(segment.group), step.groups[segment.group]
             for first, last, dither in store.rounded_ranges(segment.start, segment.stop, step.number):
@@ -100,9 +107,9 @@ class MatrixTiler:
                     piece = GradientPiece(gradient[low:high], step.coefficient, step.skip, buffers, update[low:high])
                     if rule.prepare_at_once(piece, hyper):
                         continue
-                    scaled = self._tiler.scaled(piece.gradient, step.coefficient, store.master.dtype, size)
+                    scaled = self._elementwise.scaled(piece.gradient, step.coefficient, store.master.dtype, size)
                     at = dither.after(low - first) if dither is not None else None
-                    with self._tiler.opened(buffers, at) as states, unless(step.skip, states.values()):
+                    with self._elementwise.opened(buffers, at) as states, unless(step.skip, states.values()):
                         rule.prepare(scaled, states, piece.update, hyper, step.number)
 
     def finish(
@@ -124,9 +131,9 @@ class MatrixTiler:
             if rule.finish_at_once(updated, matrix.shape, hyper):
                 continue
             for _, _, dither in store.rounded_ranges(low, high, step.number):
-                with self._tiler.opened({MASTER: master}, dither) as values:
+                with self._elementwise.opened({MASTER: master}, dither) as values:
                     if compared is not None:
-                        self._tiler.writes.take_over(values[MASTER], compared[low:high])
+                        self._elementwise.writes.take_over(values[MASTER], compared[low:high])
                     with unless(step.skip, values.values()):
                         rule.finish(values[MASTER], updated.update, matrix.shape, hyper)
             if weights is not None:
@@ -157,9 +164,10 @@ _BatchInFlight = tuple[list[Unit], MatrixExchange | None, Step]
 
 
 class MatrixSteps:
-    """The step of all shards that are updated as matrices, batch by batch.
+    """The main thread's step of an optimizer with matrix rules, batch by batch.
 
-    Offloaded shards are passed to `host` for the two elementwise passes.
+    Shards with elementwise rules are stepped as by `ElementwiseStep`. Offloaded shards are passed to `host` for the two
+    elementwise passes.
     """
 
     def __init__(
@@ -174,7 +182,7 @@ class MatrixSteps:
         self._rules, self._in_flight, self._host = rules, in_flight, host
         # A dry run computes nothing: matrices are only exchanged.
         self._computes = not in_flight.collective.group.is_fake
-        self._tiler = MatrixTiler(rules)
+        self._elementwise_step, self._update = ElementwiseStep(rules), MatrixUpdate(rules)
         group = in_flight.collective.group
         self._shard, self._first_rank = group.shard, group.rank - group.shard
         by_store = {s: matrices_of(s.spec.layout, splits) for s in stores if s.spec.state_spec.as_matrices}
@@ -209,15 +217,17 @@ class MatrixSteps:
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
         """Run the first pass of a shard. The exchange and the second pass follow with its batch."""
+        if store not in self.matrices:
+            self._elementwise_step.step(store, gradient, step)
+            return
         if store.is_offloaded:
             assert self._host is not None
             update = self._host.prepared(store)
         else:
             update = torch.empty(store.stop - store.start, dtype=WIRE, device=gradient.device)
             if self._computes:
-                step_shard(
-                    whole_window(store), partial(self._tiler.prepare, store, gradient, update, step), Publisher()
-                )
+                prepare = partial(self._update.prepare, store, gradient, update, step)
+                step_shard(whole_window(store), prepare, Publisher())
         self._parts.append(ExchangedMatrices(store, self._route(store), update, {}))
 
     def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
@@ -271,9 +281,8 @@ class MatrixSteps:
             self._host.start_finish(part, step)
             return
         if self._computes:
-            weight = part.store.model_weight
-            publisher = InPlace(weight) if weight is not None else Publisher()
-            step_shard(whole_window(part.store), partial(self._tiler.finish, part, step), publisher)
+            finish = partial(self._update.finish, part, step)
+            step_shard(whole_window(part.store), finish, publisher_on_device(part.store))
 
     # -- matrix states ----------------------------------------------------------------------------------------------
 

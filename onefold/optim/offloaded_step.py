@@ -32,15 +32,14 @@ import torch
 from onefold.offload.bus import CopyEvent
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.publish import LastUse, Publisher
+from onefold.offload.param_shard import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
 from onefold.optim.matrix_exchange import ExchangedMatrices
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
-from onefold.optim.matrix_steps import MatrixTiler
+from onefold.optim.matrix_steps import MatrixUpdate
 from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
-from onefold.optim.pipeline import StateWindow, Windows, step_shard, whole_window
-from onefold.optim.tiles import Step, Tiler
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step, Windows, step_shard, whole_window
 from onefold.plan import Plan, Tier
 from onefold.plan.memory import is_streamed
 from onefold.recorder import Track, recorded
@@ -60,8 +59,8 @@ class OffloadedStep:
         self, rules: Sequence[AnyRule], memory: OffloadMemory, stores: Sequence[ShardStore], plan: Plan
     ) -> None:
         size = TILE if torch.get_num_threads() > 2 else None
-        self._tiler = Tiler(rules, size)
-        self._matrices = MatrixTiler(rules, size) if any(isinstance(rule, MatrixRule) for rule in rules) else None
+        self._elementwise = ElementwiseUpdate(rules, size)
+        self._matrices = MatrixUpdate(rules, size) if any(isinstance(rule, MatrixRule) for rule in rules) else None
         # The updates of whole matrices that the host computed from gradients, in the memory of these.
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory, self._plan = memory, plan
@@ -193,7 +192,7 @@ class OffloadedStep:
                 self._stream_of_nvme.run(shard, window)
                 publisher.release()
             return store.set_last_read(publisher.finish())
-        update = partial(self._tiler.step, store, gradient, step)
+        update = partial(self._elementwise.update, store, gradient, step)
         return store.set_last_read(step_shard(self._windows(store), update, publisher, CHUNK))
 
     def _publisher(self, store: ShardStore, gradient: torch.Tensor, last_use: LastUse) -> Publisher:

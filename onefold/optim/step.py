@@ -19,14 +19,14 @@ from onefold.offload.shard_store import ShardStore
 from onefold.optim.choose import Chosen
 from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
+from onefold.optim.instance_step import InstanceStep
 from onefold.optim.matrix_rules import MatrixRule, names_of_states
 from onefold.optim.matrix_steps import MatrixSteps
 from onefold.optim.norm import GroupDigest, compare_written_groups, synchronize_call
 from onefold.optim.offloaded_step import OffloadedStep
-from onefold.optim.pipeline import whole_window
+from onefold.optim.pipeline import ElementwiseStep, Step, whole_window
+from onefold.optim.rule_states import RuleStates
 from onefold.optim.rules import Hyper
-from onefold.optim.steppers import TiledStepper, WholeStepper
-from onefold.optim.tiles import Step
 from onefold.plan import Plan, Tier
 from onefold.plan.memory import master_dtype
 from onefold.recorder import Track, recorded
@@ -62,12 +62,14 @@ class ShardedStep:
         for param in schedule.trained_params():
             param.store.make_master(param.full)
         sharded = plan.shards_states and schedule.num_shards > 1
-        self.stepper: TiledStepper | WholeStepper
+        self.states: RuleStates | InstanceStep
+        self._main_step: ElementwiseStep | InstanceStep | MatrixSteps
         if chosen.rules:
-            self.stepper = TiledStepper(chosen.rules, self.stores)
+            self.states, self._main_step = RuleStates(chosen.rules, self.stores), ElementwiseStep(chosen.rules)
         else:
             assert chosen.instance is not None
-            self.stepper = WholeStepper(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
+            instance = InstanceStep(chosen.instance, self.stores, shaped=not (sharded or chosen.elementwise))
+            self.states = self._main_step = instance
         # The attributes that steps have written to the user's instance.
         self.attributes = Attributes(chosen.instance)
         # A user-defined class may compute a value from the shards that it sees, which differ between ranks.
@@ -88,7 +90,7 @@ class ShardedStep:
         self._set_begun(frozenset())
         self.matrices: MatrixSteps | None = None
         if chosen.has_matrices:
-            self.matrices = MatrixSteps(
+            self.matrices = self._main_step = MatrixSteps(
                 chosen.rules, self.groups, self.stores, chosen.splits, schedule.in_flight, self._host
             )
 
@@ -164,16 +166,14 @@ class ShardedStep:
             self._host.start(schedule.stepped_on_host(), step)
         if self.matrices is not None:
             self.matrices.begin()
-        batches = self.matrices or self.stepper
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
-                stepper = self._stepper_of(store)
-                if stepper is not None:
+                if self._is_stepped_by_main_thread(store):
                     with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
-                        stepper.step(store, gradient, step)
-            for done in batches.end_batch(batch, step):
+                        self._main_step.step(store, gradient, step)
+            for done in self._main_step.end_batch(batch, step):
                 schedule.gather_updated(done)
-        for done in batches.end_step(schedule.order.step_batches):
+        for done in self._main_step.end_step(schedule.order.step_batches):
             schedule.gather_updated(done)
         if self._instance_rule is not None and self._instance_rule.writes:
             self.wait_for_host()  # a scheduler reads the groups next, which the class writes to
@@ -182,11 +182,9 @@ class ShardedStep:
         if self._compares_groups:
             compare_written_groups(schedule, self.name, self.groups)
 
-    def _stepper_of(self, store: ShardStore) -> MatrixSteps | TiledStepper | WholeStepper | None:
-        """Return the stepper of a shard on the main thread, or None if the offloaded step updates it."""
-        if self.matrices is not None and store in self.matrices.matrices:
-            return self.matrices
-        return None if store.is_offloaded and self._host is not None else self.stepper
+    def _is_stepped_by_main_thread(self, store: ShardStore) -> bool:
+        """Return whether the main thread steps a shard. It takes part in the step of offloaded matrices, too."""
+        return self._host is None or not store.is_offloaded or store.spec.state_spec.as_matrices
 
     # -- late states: created during the run, when a hyperparameter requires them ---------------------------------
 
@@ -262,9 +260,8 @@ class ShardedStep:
 
     def _set_begun(self, groups: frozenset[int]) -> None:
         self._begun = groups
-        if isinstance(self.stepper, TiledStepper):
-            late = enumerate(self._rules)
-            self.stepper.not_begun = {(i, name) for i, rule in late for name in rule.late_states if i not in groups}
+        late = [(index, name) for index, rule in enumerate(self._rules) for name in rule.late_states]
+        self.states.not_begun = {(index, name) for index, name in late if index not in groups}
 
     def groups_to_compare(self) -> GroupDigest | None:
         """Return the digest of the groups, which must be the same on all ranks before a step.
@@ -307,7 +304,7 @@ class ShardedStep:
             self.sync_masters()
             offloaded = [store for store in self.stores if store.is_offloaded]
             with self._host.rewriting(offloaded) if self._host is not None else nullcontext(whole_window) as windows:
-                self.stepper.call(method, windows, has_states=self.num_steps > 0)
+                self.states.call(method, windows, has_states=self.num_steps > 0)
             if self._instance_rule is not None:
                 self._instance_rule.finish(self.groups)
             for copy_event in [store.sync_model_weight_from_master() for store in self.stores]:
@@ -388,12 +385,12 @@ class ShardedStep:
         """Return the tensors of one state, each with its offset in the shard. Empty before they are created."""
         self.wait_until_states_copied()
         self.wait_for_host()
-        return self.stepper.states_of(store, name)
+        return self.states.states_of(store, name)
 
     def loose_states(self, store: ShardStore) -> list[tuple[int, int, dict[str, Any]]]:
         """Return the states that are not elementwise, each with the range of the shard that it belongs to."""
         of_matrices = self.matrices.loose_states(store) if self.matrices is not None else []
-        return [*self.stepper.loose_states(store), *of_matrices]
+        return [*self.states.loose_states(store), *of_matrices]
 
     def make_states(
         self, names: Mapping[str, Mapping[str, torch.dtype]], loose: Mapping[str, Mapping[str, Any]]
@@ -401,7 +398,7 @@ class ShardedStep:
         """Allocate the elementwise states of a checkpoint, given by name and dtype, and load the others."""
         if self._rules:
             self._make_saved_late_states(names)
-        self.stepper.make_states(names, loose)
+        self.states.make_states(names, loose)
         if self.matrices is not None:
             self.matrices.take_loose_states(loose)
 
@@ -411,13 +408,13 @@ class ShardedStep:
 
     def remember_states(self) -> Callable[[], None]:
         """Return a function that undoes `make_states`."""
-        of_stepper = self.stepper.remember_states()
+        of_states = self.states.remember_states()
         of_matrices = self.matrices.remember_kept() if self.matrices is not None else lambda: None
         begun, params = self._begun, self._schedule.trained_params()
         before = [(param, param.store.spec, dict(param.store.states)) for param in params]
 
         def undo() -> None:
-            of_stepper()
+            of_states()
             of_matrices()
             self._set_begun(begun)
             for param, spec, states in before:

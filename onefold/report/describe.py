@@ -53,7 +53,7 @@ def held_bytes(schedule: Schedule, step: ShardedStep | None, tier: Tier) -> Mode
         parameters=sum(param.param_bytes(tier) for param in params),
         gradients=sum(param.grad.num_bytes(tier) for param in schedule.trained_params()),
         masters=step.master_bytes(tier) if step is not None else 0,
-        states=step.stepper.state_bytes(tier) if step is not None else 0,
+        states=step.states.state_bytes(tier) if step is not None else 0,
         largest_slot=schedule.in_flight.pool.num_bytes if tier is Tier.DEVICE else 0,
     )
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp
-from onefold.offload.fingerprint import fingerprint
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
+from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.memory import stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad

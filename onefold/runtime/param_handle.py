@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Agreement, AllGatherOp, Collective, Ledger, assert_same_on_all_ranks, broadcast_from
-from onefold.offload.fingerprint import fingerprint
+from onefold.offload.write_check import fingerprint
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.order import Request
 from onefold.runtime.parameter_proxy import (

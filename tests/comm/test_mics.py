@@ -35,7 +35,7 @@ def engine_of(part: int | None, dtype: str = "bf16", accumulation: int = 1, **ze
 def run(part: int | None, dtype: str, accumulation: int) -> Any:
     engine = engine_of(part, dtype, accumulation)
     trace = train(engine, 4 * accumulation)
-    held = engine.state.step.stepper.state_bytes(Tier.DEVICE), engine.state.step.master_bytes(Tier.DEVICE)
+    held = engine.state.step.states.state_bytes(Tier.DEVICE), engine.state.step.master_bytes(Tier.DEVICE)
     assert ("sharded over every 2 ranks" in engine.describe()) == (part == 2 < engine.world_size)
     for number, (x, y) in enumerate(batches(2 * accumulation, seed=5)):
         if number == accumulation:

@@ -700,17 +700,17 @@ def step_alone_and_in_an_engine(name: str) -> str:
         alone.zero_grad()
         engine.backward(engine(x).square().mean())
         engine.step()
-    stepper = type(optimizer.sharded.stepper).__name__
+    states = type(optimizer.sharded.states).__name__
     engine.close()
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-    return stepper
+    return states
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_deepspeeds_optimizers_step_alone_and_in_an_engine(on_ranks, name):
     """Handed to an engine they are stepped by our rules, unit by unit, to the same weights."""
-    assert on_ranks(1, step_alone_and_in_an_engine, name) == ["TiledStepper"]
+    assert on_ranks(1, step_alone_and_in_an_engine, name) == ["RuleStates"]
 
 
 KINDS = ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Muon", "Shampoo", "AdamW8bit", "adamw_8bit", "Lion8bit", "RMSprop"]

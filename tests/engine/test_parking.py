@@ -30,7 +30,7 @@ def held(engine: onefold.Engine) -> int:
                 *(value for *_, found in engine.state.step.loose_states(store) for value in found.values()),
                 *store.master.parts,
                 *(store.separate_model_weight.parts if store.separate_model_weight is not None else ()),
-                *(part for state in engine.state.step.stepper.held_states(store) for part in state.buffer.parts),
+                *(part for state in engine.state.step.states.held_states(store) for part in state.buffer.parts),
             ]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
@@ -78,7 +78,7 @@ def by_kind(engine: onefold.Engine) -> dict[str, int]:
             "lp_params": [run.full],
             "lp_grads": run.grad.device_tensors(),
             "hp_params": [store.master.tensor],
-            "optim_states": [state.buffer.tensor for state in engine.state.step.stepper.held_states(store)],
+            "optim_states": [state.buffer.tensor for state in engine.state.step.states.held_states(store)],
         }
         for kind, held in tensors.items():
             found[kind] += sum(tensor.untyped_storage().size() for tensor in held)

@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.comm import Ledger, Native, Reduction, data_group
-from onefold.optim.tiles import TILE
+from onefold.optim.pipeline import TILE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,7 @@ import pytest
 import test_held_parameters as held
 import torch
 
-from onefold.offload.fingerprint import fingerprint
-from onefold.offload.write_check import WriteCheck
+from onefold.offload.write_check import WriteCheck, fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,12 +14,10 @@ from test_offload_cases import VARIANTS, measure
 
 from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
-from onefold.offload.param_shard import HostShard
-from onefold.offload.publish import Publisher
+from onefold.offload.param_shard import HostShard, Publisher
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
-from onefold.optim.pipeline import StateWindow
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
 from onefold.optim.rules import AdamRule
-from onefold.optim.tiles import Step, Tiler
 from onefold.plan import Tier
 from onefold.tools.bench.offload_bench import OneGroup
 
@@ -118,13 +116,15 @@ def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
             config(stage, bf16={"enabled": True}, onefold={"offloaded_step": who}, zero_optimization=zero),
         )
         host, numel = engine.state.step._host, [0, 0]
-        for number, tiler in enumerate((host._stream._tiler, host._tiler)):
+        for number, elementwise in enumerate((host._stream._elementwise, host._elementwise)):
 
-            def count(*given: Any, number: int = number, step: Any = tiler.step, numel: list[int] = numel) -> None:
+            def count(
+                *given: Any, number: int = number, step: Any = elementwise.update, numel: list[int] = numel
+            ) -> None:
                 numel[number] += given[5] - given[4]
                 step(*given)
 
-            tiler.step = count
+            elementwise.update = count
         for x, y in batches(1):
             engine.backward(engine(x, y))
             engine.step()
@@ -227,8 +227,8 @@ def failing_pass() -> list[str]:
             zero_optimization={"offload_optimizer": CPU},
         ),
     )
-    tiler, calls = engine.state.step._host._stream._tiler, []
-    step = tiler.step
+    elementwise, calls = engine.state.step._host._stream._elementwise, []
+    step = elementwise.update
 
     def fail(*given: Any) -> None:
         calls.append(1)
@@ -236,7 +236,7 @@ def failing_pass() -> list[str]:
             raise ValueError("the fourth chunk")
         step(*given)
 
-    tiler.step = fail
+    elementwise.update = fail
     told = []
     (x, y), *_ = batches(1)
     engine.backward(engine(x, y))
@@ -276,7 +276,7 @@ def longer_shard() -> bool:
     for window, gradient, before in windows:
         states = {name: Buffer.of(torch.zeros(window.stop, device="cuda")) for name in window.states}
         there = StateWindow(0, window.stop, Buffer.of(before.cuda()), states)
-        Tiler([AdamRule()]).step(OneGroup(), gradient.cuda(), step, there, 0, window.stop, None)
+        ElementwiseUpdate([AdamRule()]).update(OneGroup(), gradient.cuda(), step, there, 0, window.stop, None)
         assert torch.equal(window.master.tensor, there.master.tensor.cpu())
         assert all(torch.equal(state.tensor, states[name].tensor.cpu()) for name, state in window.states.items())
     return told == [window for window, *_ in windows]
@@ -295,14 +295,14 @@ def slow_host() -> tuple[list[float], list[float]]:
         )
         if slow:
             host = engine.state.step._host
-            for tiler in (host._tiler, host._stream._tiler):
+            for elementwise in (host._elementwise, host._stream._elementwise):
 
-                def wait_first(*args: Any, before: Any = tiler.step, **kwargs: Any) -> None:
+                def wait_first(*args: Any, before: Any = elementwise.update, **kwargs: Any) -> None:
                     time.sleep(0.02)
                     torch.cuda._sleep(10_000_000)  # on the stream of whoever calls
                     before(*args, **kwargs)
 
-                tiler.step = wait_first
+                elementwise.update = wait_first
         found = []
         for x, y in batches(6):
             loss = engine(x, y)

@@ -31,7 +31,7 @@ from onefold.config import ConfigError, load_config
 from onefold.offload import state_codec
 from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import TINY, Dither, decode, encode
-from onefold.optim import tiles
+from onefold.optim import pipeline
 from onefold.plan import make_plan
 from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
 from onefold.utils import (
@@ -323,12 +323,12 @@ def test_secondary_shards_and_replica_groups_go_with_them(on_ranks, zero):
 
 def tiles_of(size: int) -> dict[str, torch.Tensor]:
     """A run whose tiles have so many elements."""
-    tiles.host_tile, before = (lambda: size), tiles.host_tile
+    pipeline.host_tile, before = (lambda: size), pipeline.host_tile
     try:
         engine = start(net(width=64), config(2, onefold=FORMATS["bf16"], **precision("bf16")))
         return train(engine, 3).weights
     finally:
-        tiles.host_tile = before
+        pipeline.host_tile = before
 
 
 def test_dithered_tiles_of_any_size_give_the_same_bits(on_ranks):

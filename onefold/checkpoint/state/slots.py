@@ -56,7 +56,7 @@ def state_slots(param: FlatParam, step: ShardedStep | None, start: int, stop: in
     """Yield the slots of the optimizer states in [start, stop) of a flat parameter."""
     if not param.trainable or step is None:
         return
-    for state in step.stepper.saved_states(param.store):
+    for state in step.states.saved_states(param.store):
         first = param.store.start + state.start
         last = first + state.buffer.numel()
         for member, low, high in member_ranges(param.layout, max(start, first), min(stop, last)):

@@ -29,9 +29,8 @@ from onefold.offload.host_memory import PAGE, available_bytes, page_aligned
 from onefold.offload.nvme import SwapFiles
 from onefold.offload.state_codec import Dither
 from onefold.optim.offloaded_step import TILE
-from onefold.optim.pipeline import StateWindow
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
 from onefold.optim.rules import AdamRule
-from onefold.optim.tiles import Step, Tiler
 from onefold.plan import (
     FlatParamSpec,
     Layout,
@@ -182,15 +181,15 @@ def measure_adam(num_bytes: int) -> float:
     gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
     states = {name: Buffer.of(moment) for name, moment in zip(names, moments, strict=True)}
     window = StateWindow(0, numel, Buffer.of(master), states)
-    tiler = Tiler([rule], TILE if torch.get_num_threads() > 2 else None)
+    elementwise = ElementwiseUpdate([rule], TILE if torch.get_num_threads() > 2 else None)
     # The gradient is scaled, as with clipping or a loss scale.
     step = Step(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():
-        return _best(lambda: tiler.step(OneGroup(), gradient, step, window, 0, numel, None), numel)
+        return _best(lambda: elementwise.update(OneGroup(), gradient, step, window, 0, numel, None), numel)
 
 
 class OneGroup:
-    """A shard of one optimizer group without frozen elements, as far as `Tiler` needs it."""
+    """A shard of one optimizer group without frozen elements, as far as `ElementwiseUpdate` needs it."""
 
     compared_model_weight = None
 

@@ -18,7 +18,7 @@ from onefold.comm.nodes import Nodes
 from onefold.config import Config, solve_batch
 from onefold.engine import Engine
 from onefold.optim.choose import choose
-from onefold.optim.tiles import TILE, Step, num_tiles
+from onefold.optim.pipeline import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 from onefold.tools.estimate.caching_allocator import CachingAllocator

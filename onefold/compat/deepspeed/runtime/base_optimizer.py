@@ -112,8 +112,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """
         self._engine_state.schedule.check_awake()
         self.sharded.wait_for_host()
-        stores, stepper = self.sharded.stores, self.sharded.stepper
-        states = [{held.name: _decoded(held.buffer) for held in stepper.held_states(store)} for store in stores]
+        stores, states_of = self.sharded.stores, self.sharded.states
+        states = [{held.name: _decoded(held.buffer) for held in states_of.held_states(store)} for store in stores]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         masters, states_key = "single_partition_of_fp32_groups", "base_optimizer_state"
         if self.plan.shards_parameters:
@@ -274,13 +274,13 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         store = next((store for store in self._step.stores if self._is_master(store, key)), None)
         parts: dict[str, list[torch.Tensor]] = {}
         if store is not None:
-            for held in self._step.stepper.held_states(store):
+            for held in self._step.states.held_states(store):
                 parts.setdefault(held.name, []).append(self._read(held.buffer))
         elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
             handle = handle_of(key)
             assert handle is not None
             param, index = handle.place_of(key)
-            for held in self._step.stepper.held_states(param.store) if param.trainable else ():
+            for held in self._step.states.held_states(param.store) if param.trainable else ():
                 member, first = param.layout.members[index], param.store.start + held.start
                 low, high = max(member.start - first, 0), min(member.stop - first, held.buffer.numel())
                 parts.setdefault(held.name, []).append(self._read(held.buffer).flatten()[low : max(low, high)])
