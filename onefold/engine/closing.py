@@ -19,6 +19,7 @@ import torch
 
 from onefold.checkpoint.saving.save_coordinator import LINGER
 from onefold.engine.checkpoint_saver import CheckpointSaver
+from onefold.engine.compiled_units import CompiledUnits
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.step_reports import EngineReports
 from onefold.engine.train_state import TrainState
@@ -36,6 +37,7 @@ class EngineParts:
     handles: list[ParamHandle]
     offloaded: OffloadedStates
     reports: EngineReports
+    compiled: CompiledUnits
     creator: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that made the engine."""
 
@@ -61,6 +63,7 @@ class EngineParts:
                     logger.error("weights could not be kept when the engine was closed: %s", error)
             self.handles.clear()
         finally:
+            self.compiled.restore()
             if schedule.memory is not None:
                 schedule.memory.close()
             schedule.guard.close()  # last, because the guard watches the waits above

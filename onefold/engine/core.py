@@ -109,9 +109,8 @@ class Engine(nn.Module):
         self._saver = CheckpointSaver(self.state)
         self._loader = CheckpointLoader(self.state, self._saver)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
-        parts = EngineParts(
-            self.state, self._saver, self._hooks, self._events.handles, self.offloaded_states, self._reports
-        )
+        handles, offloaded = self._events.handles, self.offloaded_states
+        parts = EngineParts(self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled)
         watch_collector()
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
@@ -459,7 +458,6 @@ class Engine(nn.Module):
         finally:
             parts.close()
             self._shared.release()
-        self._compiled.restore()
         schedule.in_flight.pool.clear()
         self.optimizer = self.state.step = None
         schedule.forget_units()
