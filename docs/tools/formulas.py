@@ -17,7 +17,7 @@ from __future__ import annotations
 from case import Case
 
 from onefold.config import Config
-from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.optim.pipeline import TILE
 from onefold.tools.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, MARGIN, NCCL, PROCESS, WORKSPACE

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from onefold.plan.layout import SHARD_ALIGNMENT
 from onefold.recorder import Track, recorded
 
 
@@ -20,20 +21,31 @@ class CopyEvent:
     """The end of an asynchronous copy."""
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self._event = event
+        self.recorded = event
 
     def synchronize(self) -> None:
         """Block the host thread until the copy is complete."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.recorded is not None:
+            self.recorded.synchronize()
 
     def wait_on_stream(self) -> None:
         """Make the caller's stream wait for the copy."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self.recorded is not None:
+            torch.cuda.current_stream().wait_event(self.recorded)
 
 
 COMPLETE = CopyEvent()
+
+
+def block_squares(values: torch.Tensor) -> torch.Tensor:
+    """Compute the squared norm of each aligned block in fp64, from its fp32 norm.
+
+    torch's fp32 norm of a long vector has an error of 0.3% on a CPU.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norms: torch.Tensor = torch.linalg.vector_norm(values.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
+    return norms.double().square()
+
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Sources and targets of copies."""
@@ -74,6 +86,42 @@ class Bus:
     def up_together(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> CopyEvent:
         """Copy several tensors to the device, with one event."""
         return self._copy("up", pairs, after or self.now())
+
+    def up_after(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+        """Copy to the device after other copies, without waiting for the caller's stream."""
+        first, *others = [event.recorded for event in after if event.recorded is not None]
+        for event in others:
+            self._streams["up"].wait_event(event)
+        return self.up(source, target, first)
+
+    def add_down(
+        self,
+        source: torch.Tensor,
+        memory: torch.Tensor,
+        target: torch.Tensor,
+        squares: torch.Tensor,
+        after: Sequence[CopyEvent],
+        *,
+        add: bool,
+    ) -> CopyEvent:
+        """Add `source` to `memory` on the device, or cast it, and copy the result to `target` on the host.
+
+        `squares` receives the squared norms of the result's blocks.
+        """
+        stream, arrived = self._streams["down"], torch.cuda.Event(blocking=True)
+        for event in after:
+            if event.recorded is not None:
+                stream.wait_event(event.recorded)
+        with torch.cuda.stream(stream), recorded(Track.DOWN, "down", numel=source.numel()):
+            self.count("down", memory.nbytes)
+            if add:
+                memory.add_(source)
+            else:
+                memory.copy_(source)
+            squares.copy_(block_squares(memory))
+            target.copy_(memory, non_blocking=True)
+            arrived.record(stream)
+        return CopyEvent(arrived)
 
     def up_at_once(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy to the device on the caller's own stream."""

@@ -8,20 +8,10 @@ from concurrent.futures import Future
 import torch
 
 from onefold.offload.bus import COMPLETE, CopyEvent
+from onefold.offload.grad_offload import square_sum
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.plan import Tier
-from onefold.plan.layout import SHARD_ALIGNMENT
 from onefold.pool import Pool
-
-
-def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of squares in fp64 from the fp32 norms of aligned blocks.
-
-    torch's fp32 norm of a long vector has an error of 0.3% on a CPU.
-    """
-    dtype = torch.promote_types(shard.dtype, torch.float32)
-    blocks: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
-    return blocks.double().square().sum()
 
 
 class GradShard:
@@ -128,19 +118,17 @@ class HostGrad(GradShard):
 
     tier = Tier.HOST
 
-    def __init__(
-        self, size: int, dtype: torch.dtype, compute: torch.dtype, memory: OffloadMemory, *, alone: bool, delays: bool
-    ) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, memory: OffloadMemory, *, alone: bool, delays: bool) -> None:
         self._size, self._memory, self._alone = size, memory, alone
         self._own = memory.host(size, dtype)
         self._other = memory.host(size, dtype) if delays else None
-        self._arriving: CopyEvent | Future[None] = COMPLETE
-        # The sum of squares, computed on the device if the gradient is copied in one piece.
-        self._square: torch.Tensor | None = None
+        self._arriving: CopyEvent = COMPLETE
+        # Squared norms of the blocks of the gradient, computed on the device. They are valid after `_arriving`.
+        self._squares: torch.Tensor | None = None
         # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
-        memory.gradients.expect(size * (compute if alone else dtype).itemsize)
+        memory.gradients.expect(size)
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
         self._passing = slot if self._alone else pool.take(self._size, self._own.dtype)
@@ -156,24 +144,24 @@ class HostGrad(GradShard):
         if not add:
             self.wait()  # the copy of a dropped gradient may still be in flight
         self.value = self._own
-        self._square = None if add else square_sum(total)
-        self._arriving = self._memory.gradients.start(total, self._own, slot, pool, key, add=add)
+        copies = self._memory.gradients
+        self._arriving, self._squares = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)
 
     def read_by(self, step: Future[CopyEvent] | None) -> None:
         """Register the step on the host that reads the gradient until it is done."""
         self._reader = step
 
     def wait(self) -> None:
-        if isinstance(self._arriving, Future):
-            self._arriving.result()
-        else:
-            self._arriving.synchronize()
+        self._arriving.synchronize()
 
     def square_sum(self) -> torch.Tensor:
-        return self._square if self._square is not None else super().square_sum()
+        if self._squares is None:
+            return super().square_sum()
+        self._arriving.wait_on_stream()
+        return self._squares.sum()
 
     def forget_square_sum(self) -> None:
-        self._square = None
+        self._squares = None
 
     def swap(self) -> None:
         """Use the other buffer for the next gradient, because the host still reads this one."""
@@ -190,7 +178,7 @@ class HostGrad(GradShard):
         self.value = self._own if self.value is not None else None
 
     def drop(self, pool: Pool, key: Hashable) -> None:
-        self.value = self._square = None
+        self.value = self._squares = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in (self._own, self._other) if tensor is not None]

@@ -5,23 +5,22 @@ All ranks assign the same tier to each flat parameter.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
 
 from onefold.comm import Agreement, Ledger, num_ranks_on_node
 from onefold.log import logger
-from onefold.offload.bus import Bus, CopyEvent
+from onefold.offload.bus import Bus
+from onefold.offload.grad_offload import GradOffload
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.memory import stays_unsharded
 from onefold.plan.plan import Offload
-from onefold.pool import Pool
 
 
 def place(
@@ -120,7 +119,7 @@ class OffloadMemory:
             # A step waits for its slowest thread, so two cores are left for the main thread and the driver.
             self._prepare_thread(self.worker, num - 2 if num >= 8 else num)
             self._prepare_thread(self.stream_worker, min(num, 2))
-        self.gradients = GradOffload(bus, self.worker, pinned=self.pinned)
+        self.gradients = GradOffload(bus)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
         self._states = self._reserve(needs.states_on_disk, options.optimizer.nvme_path, rank)
@@ -202,73 +201,3 @@ class OffloadMemory:
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()
-
-
-# The number of device-to-host copies in flight before the compute stream waits for the oldest one.
-COPIES_IN_FLIGHT = 3
-
-
-class GradOffload:
-    """Copies of reduced gradients to host memory, in the order in which they are reduced.
-
-    [Note: gradient offload]
-    If optimizer states are offloaded, a gradient is copied to the host as soon as it is reduced, in the narrowest
-    dtype that stores it exactly. The first gradient of an accumulation window is copied directly to its destination.
-    The host adds the others to it, so that the device needs no accumulator. The device buffer is returned to its pool
-    after the compute stream has waited for the copy, a few units later, when the copy is usually complete.
-    """
-
-    def __init__(self, bus: Bus, worker: ThreadPoolExecutor, *, pinned: bool) -> None:
-        self._bus, self._worker, self._pinned = bus, worker, pinned
-        self._largest = 0
-        self._staging: Buffers | None = None
-        self._under_way: deque[tuple[CopyEvent, torch.Tensor, torch.Tensor, Pool, Hashable]] = deque()
-
-    def expect(self, num_bytes: int) -> None:
-        """Register the size of a gradient, for the allocation of staging buffers."""
-        self._largest = max(self._largest, num_bytes)
-
-    @torch.no_grad()
-    def start(
-        self, total: torch.Tensor, target: torch.Tensor, slot: torch.Tensor, pool: Pool, key: Hashable, *, add: bool
-    ) -> CopyEvent | Future[None]:
-        """Start the copy of a reduced gradient. Return the event or future that completes when `target` is written."""
-        bus = self._bus
-        arriving: CopyEvent | Future[None]
-        if not add and total.dtype == target.dtype:
-            arriving = arrival = bus.down(total, target)
-        elif bus.crosses:
-            if self._staging is None:
-                self._staging = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
-            buffer = self._staging.take()
-            staged = buffer[: total.nbytes].view(total.dtype)
-            arrival = bus.down(total, staged)
-            arriving = self._worker.submit(_take_over, arrival, self._staging, buffer, staged, target, add)
-        else:
-            arriving = arrival = bus.down(total, target, add=add)
-        self._under_way.append((arrival, total, slot, pool, key))
-        self.finish(COPIES_IN_FLIGHT if bus.crosses else 0)
-        return arriving
-
-    def finish(self, num_left: int = 0) -> None:
-        """Return the device buffers of all but the newest `num_left` copies, in the order of the compute stream."""
-        while len(self._under_way) > num_left:
-            arrival, total, slot, pool, key = self._under_way.popleft()
-            arrival.wait_on_stream()
-            pool.give_back(slot, key)
-            if total is not slot:
-                pool.give_back(total)
-
-
-def _take_over(
-    arrival: CopyEvent, staging: Buffers, buffer: torch.Tensor, staged: torch.Tensor, target: torch.Tensor, add: bool
-) -> None:
-    """Add or copy a gradient from its staging buffer to its destination, on the host's thread."""
-    try:
-        arrival.synchronize()
-        if add:
-            target.add_(staged)
-        else:
-            target.copy_(staged)
-    finally:  # a later unit may be waiting for it
-        staging.give_back(buffer)

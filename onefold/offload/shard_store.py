@@ -177,7 +177,7 @@ class ShardStore:
         else:
             assert self._memory is not None
             alone = self.spec.layout.num_shards == 1
-            self.grad = HostGrad(size, dtype, self.spec.dtype, self._memory, alone=alone, delays=delays)
+            self.grad = HostGrad(size, dtype, self._memory, alone=alone, delays=delays)
         return self.grad
 
     def wait_for_master(self) -> None:

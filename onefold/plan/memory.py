@@ -400,9 +400,12 @@ def count_offload_traffic(
         read += gathered if residency.parameters is Tier.NVME else 0
         if not spec.trainable or not residency.offloads_states:
             continue
-        # One micro-step of one rank is exact in its own dtype; sums over ranks are not.
-        travels = plan.precision.of_reduced(spec.dtype, 1, spec.layout.num_shards)
+        # One micro-step of one rank is exact in its own dtype; sums over ranks are not. A GPU adds to sums in host
+        # memory, chunk by chunk.
+        is_summed = device_casts and plan.num_micro_steps > 1
+        travels = plan.precision.of_reduced(spec.dtype, 2 if is_summed else 1, spec.layout.num_shards)
         down += num_micro_steps * shard * travels.itemsize
+        up += (num_micro_steps - 1) * shard * travels.itemsize if is_summed else 0
         if spec.state_spec.as_matrices:  # copied to the device for the update, and back
             up, down = up + shard * MATRIX_ITEMSIZE, down + shard * MATRIX_ITEMSIZE
         of_step = bytes_of_step(spec)

@@ -25,7 +25,7 @@ from test_states import run_tiers as run_forms
 
 from onefold.engine.model_memory import ModelMemory
 from onefold.offload import host_memory, offload_memory, param_shard
-from onefold.offload.bus import Bus, CopyEvent, Pairs
+from onefold.offload.bus import Bus, CopyEvent, Pairs, block_squares
 from onefold.offload.param_shard import HostShard
 from onefold.optim.gpu_stream import GpuStream
 from onefold.plan import OffloadTraffic, count_offload_traffic
@@ -100,6 +100,27 @@ def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> CopyEvent:
     return CopyEvent(arrived)
 
 
+def add_late(
+    bus: Bus, source: Any, memory: Any, target: Any, squares: Any, after: list[CopyEvent], *, add: bool
+) -> CopyEvent:
+    stream, arrived = bus._streams["down"], Event()
+    bus.count("down", memory.nbytes)
+    for event in after:
+        stream.wait_event(event.recorded)
+
+    def work() -> None:
+        if add:
+            memory.add_(source)
+        else:
+            memory.copy_(source)
+        squares.copy_(block_squares(memory))
+        target.copy_(memory)
+
+    stream.put(work)
+    arrived.record(stream)
+    return CopyEvent(arrived)
+
+
 def planned_on_gpu(memory: ModelMemory) -> OffloadTraffic:
     state = memory._state
     specs = [param.spec for unit in state.schedule.units for param in unit.params]
@@ -129,6 +150,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (torch.cuda, "set_device", lambda device: None),
             (Bus, "__init__", crossing),
             (Bus, "_copy", copy_late),
+            (Bus, "add_down", add_late),
             (GpuStream, "_launch", counted),
             (ModelMemory, "planned_offload_traffic", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
@@ -164,10 +186,7 @@ def test_every_tier_has_the_same_bits_whoever_steps(on_ranks, world, who, dtype,
     for found, passed in on_ranks(world, simulated, run_tiers, dtype, accumulation, "exchange", who):
         assert (passed > 0) == (who != "host")
         losses, weights, *_ = found["2 cpu"]
-        # Of one kind of processor: with one micro-step also those of states on the device.
-        others = [name for name in found if accumulation == 1 or name != "device"]
-        for name in others:
-            theirs, other, *_ = found[name]
+        for name, (theirs, other, *_) in found.items():
             assert theirs == losses, name
             assert first_difference(other, weights) is None, name
 
@@ -212,8 +231,7 @@ def test_whole_matrices_below_a_gpu_have_the_same_bits(on_ranks, tmp_path, world
     for (traces, crossings), passed in results:
         assert passed, "vectors and embeddings"
         for name, trace in traces.items():
-            if accumulation == 1 or name != "device":
-                assert first_difference(trace, traces["host"]) is None, name
+            assert first_difference(trace, traces["host"]) is None, name
         for name, (moved, planned) in crossings.items():
             assert moved == planned, name
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from onefold.comm.exchange import ACROSS
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, ConfigError, load_config
-from onefold.offload.offload_memory import COPIES_IN_FLIGHT
+from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import (
     FlatParamSpec,

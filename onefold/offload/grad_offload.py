@@ -1,0 +1,120 @@
+"""Copies of reduced gradients to host memory, and their sums over micro-steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+import torch
+
+from onefold.offload.bus import COMPLETE, Bus, CopyEvent, block_squares
+from onefold.plan.layout import SHARD_ALIGNMENT
+from onefold.pool import Pool
+
+# The number of device-to-host copies in flight before the compute stream waits for the oldest one.
+COPIES_IN_FLIGHT = 3
+# Elements of a sum that are added at once, and the number of such chunks in flight. Each has separate device memory.
+CHUNK = 1 << 24
+CHUNKS_IN_FLIGHT = 3
+
+
+def square_sum(shard: torch.Tensor) -> torch.Tensor:
+    """Compute the sum of squares of a gradient shard, an fp64 scalar.
+
+    Blocks are computed in the chunks of `GradOffload`, so that the bits do not depend on where the sum is stored.
+    """
+    return torch.cat([block_squares(chunk) for chunk in shard.split(CHUNK)]).sum()
+
+
+class GradOffload:
+    """Copies of reduced gradients to host memory, in the order in which they are reduced.
+
+    [Note: gradient offload]
+    If optimizer states are offloaded, a gradient is copied to the host as soon as it is reduced. The device buffer is
+    returned to its pool after the compute stream has waited for the copy, a few units later, when the copy is usually
+    complete.
+
+    Sums over the micro-steps of an accumulation window are stored in host memory as well, but a GPU adds to them: a
+    chunk of the sum is copied to the device, the gradient is added, and the chunk is copied back, while the next chunk
+    is on its way. This takes the bandwidth of the bus in both directions. The host would take several times as long,
+    because its memory is slower than the bus for three operands. The GPU computes the norm of the sum at the same time.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._chunk_size = 0
+        # Device memory for chunks, each with the event of its last copy to the host.
+        self._chunks: deque[tuple[torch.Tensor, CopyEvent]] = deque()
+        self._under_way: deque[tuple[CopyEvent, list[torch.Tensor], torch.Tensor, Pool, Hashable]] = deque()
+
+    def expect(self, numel: int) -> None:
+        """Register the size of a gradient, for the allocation of chunks."""
+        self._chunk_size = max(self._chunk_size, min(numel, CHUNK))
+
+    @torch.no_grad()
+    def start(
+        self,
+        total: torch.Tensor,
+        target: torch.Tensor,
+        slot: torch.Tensor,
+        pool: Pool,
+        key: Hashable,
+        *,
+        add: bool,
+        after: CopyEvent = COMPLETE,
+    ) -> tuple[CopyEvent, torch.Tensor | None]:
+        """Start to copy a reduced gradient to `target` in host memory, or to add it. `slot` is freed afterwards.
+
+        `after` is the last copy into `target`. Return the event that completes when `target` is written, and the
+        squared norms of its blocks, which are valid after that event. They are None if the host has added.
+        """
+        squares = None
+        if not add and total.dtype == target.dtype:
+            arrival, squares = self._bus.down(total, target), torch.cat([block_squares(c) for c in total.split(CHUNK)])
+        elif self._bus.crosses:
+            squares = torch.empty(total.numel() // SHARD_ALIGNMENT, dtype=torch.float64, device=total.device)
+            arrival = self._add(total, target, squares, add=add, after=after)
+        else:
+            arrival = self._bus.down(total, target, add=add)
+        temporary = [tensor for tensor in (total, squares) if tensor is not None]
+        self._under_way.append((arrival, temporary, slot, pool, key))
+        self.finish(COPIES_IN_FLIGHT if self._bus.crosses else 0)
+        return arrival, squares
+
+    def _add(
+        self, total: torch.Tensor, target: torch.Tensor, squares: torch.Tensor, *, add: bool, after: CopyEvent
+    ) -> CopyEvent:
+        """Add a gradient to its sum in host memory on the GPU, chunk by chunk. Without `add`, cast it."""
+        bus, arrival = self._bus, COMPLETE
+        reduced = CopyEvent(bus.now())
+        for start in range(0, total.numel(), CHUNK):
+            source, on_host = total[start : start + CHUNK], target[start : start + CHUNK]
+            memory, last_use = self._chunk(target.dtype)
+            chunk = memory[: source.numel()]
+            fetched = bus.up_after(on_host, chunk, [last_use, after]) if add else last_use
+            blocks = squares[start // SHARD_ALIGNMENT :][: source.numel() // SHARD_ALIGNMENT]
+            arrival = bus.add_down(source, chunk, on_host, blocks, [reduced, fetched], add=add)
+            self._chunks.append((memory, arrival))
+        return arrival
+
+    def _chunk(self, dtype: torch.dtype) -> tuple[torch.Tensor, CopyEvent]:
+        """Return device memory for a chunk, and the event of its last use."""
+        if len(self._chunks) < CHUNKS_IN_FLIGHT:
+            return torch.empty(self._chunk_size, dtype=dtype, device=self._bus.device), CopyEvent(self._bus.now())
+        memory, last_use = self._chunks.popleft()
+        if memory.dtype != dtype:  # of parameters in fp64, next to others
+            last_use.wait_on_stream()
+            memory, last_use = (
+                torch.empty(self._chunk_size, dtype=dtype, device=self._bus.device),
+                CopyEvent(self._bus.now()),
+            )
+        return memory, last_use
+
+    def finish(self, num_left: int = 0) -> None:
+        """Return the device buffers of all but the newest `num_left` copies, in the order of the compute stream."""
+        while len(self._under_way) > num_left:
+            arrival, temporary, slot, pool, key = self._under_way.popleft()
+            arrival.wait_on_stream()
+            pool.give_back(slot, key)
+            if temporary[0] is not slot:
+                pool.give_back(temporary[0])
