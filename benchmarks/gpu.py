@@ -89,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=parse_ranks, default=[], help="numbers of NCCL ranks: 2,4")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--batch", type=int, help=f"sequences a rank and step (default: {BATCHES}, else {BATCH})")
+    parser.add_argument("--micro-steps", type=int, default=1, help="micro-steps a step, each of --batch sequences")
     parser.add_argument("--sequence", type=int, help="tokens a sequence (default: the preset's)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones")
@@ -104,9 +105,9 @@ def parse_arguments() -> argparse.Namespace:
         "--snapshot", type=Path, help="a folder for rank 0's GPU memory in the third step (python -m benchmarks.peak)"
     )
     arguments = parser.parse_args()
-    for name in ("batch", "steps", "warmup", "rounds"):
+    for name in ("batch", "micro_steps", "steps", "warmup", "rounds"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.snapshot and arguments.warmup <= SNAPSHOT_STEP:
         parser.error(f"--snapshot records step {SNAPSHOT_STEP + 1}, which must not be timed: --warmup is too small")
     if not torch.cuda.is_available():
@@ -223,7 +224,8 @@ def describe(job: Job, num_rounds: int) -> dict[str, str]:
     each = "a step" if job.num_ranks == 1 else "a rank and step"
     return {
         "model": f"GPT {workload.preset}, {size} parameters, {workload.dtype}",
-        "job": f"{where}, {workload.batch} x {workload.sequence} tokens {each}; "
+        "job": f"{where}, {f'{workload.micro_steps} micro-steps of ' if workload.micro_steps > 1 else ''}"
+        f"{workload.batch} x {workload.sequence} tokens {each}; "
         f"{num_rounds} rounds of {workload.num_steps} timed steps after {workload.num_warmup_steps}",
     }
 
@@ -294,6 +296,7 @@ def run_jobs(arguments: argparse.Namespace, details: dict[str, str], environment
                 num_warmup_steps=arguments.warmup,
                 device="cuda",
                 recompute=arguments.recompute,
+                micro_steps=arguments.micro_steps,
             )
             jobs.append(run_job(workload, num_ranks, arguments, environment))
             facts = {**describe(jobs[-1], arguments.rounds), **details}

@@ -29,6 +29,7 @@ PRESETS = {
     "217m": ModelShape(num_layers=14, width=1024, num_heads=16, vocabulary=19456, max_sequence=1024),
     "390m": ModelShape(num_layers=24, width=1024, num_heads=16, vocabulary=42496, max_sequence=512),
     "1.3b": ModelShape(num_layers=24, width=2048, num_heads=16, vocabulary=32000, max_sequence=1024),
+    "3.8b": ModelShape(num_layers=32, width=3072, num_heads=24, vocabulary=32000, max_sequence=1024),
     "6.7b": ModelShape(num_layers=32, width=4096, num_heads=32, vocabulary=32000, max_sequence=2048),
     "15b": ModelShape(num_layers=48, width=5120, num_heads=40, vocabulary=32000, max_sequence=1024),
     "20b": ModelShape(num_layers=44, width=6144, num_heads=48, vocabulary=32000, max_sequence=1024),

@@ -1,4 +1,4 @@
-"""The systems under test: each builds a model its own way and gives back one function that trains it on one batch.
+"""The systems under test: each builds a model its own way and returns a function that trains it on one micro-batch.
 
 All use the same AdamW hyperparameters and no clipping. In fp32 everything is fp32; in bf16 each system runs in its
 natural mode: autocast for plain torch and DDP, a mixed-precision policy for FSDP2, 16-bit weights with fp32 masters
@@ -39,6 +39,8 @@ class Workload:
     device: str
     recompute: bool = False
     seed: int = 1
+    micro_steps: int = 1
+    """Micro-steps per step. Each has `batch` sequences."""
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -71,13 +73,18 @@ def _torch_loop(
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(workload.device, torch.bfloat16) if autocast else nullcontext()
 
+    num_calls = 0
+
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
         with precision():
             loss = model(tokens, targets)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        (loss / workload.micro_steps).backward()
+        if num_calls % workload.micro_steps == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
@@ -132,7 +139,7 @@ def _fsdp2(
 def zero_config(stage: int, workload: Workload) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": workload.batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": workload.micro_steps,
         "gradient_clipping": 0.0,
         "optimizer": {
             "type": "AdamW",

@@ -106,8 +106,10 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
     step = SYSTEMS[system](construct, workload)
 
     def train(index: int) -> torch.Tensor:
-        data_seed = workload.seed + 1000 * index + rank
-        return step(*make_batch(shape, workload.batch, workload.sequence, data_seed, device))
+        for micro_step in range(workload.micro_steps):
+            data_seed = workload.seed + 1000 * (index * workload.micro_steps + micro_step) + rank
+            loss = step(*make_batch(shape, workload.batch, workload.sequence, data_seed, device))
+        return loss
 
     num_all_steps = workload.num_warmup_steps + workload.num_steps
     marks: list[float] | list[torch.cuda.Event] = []
