@@ -42,7 +42,7 @@ from onefold.comm import (
 from onefold.config import Config, load_config
 from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.offload.fingerprint import fingerprint
-from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
+from onefold.plan import FlatParamSpec, Layout, Placement, Plan, Precision, StatePlan
 from onefold.plan.plan import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.order import Request
@@ -55,7 +55,7 @@ __all__ = [
     "register_external_parameter", "stream_weights", "unregister_external_parameter",
 ]  # fmt: skip
 
-_SHARDED = Part(Placement.SHARDED)
+_SHARDED = StatePlan(Placement.SHARDED)
 _PLAN = Plan(_SHARDED, _SHARDED, _SHARDED)
 
 # Handles that stay open behind the one being written: code that initialises modules goes from one to the next.

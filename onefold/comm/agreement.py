@@ -65,7 +65,7 @@ class Agreement:
             work.wait()
         return torch.stack(rows)
 
-    def publish(self, what: str, text: str, rank: int = 0) -> str:
+    def broadcast_text(self, what: str, text: str, rank: int = 0) -> str:
         """Return one rank's text on all ranks."""
         data = bytearray(text.encode())
         length = self.synchronize(what, [len(data)])[rank][0]

@@ -80,9 +80,9 @@ class Guard:
         """Publish that the next pass has begun."""
         self._passes.begin_pass()
 
-    def publish_launches(self, num_launched: int) -> None:
+    def record_launches(self, num_launched: int) -> None:
         """Publish how many collectives this rank has launched in the pass."""
-        self._passes.publish_launches(num_launched)
+        self._passes.record_launches(num_launched)
 
     def request_divergence(self) -> None:
         """Request that all ranks leave the recorded order in this pass. It reaches every rank whose wait lasts."""

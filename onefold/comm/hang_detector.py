@@ -145,7 +145,7 @@ class HangDetector:
         """Stop the thread for good."""
         self._thread.stop(for_good=True)
 
-    def publish_end(self) -> None:
+    def report_end(self) -> None:
         """Stop the thread, and publish that this process ends."""
         self.close()
         if self.size > 1:
@@ -402,4 +402,4 @@ def _end_process() -> None:
         if _detector is not None and any(thread.is_alive() for thread in _communicating_threads):
             _detector.break_connections()
     if _detector is not None:
-        _detector.publish_end()
+        _detector.report_end()

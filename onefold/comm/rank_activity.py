@@ -48,7 +48,7 @@ class PassTracker:
         """Begin the next pass, without launches and without a request."""
         self.progress = PassProgress(self.progress.pass_number + 1)
 
-    def publish_launches(self, num_launched: int) -> None:
+    def record_launches(self, num_launched: int) -> None:
         """Publish how many collectives were launched in this pass."""
         self.progress = PassProgress(self.progress.pass_number, num_launched)
 

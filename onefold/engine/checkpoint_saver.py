@@ -37,7 +37,7 @@ class CheckpointSaver:
         section = state.plan.loop.checkpoint
         # The last step and the state of this rank after it, for saves that its program does not call.
         self._after_step = state.global_steps, self._own_state()
-        name = state.schedule.publish("the name of the engine", secrets.token_hex(8))
+        name = state.schedule.broadcast_text("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
         self.refuses_open_window = True
@@ -98,7 +98,7 @@ class CheckpointSaver:
         state = self._state
         state.flush()
         state.schedule.wait_for_step()
-        if state.schedule.sharded:
+        if state.schedule.sharded_units:
             return consolidate(state.model, exclude_frozen=exclude_frozen) or {}
         found = state.model.state_dict()
         parameters = state.model.named_parameters(remove_duplicate=False)

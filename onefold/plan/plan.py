@@ -42,7 +42,7 @@ class Wire(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePlan:
     """The placement, tier and wire format of one kind of model state."""
 
     placement: Placement
@@ -185,9 +185,9 @@ class Plan:
     boundary. With sharded gradients each micro-step reduces into the gradient shard.
     """
 
-    parameters: Part
-    gradients: Part
-    states: Part
+    parameters: StatePlan
+    gradients: StatePlan
+    states: StatePlan
     stage: int = 0
     """The ZeRO stage, for reports only."""
     precision: Precision = field(default_factory=Precision)
@@ -237,7 +237,7 @@ class Plan:
         return self.parameters.placement is Placement.SHARDED
 
     @property
-    def keeps_whole_gradient(self) -> bool:
+    def keeps_unsharded_gradient(self) -> bool:
         return self.gradients.placement is Placement.REPLICATED
 
     @property
@@ -280,7 +280,7 @@ class Plan:
             elif persistent:
                 parameters = "unsharded: all are below the persistence threshold, and every rank holds all of them"
         gradients = "sharded after every micro-step"
-        if self.keeps_whole_gradient:
+        if self.keeps_unsharded_gradient:
             gradients = "whole until the accumulation boundary, then "
             gradients += "sharded" if self.shards_states else "averaged"
         states = "replicated: every rank steps everything"
@@ -289,7 +289,7 @@ class Plan:
         return parameters, gradients, states
 
 
-def _rest(part: Part) -> str:
+def _rest(part: StatePlan) -> str:
     place = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[part.tier]
     return place if part.wire is Wire.NATIVE else f"{place}, travelling as {part.wire.value}"
 
@@ -312,7 +312,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def make_plan(config: Config, world_size: int) -> Plan:
     """Compute the plan: the row of the stage in `TABLE`, changed by offload and quantized communication."""
     zero = config.zero_optimization
-    parameters, gradients, states = (Part(placement) for placement in TABLE[zero.stage])
+    parameters, gradients, states = (StatePlan(placement) for placement in TABLE[zero.stage])
     sharded = parameters.placement is Placement.SHARDED
     # A single rank sends nothing.
     travels = world_size > 1

@@ -87,7 +87,7 @@ class Order:
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
-        self._gathers = any(unit.sharded for unit in units)
+        self._gathers = any(unit.sharded_params for unit in units)
         self._trained = [unit for unit in units if unit.trained]
         self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
@@ -146,13 +146,13 @@ class Order:
         if self._guard.divergence_requested:
             self._diverge(wanted)
         if not self.open or self.program is None:
-            if wanted.is_sharded:
+            if wanted.needs_unshard:
                 self._negotiate(Request(moment), unit)
             return None
         event = self.program.find((moment, unit), self._next_event)
         if event is not None:
             self._follow_to(self.program, event)
-        if wanted.is_sharded:
+        if wanted.needs_unshard:
             self._guard.request_divergence()
             self._diverge(wanted)
             self._negotiate(Request(moment), unit)
@@ -169,8 +169,11 @@ class Order:
             raise Disagreement(self._differ(rows))
         return all(row[_OWN] for row in rows)
 
-    def gradients_ready(self, unit: int) -> None:
-        """Launch the reduce-scatters that are next in the program, after a unit has received all its gradients."""
+    def request_reduce_scatter(self, unit: int) -> None:
+        """Launch the reduce-scatter of a unit with all its gradients, once it is next in the program.
+
+        Later units may be ready before earlier ones, so this launches as many as the order allows.
+        """
         finished = self.units[unit]
         if finished in self._ready:
             return
@@ -223,7 +226,7 @@ class Order:
 
     def _launch(self, launch: Launch) -> None:
         self._launched += 1
-        self._guard.publish_launches(self._launched)
+        self._guard.record_launches(self._launched)
         if launch.gathers:
             Unit.launch_all_gather([self.units[index] for index in launch.units], use_secondary=True)
             assert self.program is not None
@@ -276,7 +279,7 @@ class Order:
         """Gather what ranks request, and reduce units that are ready on all, until this rank's request is granted."""
         while True:
             waits = self.open and self.program is None and self.reduces
-            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.shared]
+            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.reduces_at_end]
             rows = self._exchange(request, value, done[:_READY_IN_ROW] if waits else [], own)
             if any(row[0] == Request.DIVERGE for row in rows):
                 self._drop_program()

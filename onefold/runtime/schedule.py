@@ -43,7 +43,7 @@ class Schedule:
     ) -> None:
         self.units = list(units)
         self.trained = [unit for unit in units if unit.trained]
-        self.sharded = [unit for unit in units if unit.sharded]
+        self.sharded_units = [unit for unit in units if unit.sharded_params]
         self.agreement = Agreement(collective.group, ledger)
         self.guard = self.agreement.guard
         self.in_flight = InFlightCollectives(plan, collective, self.guard, pool, memory)
@@ -62,9 +62,9 @@ class Schedule:
         """Wait for all ranks, and return every rank's row of integers in rank order. `what` names the exchange."""
         return self.agreement.synchronize(what, row)
 
-    def publish(self, what: str, text: str, rank: int = 0) -> str:
+    def broadcast_text(self, what: str, text: str, rank: int = 0) -> str:
         """Return one rank's text on all ranks, which call this together."""
-        return self.agreement.publish(what, text, rank)
+        return self.agreement.broadcast_text(what, text, rank)
 
     def check(self) -> None:
         """Raise `Disagreement` if the hang detector has found the job stuck."""
@@ -117,7 +117,7 @@ class Schedule:
     def begin_pass(self) -> None:
         """Begin a pass with a forward of the outermost module that will have a backward."""
         self.check_present()
-        if self.sharded:
+        if self.sharded_units:
             self.context.begin_sharded_pass(forward=True)
 
     def reshard_all(self) -> None:
@@ -141,9 +141,9 @@ class Schedule:
         context.in_backward = True
         context.num_backwards += 1
         self.forget_cached()
-        if not self.sharded or not self.order.open:
+        if not self.sharded_units or not self.order.open:
             self.order.begin(forward=False)
-        self.order.reduces = boundary or not self._plan.keeps_whole_gradient
+        self.order.reduces = boundary or not self._plan.keeps_unsharded_gradient
         context.before_step = boundary
         for unit in self.trained:
             unit.expect_gradients()
@@ -179,7 +179,7 @@ class Schedule:
 
     def late_units(self) -> list[Unit]:
         """Return the units with gradients that are not reduced, at the step."""
-        return [unit for unit in self.trained if unit.gradient is GradientState.OPEN]
+        return [unit for unit in self.trained if unit.grad_state is GradientState.OPEN]
 
     def reduce_late(self) -> None:
         """Reduce units in which any rank has late gradients once more. All ranks call this together."""
@@ -189,7 +189,7 @@ class Schedule:
         for unit, late_on in zip(self.trained, everybody, strict=True):
             if late_on:
                 # Its gradients may be late again, so only the end of a backward reduces it from here on.
-                unit.shared = True
+                unit.reduces_at_end = True
                 self.order.close_last(unit)
                 Unit.launch_reduce_scatter([unit])
         self.in_flight.finish_reductions()
@@ -210,14 +210,14 @@ class Schedule:
         """Yield all trained flat parameters."""
         return (param for unit in self.trained for param in unit.trained)
 
-    def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
+    def synchronize_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Reshard everything and synchronize at the step. Return the numbers of every rank."""
         self.reshard_for("a step")
         for param in self.trained_params():
             param.invalidate_secondary()
         return self.order.synchronize(Request.STEP, numbers)
 
-    def meet_for_load(self, number: int = 0) -> list[int]:
+    def synchronize_for_load(self, number: int = 0) -> list[int]:
         """Finish everything in flight and synchronize before a load. Return the number of every rank."""
         self.reshard_for("load_checkpoint")
         self.wait_for_step()
@@ -291,8 +291,8 @@ class Schedule:
     def wait_for_step(self) -> None:
         """Wait for everything that a step has left in flight."""
         self.in_flight.finish_updates()
-        for unit in self.sharded:
-            for param in unit.sharded:
+        for unit in self.sharded_units:
+            for param in unit.sharded_params:
                 param.store.finish_step()
 
     def abandon_step(self) -> None:
@@ -319,7 +319,7 @@ class Schedule:
         for unit in self.trained:
             for param in unit.trained:
                 member, parameter = param.layout.members[0], param.parameters[0]
-                is_sharded = not param.stays_unsharded and unit.parameter is ParameterState.SHARDED
+                is_sharded = not param.stays_unsharded and unit.param_state is ParameterState.SHARDED
                 there = 0 if is_sharded else param.full[member.start : member.stop].data_ptr()
                 if parameter.numel() and parameter.data_ptr() != there:
                     raise RuntimeError(
@@ -351,6 +351,6 @@ class Schedule:
     def forget_units(self) -> None:
         """Release the units when the engine is destroyed."""
         self.forget_cached()
-        for held in (self.units, self.trained, self.sharded, self.context.sharded, self._frozen):
+        for held in (self.units, self.trained, self.sharded_units, self.context.sharded_units, self._frozen):
             held.clear()
         self.order.forget_units()

@@ -41,7 +41,7 @@ def test_a_request_counts_in_its_own_pass_only():
 def test_a_pass_begins_without_launches_of_the_last():
     passes = PassTracker()
     passes.number_passes_from(1000)
-    passes.publish_launches(7)
+    passes.record_launches(7)
     taken = passes.progress
     passes.begin_pass()
     assert (taken, passes.progress) == (PassProgress(1000, 7), PassProgress(1001, 0))

@@ -215,8 +215,8 @@ def test_shared_parameters_belong_to_the_root():
     model.layers[0].experts[0].weight = model.layers[1].experts[0].weight
     units = {unit.module: unit for unit in cut(model)}
     assert "layers.0.experts.0.weight" in units[""].parameters
-    assert units[""].shared
-    assert not units["layers.0"].shared
+    assert units[""].has_tied
+    assert not units["layers.0"].has_tied
 
 
 def test_the_cut_names_every_parameter_once():
