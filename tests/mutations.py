@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation(
         "live-limit",
         "onefold/plan/program.py",
-        "or around + sum(live.values()) + size > limits.live",
+        "or total > limits.unsharded",
         "",
         "test_program.py",
     ),

@@ -21,6 +21,7 @@ order, and the program is the order in which the gradients of rank 0's units wer
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from itertools import count
@@ -30,7 +31,7 @@ import torch
 from onefold.comm import Agreement, Disagreement, broadcast_from
 from onefold.comm.ledger import Ledger
 from onefold.comm.wait_notes import BEGIN, advice_on_divergence
-from onefold.plan import Moment, Plan, Program, coalesce, compile_program
+from onefold.plan import Moment, Plan, Program, Tier, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import Unit
@@ -88,6 +89,8 @@ class Order:
         self._in_flight = in_flight
         self._ledger = ledger
         self._gathers = any(unit.sharded_params for unit in units)
+        # Whether shards are read from NVMe ahead of their all-gathers.
+        self._reads_ahead = plan.parameters.tier is Tier.NVME
         self._trained = [unit for unit in units if unit.trained]
         self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
@@ -149,7 +152,7 @@ class Order:
             if wanted.needs_unshard:
                 self._negotiate(Request(moment), unit)
             return None
-        event = self.program.find((moment, unit), self._next_event)
+        event = _find((moment, unit), self.program, self._next_event)
         if event is not None:
             self._follow_to(self.program, event)
         if wanted.needs_unshard:
@@ -160,7 +163,7 @@ class Order:
 
     def keeps(self, event: int | None) -> bool:
         """Return whether a unit stays unsharded after its use at an event."""
-        return self.open and self.program is not None and event is not None and self.program.kept[event]
+        return self.open and self.program is not None and event is not None and self.program.stays_unsharded[event]
 
     def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
         """Return whether all ranks have the unit's values cached. All ranks request the same unit, outside any pass."""
@@ -207,18 +210,18 @@ class Order:
 
     # -- following ----------------------------------------------------------------------------------------------
 
-    def _follow_to(self, program: Program, place: int) -> None:
+    def _follow_to(self, program: Program, event: int) -> None:
         """Launch everything up to an event, and reshard units that this rank has skipped."""
-        for position in range(self._next_event, place):
+        for position in range(self._next_event, event):
             moment, index = program.events[position]
             if moment is not Moment.REDUCE:
                 self._launch_until(program, program.launched_at[position])
-                if not program.kept[position]:
+                if not program.stays_unsharded[position]:
                     self.units[index].wait_for_unshard()
                     self.units[index].reshard_unused()
-        at = program.launched_at[place] if place < len(program.events) else len(program.launches)
+        at = program.launched_at[event] if event < len(program.events) else len(program.launches)
         self._launch_until(program, at)
-        self._next_event = max(self._next_event, place + 1)
+        self._next_event = max(self._next_event, event + 1)
 
     def _launch_until(self, program: Program, number: int) -> None:
         while self._launched < number:
@@ -229,9 +232,10 @@ class Order:
         self._guard.record_launches(self._launched)
         if launch.gathers:
             Unit.launch_all_gather([self.units[index] for index in launch.units], use_secondary=True)
-            assert self.program is not None
-            ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
-            Unit.prefetch(self.units[index] for other in ahead for index in other.units)
+            if self._reads_ahead:
+                assert self.program is not None
+                ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
+                Unit.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
             self._reduce([[self.units[index] for index in launch.units]])
 
@@ -361,7 +365,7 @@ class Order:
 
     def _follow(self, events: list[Event]) -> None:
         """Compile one program for whole passes, and one for a backward that begins without a forward."""
-        backward = next((place for place, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
+        backward = next((index for index, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
         self._programs = [
             compile_program(
                 part,
@@ -394,6 +398,13 @@ class Order:
         for also in (self._ready, self._reduced, self._used):
             also.clear()
         self.program = None
+
+
+def _find(event: Event, program: Program, first: int) -> int | None:
+    """Return the next position of an event in a program, starting at `first`."""
+    positions = program.positions.get(event, ())
+    index = bisect_left(positions, first)
+    return positions[index] if index < len(positions) else None
 
 
 def _turn(gather: tuple[int, int]) -> tuple[int, int]:

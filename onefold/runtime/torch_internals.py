@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -62,22 +61,6 @@ def inside_backward() -> bool:
 def inside_transform() -> bool:
     """Return whether `torch.func` is differentiating or mapping a function, so that its tensors are wrapped."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Exclude copies of parameter values from autograd and `torch.func` transforms.
-
-    Tensors made inside are not inference tensors, because training uses them later.
-    """
-    with torch.inference_mode(mode=False), torch.no_grad():
-        if not inside_transform():
-            yield
-        else:
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            with temporarily_clear_interpreter_stack():
-                yield
 
 
 def is_plain_float(dtype: torch.dtype) -> bool:

@@ -25,9 +25,9 @@ from onefold.comm import AllGatherOp, Reduction
 from onefold.plan import Moment, Wire
 from onefold.recorder import within
 from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
-from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.flat_param import FlatParam, unrecorded
 from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
-from onefold.runtime.torch_internals import inside_backward, inside_transform, unrecorded
+from onefold.runtime.torch_internals import inside_backward, inside_transform
 from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext, Uses
 
 
@@ -42,6 +42,8 @@ class Unit:
         self.params = list(params)
         self.trained = [param for param in params if param.trainable]
         self.sharded_params = [param for param in params if not param.stays_unsharded]
+        # Sharded ones that other threads step: an all-gather waits for them.
+        self.offloaded_params = [param for param in self.sharded_params if param.store.is_offloaded]
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
         self.updated = [param for param in self.trained if param.stays_unsharded]
         self.index = index
@@ -220,7 +222,7 @@ class Unit:
         for unit in units:
             if plan.node_shard_size > 1:
                 unit.wait_for_unshard()  # it may be filling the secondary shard
-            for param in unit.sharded_params:
+            for param in unit.offloaded_params:
                 param.store.finish_step()
         started: list[Unit] = []
 
@@ -256,9 +258,7 @@ class Unit:
         self.num_gathers += 1
         if self.param_state is ParameterState.SHARDED:
             self.param_state = ParameterState.UNSHARDING
-        return [
-            param.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for param in self.sharded_params
-        ]
+        return [p.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for p in self.sharded_params]
 
     def _undo_all_gather(self) -> None:
         """Roll back `_prepare_all_gather` after its collective failed to launch."""

@@ -126,7 +126,7 @@ def test_groups_of_ranks_hold_shards_in_stage_3_only():
 
 
 def test_the_plan_says_itself_in_words():
-    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8).words())
+    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8).describe())
     assert "replicated: every rank holds all of them" in words
     assert "sharded after every micro-step" in words
     assert "every rank holds and steps its own part" in words
