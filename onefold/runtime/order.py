@@ -28,8 +28,7 @@ from itertools import count
 
 import torch
 
-from onefold.comm import Agreement, Disagreement, broadcast_from
-from onefold.comm.ledger import Ledger
+from onefold.comm import Agreement, Disagreement, Ledger, broadcast_from
 from onefold.comm.wait_notes import BEGIN, advice_on_divergence
 from onefold.plan import Moment, Plan, Program, Tier, coalesce, compile_program
 from onefold.plan.program import Event, Launch

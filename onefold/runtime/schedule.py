@@ -260,7 +260,7 @@ class Schedule:
         for position, batch in enumerate(batches):
             ahead.extend(self._launch_gradient_gather(after) for after in batches[position + 1 : position + 2])
             gathered, pending = ahead.popleft()
-            self.in_flight.wait("gather of gradients of", pending)
+            self.in_flight.wait(pending)
             yield batch, gathered
             for gradient in gathered.values():
                 self.in_flight.pool.give_back(gradient)
