@@ -47,8 +47,7 @@ from onefold.plan.plan import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.order import Request
 from onefold.runtime.parameter_proxy import plain_class, sources_of
-from onefold.runtime.torch_functions import overwrites, reads_no_values
-from onefold.runtime.torch_internals import is_plain_float, tensors_in
+from onefold.runtime.torch_internals import is_plain_float, overwrites, reads_no_values, tensors_in
 
 __all__ = [
     "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",

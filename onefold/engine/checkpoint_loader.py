@@ -149,7 +149,7 @@ class CheckpointLoader:
                 text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
-        published = self._state.schedule.broadcast_text("load_checkpoint", f"{error}\0{text}")
+        published = self._state.schedule.agreement.broadcast_text("load_checkpoint", f"{error}\0{text}")
         error, _, text = published.partition("\0")
         if error:
             raise CheckpointError(error)
@@ -263,7 +263,7 @@ class CheckpointLoader:
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._state.schedule.broadcast_text("load_checkpoint", str(caught or ""), worst)
+        message = self._state.schedule.agreement.broadcast_text("load_checkpoint", str(caught or ""), worst)
         if kind == 3:
             assert caught is not None
             raise caught

@@ -87,7 +87,7 @@ def unit_in_use(error: BaseException, state: TrainState) -> str | None:
     while trace is not None:
         found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
         trace = trace.tb_next
-    if found is None and state.schedule.in_backward:
+    if found is None and state.schedule.context.in_backward:
         under_way = [unit for unit in state.schedule.units if unit.uses.backwards]
         inner = [unit for unit in under_way if not unit.encloses] or under_way
         found = inner[-1].name if inner else None

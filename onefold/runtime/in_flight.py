@@ -20,7 +20,7 @@ from onefold.pool import Pool
 from onefold.recorder import Recorder, Span, Track, carrying, recorded
 
 Callback = Callable[[], None]
-_UPDATE = "gather of updated parameters of"
+_GATHER, _REDUCE, _UPDATE = "gather of", "reduction of", "gather of updated parameters of"
 
 
 @dataclass
@@ -68,16 +68,8 @@ class InFlightCollectives:
     ) -> None:
         """Launch an all-gather. `prepare` allocates and returns its tensors."""
         span = self._span(Track.GATHERS, "unshard", names, num_elements, self._plan.parameters.tier, wire)
-        self.gathers.append(
-            self._launch(
-                "gather of",
-                names,
-                num_elements,
-                span,
-                start=lambda: self.collective.start_gather(prepare()),
-                on_finish=on_finish,
-            )
-        )
+        pending = self._launch(_GATHER, names, span, lambda: self.collective.start_gather(prepare()))
+        self.gathers.append(PendingCollective(_GATHER, names, pending, num_elements, span, on_finish))
 
     def finish_gather(self) -> None:
         """Wait for the first all-gather in flight."""
@@ -99,16 +91,9 @@ class InFlightCollectives:
         _make_room(self.reductions, num_elements, self._plan.reduce_bucket, self.finish_reduction)
         reductions, gradients = prepare(), self._plan.gradients
         span = self._span(Track.REDUCTIONS, "reduce", names, num_elements, gradients.tier, gradients.wire)
-        launched = self._launch(
-            "reduction of",
-            names,
-            num_elements,
-            span,
-            partial(self.collective.start_reduce_scatter, reductions),
-            on_finish,
-        )
+        pending = self._launch(_REDUCE, names, span, partial(self.collective.start_reduce_scatter, reductions))
         self.num_reductions += 1
-        self.reductions.append(launched)
+        self.reductions.append(PendingCollective(_REDUCE, names, pending, num_elements, span, on_finish))
         if not self._plan.overlap:
             self.finish_reduction()
 
@@ -131,8 +116,8 @@ class InFlightCollectives:
         """Launch the all-gather of updated parameters, after the limit on what is in flight allows it."""
         _make_room(self.updates, num_elements, self._plan.gather_bucket, self.finish_update)
         span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
-        start = partial(self.collective.start_gather, prepare())
-        self.updates.append(self._launch(_UPDATE, names, num_elements, span, start, on_finish))
+        pending = self._launch(_UPDATE, names, span, partial(self.collective.start_gather, prepare()))
+        self.updates.append(PendingCollective(_UPDATE, names, pending, num_elements, span, on_finish))
 
     def enqueue_local_update(
         self, names: list[str], wait_for_step: Callback, num_elements: int, on_finish: Callback
@@ -172,8 +157,9 @@ class InFlightCollectives:
     ) -> PendingCollective:
         """Launch the all-gather of reduced gradients for ranks that step everything. `wait` finishes it."""
         span = self._span(Track.GATHERS, "gather of gradients", names, num_elements, Tier.DEVICE, Wire.NATIVE)
-        start = partial(self.collective.start_gather, gatherings)
-        return self._launch("gather of gradients of", names, num_elements, span, start, lambda: None)
+        operation = "gather of gradients of"
+        pending = self._launch(operation, names, span, partial(self.collective.start_gather, gatherings))
+        return PendingCollective(operation, names, pending, num_elements, span, lambda: None)
 
     def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """Return the scalars of the ranks that hold one model state, in rank order, without blocking the host."""
@@ -200,26 +186,13 @@ class InFlightCollectives:
 
     # -- launch and wait ----------------------------------------------------------------------------------------
 
-    def _launch(
-        self,
-        operation: str,
-        names: list[str],
-        num_elements: int,
-        span: Span | None,
-        start: Callable[[], Pending],
-        on_finish: Callback,
-    ) -> PendingCollective:
-        """Start a collective, under a name that the hang guard and the timeline report.
-
-        The start itself raises if a rank has died.
-        """
+    def _launch(self, operation: str, names: list[str], span: Span | None, start: Callable[[], Pending]) -> Pending:
+        """Start a collective, under a name that the hang guard and the timeline report. Raise if a rank has died."""
         with self._guard.launching(operation, names):
             if span is None:
-                pending = start()
-            else:
-                with carrying(span):
-                    pending = start()
-        return PendingCollective(operation, names, pending, num_elements, span, on_finish)
+                return start()
+            with carrying(span):
+                return start()
 
     def wait(self, collective: PendingCollective) -> None:
         """Wait for one collective, under a name that the hang guard and the timeline report."""

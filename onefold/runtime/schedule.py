@@ -12,7 +12,7 @@ exchange at every step say so, and all ranks reduce these units once more (`redu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -56,40 +56,6 @@ class Schedule:
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
 
-    # -- exchanges between the hosts of all ranks -----------------------------------------------------------------
-
-    def synchronize(self, what: str, row: Sequence[int]) -> list[list[int]]:
-        """Wait for all ranks, and return every rank's row of integers in rank order. `what` names the exchange."""
-        return self.agreement.synchronize(what, row)
-
-    def broadcast_text(self, what: str, text: str, rank: int = 0) -> str:
-        """Return one rank's text on all ranks, which call this together."""
-        return self.agreement.broadcast_text(what, text, rank)
-
-    def check(self) -> None:
-        """Raise `Disagreement` if the hang detector has found the job stuck."""
-        self.guard.check()
-
-    # -- states off the device ----------------------------------------------------------------------------------
-
-    @property
-    def offloaded(self) -> frozenset[str]:
-        """Kinds of state that `offload_states` has moved off the device, by name."""
-        return self.context.offloaded
-
-    @offloaded.setter
-    def offloaded(self, kinds: frozenset[str]) -> None:
-        self.context.offloaded = kinds
-
-    @property
-    def wake(self) -> Callable[[], object] | None:
-        """Function that reloads states which a program has moved by hand."""
-        return self.context.wake
-
-    @wake.setter
-    def wake(self, reload: Callable[[], object] | None) -> None:
-        self.context.wake = reload
-
     def check_present(self) -> None:
         """Raise if the model weights are off the device."""
         self.context.check_present()
@@ -99,11 +65,6 @@ class Schedule:
         self.context.check_awake()
 
     # -- forward ------------------------------------------------------------------------------------------------
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a forward is under way or waits for its backward, so that all ranks can unshard a unit."""
-        return self.context.in_pass
 
     def enter_forward(self) -> None:
         """Count a forward of the outermost module."""
@@ -124,23 +85,14 @@ class Schedule:
         """Reshard all units that the user has not gathered."""
         self.context.reshard_all()
 
-    def forget_cached(self) -> None:
-        """Free the unsharded values that `GatheredParameters` has kept for its next use."""
-        self.context.forget_cached()
-
     # -- backward -----------------------------------------------------------------------------------------------
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way."""
-        return self.context.in_backward
 
     def begin_backward(self, *, boundary: bool) -> None:
         """Begin a backward. `boundary`: a step follows it. Plans that keep unsharded gradients reduce only then."""
         context = self.context
         context.in_backward = True
         context.num_backwards += 1
-        self.forget_cached()
+        context.forget_cached()
         if not self.sharded_units or not self.order.open:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_unsharded_gradient
@@ -350,7 +302,7 @@ class Schedule:
 
     def forget_units(self) -> None:
         """Release the units when the engine is destroyed."""
-        self.forget_cached()
+        self.context.forget_cached()
         for held in (self.units, self.trained, self.sharded_units, self.context.sharded_units, self._frozen):
             held.clear()
         self.order.forget_units()
