@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from onefold.comm.codec import BLOCK, Codec
-from onefold.comm.collective import AllGatherOp, Reduction
+from onefold.comm.collective import AllGatherOp, Ledger, Reduction
 from onefold.comm.exchange import Exchange
-from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import DATA_AXIS, Group
 from onefold.comm.nodes import Nodes
 from onefold.comm.quantized import Quantized, Wires

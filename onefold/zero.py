@@ -42,20 +42,19 @@ from onefold.comm import (
 from onefold.config import Config, load_config
 from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.offload.write_check import fingerprint
-from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
+from onefold.plan import FlatParamSpec, Layout, Placement, Plan, Precision, StatePlan
 from onefold.plan.plan import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.order import Request
 from onefold.runtime.parameter_proxy import plain_class, sources_of
-from onefold.runtime.torch_functions import overwrites, reads_no_values
-from onefold.runtime.torch_internals import is_plain_float, tensors_in
+from onefold.runtime.torch_internals import is_plain_float, overwrites, reads_no_values, tensors_in
 
 __all__ = [
     "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",
     "register_external_parameter", "stream_weights", "unregister_external_parameter",
 ]  # fmt: skip
 
-_SHARDED = Part(Placement.SHARDED)
+_SHARDED = StatePlan(Placement.SHARDED)
 _PLAN = Plan(_SHARDED, _SHARDED, _SHARDED)
 
 # Handles that stay open behind the one being written: code that initialises modules goes from one to the next.

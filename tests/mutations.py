@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation(
         "live-limit",
         "onefold/plan/program.py",
-        "or around + sum(live.values()) + size > limits.live",
+        "or total > limits.unsharded",
         "",
         "test_program.py",
     ),
@@ -295,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "request-of-another-pass",
-        "onefold/comm/rank_activity.py",
+        "onefold/comm/guard.py",
         "return self._requested_in == current and self._answered_in != current",
         "return self._requested_in >= 0 and self._answered_in != current",
         "test_hang_detector.py",
@@ -309,8 +309,8 @@ MUTATIONS = [
     ),
     Mutation(
         "across-counted-as-near",
-        "onefold/comm/exchange.py",
-        "if group.is_near(peer) else ACROSS",
+        "onefold/comm/mesh.py",
+        "if self.is_near(rank) else ACROSS",
         "",
         "test_wires.py",
     ),
@@ -403,7 +403,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ledger-since",
-        "onefold/comm/ledger.py",
+        "onefold/comm/collective.py",
         "            row.bytes -= before.bytes\n",
         "",
         "test_wires.py -k bytes_inside",

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "checkpointing.py": "runtime/checkpointing runtime/stage3",
     "comm/agreement.py": "runtime/stage3 runtime/cases",
     "comm/clocks.py": "report/timeline",
-    "comm/collective.py": "runtime/exactness",
+    "comm/collective.py": "runtime/exactness report/timeline",
     "comm/connections.py": "engine/exits offload/offload_faults",
     "comm/consensus.py": "engine/alike",
     "comm/exchange.py": "runtime/exactness",

@@ -15,7 +15,7 @@ from to_javascript import translate_module
 
 from onefold.plan import Placement
 from onefold.plan.plan import TABLE
-from onefold.plan.state_formats import BLOCK, SIGNED, SPLIT_8, SPLIT_16
+from onefold.plan.state_formats import BLOCK, INT8, SPLIT_8, SPLIT_16
 from onefold.tools.estimate.machines import GB, GPUS, find_machine
 from onefold.tools.estimate.question import DEFAULT_CONFIG, settings_for
 from onefold.tools.estimate.shapes import SHAPES
@@ -58,7 +58,7 @@ CHOICES: dict[str, list[Any]] = {
 
 _SPLIT = [form.parts[1].dtype.itemsize for form in (SPLIT_16, SPLIT_8)]
 FORMATS: dict[str, dict[str, float]] = {
-    "state_dtype": {"fp32": 4, "int8": sum(part.numel(BLOCK) * part.dtype.itemsize for part in SIGNED.parts) / BLOCK},
+    "state_dtype": {"fp32": 4, "int8": sum(part.numel(BLOCK) * part.dtype.itemsize for part in INT8.parts) / BLOCK},
     "master_dtype": {"fp32": 0, "bf16_int16": _SPLIT[0], "bf16_int8": _SPLIT[1]},
 }
 """Bytes per element of moments, and of a master in addition to its weight."""

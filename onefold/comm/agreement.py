@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from onefold.comm.collective import Ledger
 from onefold.comm.guard import Guard
-from onefold.comm.ledger import Ledger
+from onefold.comm.hang_detector import world_detector
 from onefold.comm.mesh import Group
 from onefold.recorder import Track, recorded
 
@@ -25,7 +26,8 @@ class Agreement:
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
         self.group = group
-        self.guard = Guard() if group.is_fake else Guard(group.host_group, group.process_group)
+        groups = (group.host_group, group.process_group)
+        self.guard = Guard() if group.is_fake else world_detector().make_guard(*groups)
         self._ledger = ledger
 
     def synchronize(
@@ -65,7 +67,7 @@ class Agreement:
             work.wait()
         return torch.stack(rows)
 
-    def publish(self, what: str, text: str, rank: int = 0) -> str:
+    def broadcast_text(self, what: str, text: str, rank: int = 0) -> str:
         """Return one rank's text on all ranks."""
         data = bytearray(text.encode())
         length = self.synchronize(what, [len(data)])[rank][0]

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onefold.comm.agreement import Agreement
-from onefold.comm.hang_detector import Disagreement, HangDetector, world_detector
+from onefold.comm.guard import Disagreement
+from onefold.comm.hang_detector import HangDetector, world_detector
 from onefold.comm.mesh import timeout_of
 from onefold.comm.wait_notes import name_ranks
 from onefold.log import logger

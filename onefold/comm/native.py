@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Pending, Reduction
-from onefold.comm.exchange import ACROSS, Exchange, count_sent
-from onefold.comm.ledger import Ledger
-from onefold.comm.mesh import Group
+from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Ledger, Pending, Reduction
+from onefold.comm.exchange import Exchange, count_sent
+from onefold.comm.mesh import ACROSS, Group
 from onefold.comm.reduce_chunks import GradChunk, split_into_rounds
 from onefold.comm.tree import add_tree
 

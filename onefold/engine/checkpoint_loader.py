@@ -97,7 +97,7 @@ class CheckpointLoader:
         state.schedule.check_awake()
         state.flush()
         self._saver.finish()
-        state.schedule.meet_for_load()
+        state.schedule.synchronize_for_load()
         if state.step is not None:
             state.step.about_to_write()
         state.drop_gradients()
@@ -149,7 +149,7 @@ class CheckpointLoader:
                 text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
-        published = self._state.schedule.publish("load_checkpoint", f"{error}\0{text}")
+        published = self._state.schedule.agreement.broadcast_text("load_checkpoint", f"{error}\0{text}")
         error, _, text = published.partition("\0")
         if error:
             raise CheckpointError(error)
@@ -259,11 +259,11 @@ class CheckpointLoader:
         except Exception as error:
             caught = error
             kind = 1 if isinstance(error, CheckpointError | OSError) else 2 if isinstance(error, MisfitError) else 3
-        kinds = self._state.schedule.meet_for_load(kind)
+        kinds = self._state.schedule.synchronize_for_load(kind)
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._state.schedule.publish("load_checkpoint", str(caught or ""), worst)
+        message = self._state.schedule.agreement.broadcast_text("load_checkpoint", str(caught or ""), worst)
         if kind == 3:
             assert caught is not None
             raise caught

@@ -37,7 +37,7 @@ class CheckpointSaver:
         section = state.plan.loop.checkpoint
         # The last step and the state of this rank after it, for saves that its program does not call.
         self._after_step = state.global_steps, self._own_state()
-        name = state.schedule.publish("the name of the engine", secrets.token_hex(8))
+        name = state.schedule.agreement.broadcast_text("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
         self.refuses_open_window = True
@@ -85,7 +85,7 @@ class CheckpointSaver:
         """Save a checkpoint. See `Engine.save_checkpoint`."""
         state = self._state
         state.check_complete()
-        state.schedule.forget_cached()
+        state.schedule.context.forget_cached()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
         background = state.plan.loop.checkpoint.async_save if background is None else background
         options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background)
@@ -98,7 +98,7 @@ class CheckpointSaver:
         state = self._state
         state.flush()
         state.schedule.wait_for_step()
-        if state.schedule.sharded:
+        if state.schedule.sharded_units:
             return consolidate(state.model, exclude_frozen=exclude_frozen) or {}
         found = state.model.state_dict()
         parameters = state.model.named_parameters(remove_duplicate=False)

@@ -212,7 +212,7 @@ class Engine(nn.Module):
         """Take the optimizer step, or skip it after an overflow."""
         state, schedule, decision = self.state, self.state.schedule, self.state.decision
         self._hooks.check_model()
-        if not state.window.managed and self.plan.keeps_whole_gradient:
+        if not state.window.managed and self.plan.keeps_unsharded_gradient:
             # The caller counts micro-steps, so the last backward is known only now: reduce its gradients.
             schedule.begin_backward(boundary=True)
             schedule.end_backward()

@@ -84,7 +84,7 @@ class OffloadedStates:
         freed = {}
         for kind in kinds:
             freed[kind.value] = self._offload_kind(kind, kinds, pinned=pin_memory)
-        schedule.offloaded = frozenset(kind.value for kind in self._kinds)
+        schedule.context.offloaded = frozenset(kind.value for kind in self._kinds)
         _wait(self.device, non_blocking=non_blocking)
         self._report("offload_states freed", freed)
         return freed
@@ -135,9 +135,9 @@ class OffloadedStates:
                 _bytes(storage).copy_(copy, non_blocking=True)
             for store, shard in found.replaced:
                 store.param = shard
-        schedule.offloaded = frozenset(kind.value for kind in self._kinds)
+        schedule.context.offloaded = frozenset(kind.value for kind in self._kinds)
         if not self._kinds:
-            schedule.wake = None
+            schedule.context.wake = None
         if _WEIGHTS.value in restored:
             for param in schedule.unsharded_params():
                 param.attach_views()
@@ -166,11 +166,11 @@ class OffloadedStates:
     @property
     def moved_by_hand(self) -> bool:
         """Whether the engine reloads the states when it needs them, because a program has moved them by hand."""
-        return self._state.schedule.wake is not None
+        return self._state.schedule.context.wake is not None
 
     def reload_on_use(self) -> None:
         """Have the engine reload all states when it needs them."""
-        self._state.schedule.wake = partial(self.reload, non_blocking=False)
+        self._state.schedule.context.wake = partial(self.reload, non_blocking=False)
 
     def move_by_hand(self, kinds: Iterable[OffloadStateTypeEnum], device: torch.device, what: str) -> None:
         """Offload or reload whole kinds of state, because a program has moved one tensor of them to `device` itself.

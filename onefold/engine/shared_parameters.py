@@ -38,7 +38,7 @@ class SharedParameters:
             owner = handle.owner if handle is not None else None
             if handle is None or not isinstance(owner, ModelEvents):
                 continue
-            flat, _ = handle.place_of(parameter)
+            flat, _ = handle.location_of(parameter)
             if parameter.requires_grad and id(parameter) in groups:
                 trained_here.setdefault(id(owner), name)
             else:

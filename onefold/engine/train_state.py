@@ -57,7 +57,7 @@ class TrainState:
         known to hang.
         """
         self.schedule.check_present()
-        self.schedule.check()
+        self.schedule.guard.check()
         if self.step is not None and self.step.interrupted:
             raise RuntimeError(
                 f"{self.step.interrupted} has interrupted a step, so only some weights are updated. Load a checkpoint "
@@ -82,7 +82,7 @@ class TrainState:
     def begin_backward(self, *, divisor: int) -> None:
         """Begin a backward whose loss is still to be divided by `divisor`."""
         self.check_complete()
-        if self.schedule.in_backward:
+        if self.schedule.context.in_backward:
             # An earlier backward outside of the engine raised and never ended. Its gradients are incomplete.
             self.abort_backward()
         self.window.divide_by(divisor)
@@ -104,7 +104,7 @@ class TrainState:
         """Drop all accumulated gradients and end their window."""
         for parameter in self.left_alone:
             parameter.grad = None
-        if self.schedule.in_backward:
+        if self.schedule.context.in_backward:
             self.abort_backward()
         self.window.close()
         self.decision.losses.clear()

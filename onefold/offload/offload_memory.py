@@ -24,7 +24,7 @@ from onefold.plan.plan import Offload
 from onefold.pool import Pool
 
 
-def place(
+def agree_on_tiers(
     specs: Sequence[FlatParamSpec], plan: Plan, agreement: Agreement, device: torch.device
 ) -> list[FlatParamSpec]:
     """Return the flat parameters with their residency, which the rank with the least memory determines."""

@@ -76,7 +76,7 @@ class StepDecision:
             if on_device and checks and scalars.overflow:
                 step.undo_step()
             raise
-        self._schedule.check()
+        self._schedule.guard.check()
         self.applied = not step.overflow
         if self.applied and not on_device:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())

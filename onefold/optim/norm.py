@@ -107,7 +107,7 @@ def exchange_scalars(
     squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
-        schedule.meet_for_step([])
+        schedule.synchronize_for_step([])
         return StepScalars(mine, late=late, alarm=alarm, waits=waits)
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
     flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS
@@ -156,7 +156,7 @@ def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[
     """Raise if a step of a user-defined class over shards wrote different values to its groups on different ranks."""
     operation = "what the optimizer wrote to its param_groups"
     texts = _group_texts(groups)
-    if len({row[0] for row in schedule.synchronize(operation, [_digest(texts)])}) > 1:
+    if len({row[0] for row in schedule.agreement.synchronize(operation, [_digest(texts)])}) > 1:
         one, other = find_mismatch(schedule, operation, texts)
         raise RuntimeError(
             f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
@@ -177,7 +177,7 @@ def _synchronize(schedule: Schedule, call: int, first: int = 0, flags: int = 0, 
         "written": ", ".join(schedule.written_names()),
     }
     changes_digest = _digest(changes) if any(changes.values()) else 0
-    rows = schedule.meet_for_step([first, flags + call * _CALL, changes_digest, groups])
+    rows = schedule.synchronize_for_step([first, flags + call * _CALL, changes_digest, groups])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]
@@ -262,7 +262,7 @@ class RankValue:
 def find_mismatch(schedule: Schedule, operation: str, mine: Mapping[str, str]) -> tuple[RankValue, RankValue]:
     """Return a key whose value differs between two ranks, with both values. A collective call with a common result."""
     ranks = range(schedule.agreement.group.size)
-    texts = [json.loads(schedule.publish(operation, json.dumps(mine), rank)) for rank in ranks]
+    texts = [json.loads(schedule.agreement.broadcast_text(operation, json.dumps(mine), rank)) for rank in ranks]
     for key in dict.fromkeys(key for each in texts for key in each):
         for rank, each in enumerate(texts):
             if each.get(key) != texts[0].get(key):

@@ -359,7 +359,7 @@ class ShardedStep:
     def about_to_write(self) -> None:
         """Wait for all readers of the master weights and sync them, before they are written outside a step."""
         self.wait_until_states_copied()
-        self._schedule.forget_cached()
+        self._schedule.context.forget_cached()
         self.sync_masters()
         for store in (store for store in self.stores if store.is_offloaded):
             store.wait_for_master()

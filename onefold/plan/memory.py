@@ -15,7 +15,7 @@ import torch
 from onefold.plan.layout import Layout
 from onefold.plan.plan import Plan, Tier
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
-from onefold.plan.state_formats import SIGNED, SQUARES, FormatPart, StateFormat, StateFormats
+from onefold.plan.state_formats import INT8, INT8_SQUARES, FormatPart, StateFormat, StateFormats
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StateSpec:
         """Return this spec with the formats that the config selects for one parameter."""
         chosen = tuple(formats.of_state(name, parameter, dtype, numel) for name in self.names)
         if self.as_matrices:  # a user-defined rule may store signed values under these names
-            chosen = tuple(SIGNED if each is SQUARES else each for each in chosen)
+            chosen = tuple(INT8 if each is INT8_SQUARES else each for each in chosen)
         return replace(self, formats=chosen if any(chosen) else (), master=formats.of_master(dtype))
 
     def format_of(self, name: str) -> StateFormat | None:
@@ -265,7 +265,7 @@ def _inboxes(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]:
 
 def _slot_dtype(spec: FlatParamSpec, plan: Plan) -> torch.dtype:
     """Return the dtype of an unsharded gradient, which accumulates until it is reduced."""
-    return plan.precision.of_gradient(spec.dtype, plan.num_micro_steps if plan.keeps_whole_gradient else 1)
+    return plan.precision.of_gradient(spec.dtype, plan.num_micro_steps if plan.keeps_unsharded_gradient else 1)
 
 
 def _gathered(spec: FlatParamSpec, plan: Plan) -> Iterator[tuple[Hashable, int]]:
@@ -303,7 +303,7 @@ def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> b
     num_ranks = spec.layout.num_shards
     if spec.residency.offloads_states:
         return False
-    if not plan.keeps_whole_gradient:
+    if not plan.keeps_unsharded_gradient:
         return num_ranks == 1 and num_micro_steps == 1
     whole = plan.precision.of_gradient(spec.dtype, num_micro_steps)
     return whole == plan.precision.of_reduced(spec.dtype, num_micro_steps, num_ranks)

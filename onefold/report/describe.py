@@ -82,7 +82,7 @@ def describe(
         f"ZeRO stage {plan.stage} on {ranks}, {optimizer or 'no optimizer'}, {dtypes}, {collective} collectives, "
         f"overlap {'on' if plan.overlap else 'off'}",
         f"model             {model}",
-        *plan.words(persistent, trained + frozen),
+        *plan.describe(persistent, trained + frozen),
     ]
     used = [tier for tier in Tier if sizes[tier].total or tier is Tier.DEVICE]
     for number, tier in enumerate(used):

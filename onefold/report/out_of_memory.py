@@ -169,7 +169,7 @@ def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     elements = [sum(spec.layout.total for spec in unit) for unit in run.units]
     largest = max(sizes, default=0)
     live = max(elements, default=0)
-    if account.unsharded <= largest or run.plan.limits.live <= live:
+    if account.unsharded <= largest or run.plan.limits.unsharded <= live:
         return []
     change = f"zero_optimization.stage3_max_live_parameters {live} with stage3_prefetch_bucket_size 0"
     return [Remedy(change, account.unsharded - largest, Price.TRAFFIC)]

@@ -52,7 +52,7 @@ class FlatGrad:
 
     @property
     def _slot_dtype(self) -> torch.dtype:
-        if not self._plan.keeps_whole_gradient:
+        if not self._plan.keeps_unsharded_gradient:
             return self._spec.dtype
         return self._plan.precision.of_gradient(self._spec.dtype, self._num_micro_steps)
 

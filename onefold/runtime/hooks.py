@@ -60,7 +60,7 @@ class Hooks:
                         # The gradient may come from an operation without hooks, or from one that reads no values.
                         attach = while_alive(FlatParam.attach_shape_placeholder, weakref.ref(param), index)
                         self._handles.append(parameter.register_hook(attach))
-        sharded = {id(p) for unit in schedule.units for param in unit.sharded for p in param.parameters}
+        sharded = {id(p) for unit in schedule.units for param in unit.sharded_params for p in param.parameters}
         for module in model.modules():
             own = [id(p) for p in module._parameters.values() if id(p) in owner]
             units = sorted({owner[parameter] for parameter in own})
@@ -69,7 +69,7 @@ class Hooks:
             for unit in (schedule.units[index] for index in units):
                 # Submodules of an enclosing module may be called without it, and by one rank alone if their parameters
                 # stay unsharded.
-                if unit.encloses and unit.sharded and module is not unit.module:
+                if unit.encloses and unit.sharded_params and module is not unit.module:
                     if any(owner[parameter] == unit.index for parameter in own if parameter in sharded):
                         self._watch_calls(unit, module)
                     else:
@@ -82,7 +82,7 @@ class Hooks:
         """Call a unit before and after forwards of a module."""
         target, add = weakref.ref(unit), self._handles.append
         before = ModuleHook(target, module, Unit.pre_forward)
-        if unit.sharded:
+        if unit.sharded_params:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
             after = ModuleHook(target, module, Unit.post_forward)
             add(module.register_forward_hook(after, always_call=True))
@@ -239,7 +239,7 @@ class Hooks:
         for unit in (self._schedule.units[index] for index in units):
             unit.wait_for_update()
             # Another engine may share the same frozen parameters, and have unsharded them.
-            if any(is_sharded(parameter) for param in unit.sharded for parameter in param.parameters):
+            if any(is_sharded(parameter) for param in unit.sharded_params for parameter in param.parameters):
                 raise RuntimeError(f"{what}: the parameters of {unit.name} are sharded and would be empty. {instead}.")
 
     def before_load(self, units: list[int], *_: Any) -> None:

@@ -21,16 +21,16 @@ order, and the program is the order in which the gradients of rank 0's units wer
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from itertools import count
 
 import torch
 
-from onefold.comm import Agreement, Disagreement, broadcast_from
-from onefold.comm.ledger import Ledger
+from onefold.comm import Agreement, Disagreement, Ledger, broadcast_from
 from onefold.comm.wait_notes import BEGIN, advice_on_divergence
-from onefold.plan import Moment, Plan, Program, coalesce, compile_program
+from onefold.plan import Moment, Plan, Program, Tier, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import Unit
@@ -87,7 +87,9 @@ class Order:
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
-        self._gathers = any(unit.sharded for unit in units)
+        self._gathers = any(unit.sharded_params for unit in units)
+        # Whether shards are read from NVMe ahead of their all-gathers.
+        self._reads_ahead = plan.parameters.tier is Tier.NVME
         self._trained = [unit for unit in units if unit.trained]
         self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
@@ -146,13 +148,13 @@ class Order:
         if self._guard.divergence_requested:
             self._diverge(wanted)
         if not self.open or self.program is None:
-            if wanted.is_sharded:
+            if wanted.needs_unshard:
                 self._negotiate(Request(moment), unit)
             return None
-        event = self.program.find((moment, unit), self._next_event)
+        event = _find((moment, unit), self.program, self._next_event)
         if event is not None:
             self._follow_to(self.program, event)
-        if wanted.is_sharded:
+        if wanted.needs_unshard:
             self._guard.request_divergence()
             self._diverge(wanted)
             self._negotiate(Request(moment), unit)
@@ -160,7 +162,7 @@ class Order:
 
     def keeps(self, event: int | None) -> bool:
         """Return whether a unit stays unsharded after its use at an event."""
-        return self.open and self.program is not None and event is not None and self.program.kept[event]
+        return self.open and self.program is not None and event is not None and self.program.stays_unsharded[event]
 
     def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
         """Return whether all ranks have the unit's values cached. All ranks request the same unit, outside any pass."""
@@ -169,8 +171,11 @@ class Order:
             raise Disagreement(self._differ(rows))
         return all(row[_OWN] for row in rows)
 
-    def gradients_ready(self, unit: int) -> None:
-        """Launch the reduce-scatters that are next in the program, after a unit has received all its gradients."""
+    def request_reduce_scatter(self, unit: int) -> None:
+        """Launch the reduce-scatter of a unit with all its gradients, once it is next in the program.
+
+        Later units may be ready before earlier ones, so this launches as many as the order allows.
+        """
         finished = self.units[unit]
         if finished in self._ready:
             return
@@ -204,18 +209,18 @@ class Order:
 
     # -- following ----------------------------------------------------------------------------------------------
 
-    def _follow_to(self, program: Program, place: int) -> None:
+    def _follow_to(self, program: Program, event: int) -> None:
         """Launch everything up to an event, and reshard units that this rank has skipped."""
-        for position in range(self._next_event, place):
+        for position in range(self._next_event, event):
             moment, index = program.events[position]
             if moment is not Moment.REDUCE:
                 self._launch_until(program, program.launched_at[position])
-                if not program.kept[position]:
+                if not program.stays_unsharded[position]:
                     self.units[index].wait_for_unshard()
                     self.units[index].reshard_unused()
-        at = program.launched_at[place] if place < len(program.events) else len(program.launches)
+        at = program.launched_at[event] if event < len(program.events) else len(program.launches)
         self._launch_until(program, at)
-        self._next_event = max(self._next_event, place + 1)
+        self._next_event = max(self._next_event, event + 1)
 
     def _launch_until(self, program: Program, number: int) -> None:
         while self._launched < number:
@@ -223,12 +228,13 @@ class Order:
 
     def _launch(self, launch: Launch) -> None:
         self._launched += 1
-        self._guard.publish_launches(self._launched)
+        self._guard.record_launches(self._launched)
         if launch.gathers:
             Unit.launch_all_gather([self.units[index] for index in launch.units], use_secondary=True)
-            assert self.program is not None
-            ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
-            Unit.prefetch(self.units[index] for other in ahead for index in other.units)
+            if self._reads_ahead:
+                assert self.program is not None
+                ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
+                Unit.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
             self._reduce([[self.units[index] for index in launch.units]])
 
@@ -276,7 +282,7 @@ class Order:
         """Gather what ranks request, and reduce units that are ready on all, until this rank's request is granted."""
         while True:
             waits = self.open and self.program is None and self.reduces
-            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.shared]
+            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.reduces_at_end]
             rows = self._exchange(request, value, done[:_READY_IN_ROW] if waits else [], own)
             if any(row[0] == Request.DIVERGE for row in rows):
                 self._drop_program()
@@ -358,7 +364,7 @@ class Order:
 
     def _follow(self, events: list[Event]) -> None:
         """Compile one program for whole passes, and one for a backward that begins without a forward."""
-        backward = next((place for place, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
+        backward = next((index for index, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
         self._programs = [
             compile_program(
                 part,
@@ -391,6 +397,13 @@ class Order:
         for also in (self._ready, self._reduced, self._used):
             also.clear()
         self.program = None
+
+
+def _find(event: Event, program: Program, first: int) -> int | None:
+    """Return the next position of an event in a program, starting at `first`."""
+    positions = program.positions.get(event, ())
+    index = bisect_left(positions, first)
+    return positions[index] if index < len(positions) else None
 
 
 def _turn(gather: tuple[int, int]) -> tuple[int, int]:

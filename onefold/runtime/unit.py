@@ -25,37 +25,41 @@ from onefold.comm import AllGatherOp, Reduction
 from onefold.plan import Moment, Wire
 from onefold.recorder import within
 from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
-from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.flat_param import FlatParam, unrecorded
 from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
-from onefold.runtime.torch_internals import inside_backward, inside_transform, unrecorded
+from onefold.runtime.torch_internals import inside_backward, inside_transform
 from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext, Uses
 
 
 class Unit:
     """The parameters of one module, or those outside all other units, as flat parameters."""
 
-    def __init__(self, name: str, module: nn.Module, params: Sequence[FlatParam], *, index: int, shared: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, params: Sequence[FlatParam], *, index: int, reduces_at_end: bool
+    ) -> None:
         self.name = name or "(root)"
         self.module = module
         self.params = list(params)
         self.trained = [param for param in params if param.trainable]
-        self.sharded = [param for param in params if not param.stays_unsharded]
+        self.sharded_params = [param for param in params if not param.stays_unsharded]
+        # Sharded ones that other threads step: an all-gather waits for them.
+        self.offloaded_params = [param for param in self.sharded_params if param.store.is_offloaded]
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
         self.updated = [param for param in self.trained if param.stays_unsharded]
         self.index = index
         # Whether its module contains modules of other units.
         self.encloses = False
-        # Whether a gradient may arrive twice in one backward. Then the unit is reduced when the backward ends.
-        self.shared = shared
-        self.parameter = ParameterState.UNSHARDED
-        self.gradient = GradientState.EMPTY
+        # Whether the unit is reduced only when a backward ends, because a tied parameter may get two gradients in it.
+        self.reduces_at_end = reduces_at_end
+        self.param_state = ParameterState.UNSHARDED
+        self.grad_state = GradientState.EMPTY
         self.uses = Uses()
         # Whether the all-gather of its updated parameters is in flight.
         self.is_updating = False
         # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
         self.num_gathers = 0
         self.num_elements = sum(param.layout.total for param in self.trained)
-        self.num_gathered = sum(param.layout.total for param in self.sharded)
+        self.num_gathered = sum(param.layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit = self.name
@@ -76,7 +80,7 @@ class Unit:
 
     def pre_forward(self, *arguments: Any) -> None:
         """Unshard before a call of the unit's module, and register hooks on the end of the call's backward."""
-        if not self.sharded:
+        if not self.sharded_params:
             self.unshard(Moment.FORWARD)
             return
         recompute, uses = inside_backward(), self.uses
@@ -114,7 +118,7 @@ class Unit:
             context.check_present()
         self.uses.forwards += 1
         context.depth += 1
-        if self.uses.forwards == 1 or self.parameter is not ParameterState.UNSHARDED:
+        if self.uses.forwards == 1 or self.param_state is not ParameterState.UNSHARDED:
             self.unshard(Moment.BACKWARD if recompute else Moment.FORWARD)
 
     def end_use(self, *, recompute: bool) -> None:
@@ -157,7 +161,7 @@ class Unit:
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
         context = self.context
-        while self.gradient is GradientState.REDUCING:
+        while self.grad_state is GradientState.REDUCING:
             context.in_flight.finish_reduction()
         self._open_gradients()
         grad = param.grad
@@ -168,9 +172,9 @@ class Unit:
         grad.last_backward[index] = context.num_backwards
         self._num_gradients_missing -= 1
         if self._num_gradients_missing == 0:
-            if not self.shared:
-                context.order.gradients_ready(self.index)
-            if not self.encloses and all(param.trainable for param in self.sharded):
+            if not self.reduces_at_end:
+                context.order.request_reduce_scatter(self.index)
+            if not self.encloses and all(param.trainable for param in self.sharded_params):
                 self.post_backward([call for call in self.uses.backwards if call < 0])
 
     def post_backward(self, calls: Iterable[int]) -> None:
@@ -180,8 +184,8 @@ class Unit:
         uses.backwards -= ended
         uses.ended += len(ended)
         if ended and not uses.backwards:
-            if context.in_backward and self.trained and uses.ended >= uses.calls and not self.shared:
-                context.order.gradients_ready(self.index)
+            if context.in_backward and self.trained and uses.ended >= uses.calls and not self.reduces_at_end:
+                context.order.request_reduce_scatter(self.index)
             if not context.order.keeps(uses.event):
                 self.reshard_unused()
 
@@ -192,7 +196,7 @@ class Unit:
         context = self.context
         self.wait_for_update()
         context.order.record_use(self.index)
-        if not self.sharded:
+        if not self.sharded_params:
             return
         if context.cached is not None:
             context.forget_cached()
@@ -218,7 +222,7 @@ class Unit:
         for unit in units:
             if plan.node_shard_size > 1:
                 unit.wait_for_unshard()  # it may be filling the secondary shard
-            for param in unit.sharded:
+            for param in unit.offloaded_params:
                 param.store.finish_step()
         started: list[Unit] = []
 
@@ -247,23 +251,23 @@ class Unit:
         """Read shards from disk for the all-gathers that come next, as far as buffers are free."""
         for unit in units:
             with within(unit.name):
-                if not all(param.read_ahead() for param in unit.sharded):
+                if not all(param.read_ahead() for param in unit.sharded_params):
                     return
 
     def _prepare_all_gather(self, *, lossless: bool, use_secondary: bool) -> list[AllGatherOp]:
         self.num_gathers += 1
-        if self.parameter is ParameterState.SHARDED:
-            self.parameter = ParameterState.UNSHARDING
-        return [param.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
+        if self.param_state is ParameterState.SHARDED:
+            self.param_state = ParameterState.UNSHARDING
+        return [p.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for p in self.sharded_params]
 
     def _undo_all_gather(self) -> None:
         """Roll back `_prepare_all_gather` after its collective failed to launch."""
-        for param in self.sharded:
+        for param in self.sharded_params:
             param.invalidate_secondary()
         self.num_gathers -= 1
-        if self.parameter is ParameterState.UNSHARDING and not self.num_gathers:
-            self.parameter = ParameterState.SHARDED
-            for param in self.sharded:
+        if self.param_state is ParameterState.UNSHARDING and not self.num_gathers:
+            self.param_state = ParameterState.SHARDED
+            for param in self.sharded_params:
                 param.free_unsharded()
 
     @staticmethod
@@ -271,30 +275,30 @@ class Unit:
         for unit in units:
             unit.num_gathers -= 1
             # A unit that was unsharded when another rank requested it stays as it is.
-            if unit.parameter is ParameterState.UNSHARDING:
-                for param in unit.sharded:
+            if unit.param_state is ParameterState.UNSHARDING:
+                for param in unit.sharded_params:
                     param.attach_views()
-                unit.parameter = ParameterState.UNSHARDED
-            for param in unit.sharded:
+                unit.param_state = ParameterState.UNSHARDED
+            for param in unit.sharded_params:
                 param.fill_secondary()
 
     # -- reshard ------------------------------------------------------------------------------------------------
 
     @property
-    def is_sharded(self) -> bool:
+    def needs_unshard(self) -> bool:
         """Whether the unit has to be unsharded before it can be used."""
-        return self.parameter is ParameterState.SHARDED
+        return self.param_state is ParameterState.SHARDED
 
     def reshard_unused(self, *, after_user_gather: bool = False) -> None:
         """Reshard, unless the unit is still used on this rank.
 
         `after_user_gather`: skip the in-place write check, because `GatheredParameters` performs it.
         """
-        if not self.sharded or self.parameter is not ParameterState.UNSHARDED or self.uses.any:
+        if not self.sharded_params or self.param_state is not ParameterState.UNSHARDED or self.uses.any:
             return
         context = self.context
         self.wait_for_unshard()
-        checked = [] if after_user_gather else self.sharded
+        checked = [] if after_user_gather else self.sharded_params
         written = [name for param in checked for name in param.written_names()]
         self.reshard(drop=not (context.order.open or context.in_backward))
         if written:
@@ -302,12 +306,12 @@ class Unit:
 
     def reshard(self, *, drop: bool = False) -> None:
         """Free the unsharded parameters. `drop`: no graph needs the next values in the same memory."""
-        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
+        assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
         assert not self.num_gathers, self.name
-        if self.sharded:
-            for param in self.sharded:
+        if self.sharded_params:
+            for param in self.sharded_params:
                 param.free_unsharded(drop=drop)
-            self.parameter = ParameterState.SHARDED
+            self.param_state = ParameterState.SHARDED
 
     def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
         """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
@@ -329,12 +333,12 @@ class Unit:
         )
 
     def _open_gradients(self) -> None:
-        if self.gradient is GradientState.EMPTY:
+        if self.grad_state is GradientState.EMPTY:
             pool = self.context.in_flight.pool
             for param in self.trained:
                 param.grad.take_slot(pool)
-            self.gradient = GradientState.OPEN
-        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
+            self.grad_state = GradientState.OPEN
+        assert self.grad_state is GradientState.OPEN, (self.name, self.grad_state)
 
     @staticmethod
     def _prepare_reduce_scatter(units: list[Unit]) -> list[Reduction]:
@@ -344,7 +348,7 @@ class Unit:
             unit._open_gradients()
         reductions = []
         for unit in units:
-            unit.gradient = GradientState.REDUCING
+            unit.grad_state = GradientState.REDUCING
             reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained]
         return reductions
 
@@ -353,22 +357,22 @@ class Unit:
         context = units[0].context
         in_flight = context.in_flight
         for unit in units:
-            assert unit.gradient is GradientState.REDUCING, (unit.name, unit.gradient)
+            assert unit.grad_state is GradientState.REDUCING, (unit.name, unit.grad_state)
             with within(unit.name):
                 for param in unit.trained:
                     param.grad.store_reduced(in_flight.pool)
-                unit.gradient = GradientState.EMPTY
+                unit.grad_state = GradientState.EMPTY
             if context.before_step and in_flight.collective.group.size > 1:
                 for param in unit.trained:
                     param.grad.shard.start_square_sum()
 
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""
-        assert self.gradient is not GradientState.REDUCING, self.name
+        assert self.grad_state is not GradientState.REDUCING, self.name
         pool = self.context.in_flight.pool
         for param in self.trained:
             param.grad.drop(pool)
-        self.gradient = GradientState.EMPTY
+        self.grad_state = GradientState.EMPTY
 
     # -- all-gather of updated parameters, after a step ---------------------------------------------------------
 
@@ -425,7 +429,7 @@ class Unit:
     def read(self, *, backward: bool = False, within_pass: bool = False) -> None:
         """Unshard for a read of a parameter outside its module's forward, until the pass or the evaluation ends."""
         self.wait_for_update()
-        if self.sharded and (within_pass or backward or self.context.in_pass) and not self.uses.any:
+        if self.sharded_params and (within_pass or backward or self.context.in_pass) and not self.uses.any:
             self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
             self.keep_for_pass()
 
@@ -444,10 +448,10 @@ class Unit:
         context.check_present()
         if context.order.open:
             self.unshard(Moment.FORWARD)
-        elif self.sharded:
+        elif self.sharded_params:
             with unrecorded():
                 self.wait_for_update()
-                is_cached = context.cached is self and all(param.has_valid_cache() for param in self.sharded)
+                is_cached = context.cached is self and all(param.has_valid_cache() for param in self.sharded_params)
                 if not is_cached:
                     context.forget_cached()
                 if context.order.all_have_cached(self.index, is_cached=is_cached):
@@ -466,31 +470,31 @@ class Unit:
         self.uses.gathered_by_user -= 1
         if context.order.open and torch.is_grad_enabled():
             self.keep_for_pass()  # results computed from it may have a backward that no hook sees begin
-        if cache and self.sharded and not self.uses.any and not context.in_pass and not context.in_backward:
+        if cache and self.sharded_params and not self.uses.any and not context.in_pass and not context.in_backward:
             context.forget_cached()
-            for param in self.sharded:
+            for param in self.sharded_params:
                 param.cache_unsharded()
             context.cached = self
         self.reshard_unused(after_user_gather=True)
 
     def _use_cached(self) -> None:
-        assert self.parameter is ParameterState.SHARDED, (self.name, self.parameter)
-        for param in self.sharded:
+        assert self.param_state is ParameterState.SHARDED, (self.name, self.param_state)
+        for param in self.sharded_params:
             param.restore_cached()
-        self.parameter = ParameterState.UNSHARDED
+        self.param_state = ParameterState.UNSHARDED
 
     def update_shards(self) -> None:
         """Copy this rank's slices of the unsharded values into its shards, after the user has written them."""
-        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
-        for param in self.sharded:
+        assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
+        for param in self.sharded_params:
             param.update_shard()
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether one of the tensors is a view of these parameters."""
         found = list(tensors)
-        return any(param.is_seen_by(found) for param in self.sharded)
+        return any(param.is_seen_by(found) for param in self.sharded_params)
 
     def hand_out(self) -> None:
         """Record that a view of these parameters was returned to the user, who may keep it."""
-        for param in self.sharded:
+        for param in self.sharded_params:
             param.handed_out = True

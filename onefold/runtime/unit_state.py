@@ -85,8 +85,8 @@ class CollectiveOrder(Protocol):
     def keeps(self, event: int | None) -> bool:
         """Return whether a unit stays unsharded after its use at an event."""
 
-    def gradients_ready(self, unit: int) -> None:
-        """Launch reduce-scatters, after a unit has received all its gradients on this rank."""
+    def request_reduce_scatter(self, unit: int) -> None:
+        """Launch the reduce-scatter of a unit that has received all its gradients, once it is next in the order."""
 
     def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]:
         """Synchronize with all ranks, and return up to four numbers of each of them."""
@@ -98,7 +98,7 @@ class CollectiveOrder(Protocol):
 class PassMember(Protocol):
     """A unit, as far as its context uses it."""
 
-    sharded: list[FlatParam]
+    sharded_params: list[FlatParam]
 
     def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
         """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
@@ -110,7 +110,7 @@ class UnitContext:
     def __init__(
         self, units: Sequence[PassMember], plan: Plan, in_flight: InFlightCollectives, order: CollectiveOrder
     ) -> None:
-        self.sharded = [unit for unit in units if unit.sharded]
+        self.sharded_units = [unit for unit in units if unit.sharded_params]
         self.plan = plan
         self.in_flight = in_flight
         self.order = order
@@ -156,7 +156,7 @@ class UnitContext:
         was_open = self.order.open
         self.order.begin(forward=forward)
         if not was_open:  # otherwise an earlier forward of this pass still waits for its backward
-            for unit in self.sharded:
+            for unit in self.sharded_units:
                 unit.end_uses_of_pass(reset_calls=forward)
 
     def reshard_after_evaluation(self) -> None:
@@ -167,11 +167,11 @@ class UnitContext:
     def reshard_all(self) -> None:
         """Reshard all units that the user has not gathered."""
         self.forget_cached()
-        for unit in self.sharded:
+        for unit in self.sharded_units:
             unit.end_uses_of_pass()
 
     def forget_cached(self) -> None:
         """Free the unsharded values that `GatheredParameters` has kept for its next use."""
         unit, self.cached = self.cached, None
-        for param in unit.sharded if unit is not None else ():
+        for param in unit.sharded_params if unit is not None else ():
             param.drop_cache()

@@ -120,7 +120,7 @@ def _place(parameter: nn.Parameter) -> _Place | None:
         return None
     owner.state.schedule.check_awake()
     owner.state.step.wait_for_host()
-    param, index = handle.place_of(parameter)
+    param, index = handle.location_of(parameter)
     return _Place(owner, owner.state.step, handle, param, param.layout.members[index]) if param.trainable else None
 
 

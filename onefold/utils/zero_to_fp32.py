@@ -91,7 +91,7 @@ def load_state_dict_from_zero_checkpoint(
     handles = {name: handle_of(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         handle = handles[name]
-        if handle is not None and not handle.num_acquired and not handle.place_of(parameter)[0].stays_unsharded:
+        if handle is not None and not handle.num_acquired and not handle.location_of(parameter)[0].stays_unsharded:
             raise ExportError(
                 f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
                 "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"

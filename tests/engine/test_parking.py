@@ -404,7 +404,7 @@ def test_states_that_were_moved_by_hand_are_read_and_come_back_when_used(on_rank
 
 def emptied_behind_our_back() -> str:
     engine = start(net(), config(3))
-    param = engine.state.schedule.units[0].sharded[0]
+    param = engine.state.schedule.units[0].sharded_params[0]
     param.store.param.values.untyped_storage().resize_(0)
     try:
         engine(*batches(1)[0])

@@ -141,7 +141,7 @@ def looped(dtype: str) -> list[str]:
     engine, told = start(net(), config(3, **precision(dtype))), []
     train(engine, 1)
     expected = weights_of(engine.module)
-    units = engine.state.schedule.sharded
+    units = engine.state.schedule.sharded_units
     empty = engine.model_memory.held_bytes()
     engine.ledger.clear()
     found = {}
@@ -155,7 +155,7 @@ def looped(dtype: str) -> list[str]:
             if "GatheredParameters" not in str(error):
                 told.append(str(error))
         kept = engine.model_memory.held_bytes().parameters - empty.parameters
-        largest = max(param.layout.total * param.dtype.itemsize for unit in units for param in unit.sharded)
+        largest = max(param.layout.total * param.dtype.itemsize for unit in units for param in unit.sharded_params)
         if kept > largest:
             told.append(f"{kept} bytes stay, the largest unit has {largest}")
     told += filter(None, [first_difference(found, {name: expected[name] for name in found})])

@@ -126,7 +126,7 @@ def test_groups_of_ranks_hold_shards_in_stage_3_only():
 
 
 def test_the_plan_says_itself_in_words():
-    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8).words())
+    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8).describe())
     assert "replicated: every rank holds all of them" in words
     assert "sharded after every micro-step" in words
     assert "every rank holds and steps its own part" in words
@@ -215,8 +215,8 @@ def test_shared_parameters_belong_to_the_root():
     model.layers[0].experts[0].weight = model.layers[1].experts[0].weight
     units = {unit.module: unit for unit in cut(model)}
     assert "layers.0.experts.0.weight" in units[""].parameters
-    assert units[""].shared
-    assert not units["layers.0"].shared
+    assert units[""].has_tied
+    assert not units["layers.0"].has_tied
 
 
 def test_the_cut_names_every_parameter_once():

@@ -237,7 +237,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                     tensor.copy_(values.view(tensor.shape))
             else:
                 handles[handle] = None
-                _read_shard(weights, source, *handle.place_of(tensor))
+                _read_shard(weights, source, *handle.location_of(tensor))
         for handle in handles:
             handle.tell_written()
         return weights.bytes_read

@@ -144,7 +144,7 @@ def _step_with_passes(
     """Run all micro-steps of a step, and the step, and record them op by op."""
     schedule, window = engine.state.schedule, engine.state.window
     params = [param for unit in schedule.units for param in unit.params]
-    sharded = [param for unit in schedule.sharded for param in unit.sharded]
+    sharded = [param for unit in schedule.sharded_units for param in unit.sharded_params]
     mode = AllocationMode(account, tape, params, sharded, lambda: schedule.in_flight.pool.num_bytes, vocabulary)
     with mode:
         for at in range(engine.batch.accumulation):
@@ -162,7 +162,7 @@ def _step(engine: Engine, *, offloads: bool) -> None:
     """Perform the communication and the allocations of a step without its arithmetic."""
     schedule = engine.state.schedule
     schedule.in_flight.finish_reductions()
-    schedule.meet_for_step([] if schedule.alone else [0, 0, 0, 0])
+    schedule.synchronize_for_step([] if schedule.alone else [0, 0, 0, 0])
     if not schedule.alone and engine.state.group.uses_nccl:
         schedule.in_flight.gather_scalar("gather of the norm", torch.zeros((), dtype=torch.float64, device=META))
     matrices = engine.state.step.matrices if engine.state.step is not None else None

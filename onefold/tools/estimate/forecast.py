@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from onefold.comm.exchange import ACROSS
+from onefold.comm.mesh import ACROSS
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, ConfigError, load_config
 from onefold.offload.offload_memory import COPIES_IN_FLIGHT

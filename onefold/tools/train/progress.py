@@ -15,7 +15,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from onefold.comm.ledger import Row
+from onefold.comm.collective import Row
 from onefold.log import format_bytes
 from onefold.tools.pages.charts import smooth
 from onefold.tools.pages.plots import new_figure

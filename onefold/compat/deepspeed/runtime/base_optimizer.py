@@ -279,7 +279,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
             handle = handle_of(key)
             assert handle is not None
-            param, index = handle.place_of(key)
+            param, index = handle.location_of(key)
             for held in self._step.states.held_states(param.store) if param.trainable else ():
                 member, first = param.layout.members[index], param.store.start + held.start
                 low, high = max(member.start - first, 0), min(member.stop - first, held.buffer.numel())

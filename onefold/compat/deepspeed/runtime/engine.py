@@ -151,7 +151,7 @@ class DeepSpeedEngine(EngineGetters):
     def empty_partition_cache(self) -> None:
         """Reshard all units that are not in use."""
         self.state.schedule.wait_for_step()
-        self.state.schedule.forget_cached()
+        self.state.schedule.context.forget_cached()
         for unit in self.state.schedule.units:
             unit.reshard_unused()
 
