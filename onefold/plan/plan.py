@@ -248,51 +248,6 @@ class Plan:
         """Return the wire format in which trainable or frozen parameters are gathered."""
         return self.parameters.wire if trainable else self.frozen_wire
 
-    def words(self, persistent: int = 0, num_parameters: int = 0) -> list[str]:
-        """Describe the placement of parameters, gradients and optimizer states in one line each.
-
-        `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
-        """
-        if self.num_shards == 1 and self.num_replicas == 1:
-            parameters = gradients = states = "not sharded: there is 1 rank"
-        else:
-            parameters, gradients, states = self._placements(persistent, num_parameters)
-        if not self.formats.are_plain:
-            states += f", masters as {self.formats.masters}, states as {self.formats.states}"
-        if self.delays_host:
-            states += ", stepped during the next forward and backward (INEXACT: delayed_host_step)"
-        frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
-        return [
-            f"parameters        {parameters}, {_rest(self.parameters)}{frozen}",
-            f"gradients         {gradients}, {_rest(self.gradients)}",
-            f"optimizer states  {states}, {_rest(self.states)}",
-        ]
-
-    def _placements(self, persistent: int, num_parameters: int) -> tuple[str, str, str]:
-        parameters = "replicated: every rank holds all of them"
-        if self.shards_parameters:
-            over = f" over every {self.num_shards} ranks" if self.num_replicas > 1 else ""
-            parameters = f"sharded{over}: whole only while they are used"
-            if self.node_shard_size > 1:
-                parameters += f", a secondary shard among every {self.node_shard_size} ranks"
-            if 0 < persistent < num_parameters:
-                parameters += f", but for {persistent:,} below the persistence threshold"
-            elif persistent:
-                parameters = "unsharded: all are below the persistence threshold, and every rank holds all of them"
-        gradients = "sharded after every micro-step"
-        if self.keeps_whole_gradient:
-            gradients = "whole until the accumulation boundary, then "
-            gradients += "sharded" if self.shards_states else "averaged"
-        states = "replicated: every rank steps everything"
-        if self.shards_states:
-            states = "sharded: every rank holds and steps its own part"
-        return parameters, gradients, states
-
-
-def _rest(part: Part) -> str:
-    place = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[part.tier]
-    return place if part.wire is Wire.NATIVE else f"{place}, travelling as {part.wire.value}"
-
 
 # stage -> (parameters, gradients, states)
 TABLE: dict[int, tuple[Placement, Placement, Placement]] = {
