@@ -53,6 +53,7 @@ ELSEWHERE = {
     "engine/checkpoint_saver.py": "checkpoint/checkpoints checkpoint/checkpoint_faults",
     "engine/train_state.py": "checkpoint/checkpoints",
     "env_report.py": "cli/env_report",
+    "errors.py": "config/config",
     "fsdp.py": "comm/wires",
     "gpu_kernels.py": "gpu/gpu_codec gpu/gpu_held_parameters",
     "loader.py": "engine/loader engine/engine",

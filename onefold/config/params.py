@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.config.keys import ConfigError, key, noticed, refused
+from onefold.config.keys import key, noticed, refused
+from onefold.errors import ConfigError
 
 _KERNEL = "onefold uses one fused kernel over flat shards, with the same result"
 _BETA = {"minimum": 0, "below": 1}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.config import ConfigError
 from onefold.config.keys import entries, spellings
 from onefold.config.params import OPTIMIZERS, check_together, is_paged, plain_name
 from onefold.config.read import meant_key
+from onefold.errors import ConfigError
 from onefold.optim.group_values import Check, check_names, check_of_class, check_of_kind, check_of_rate, read_group
 from onefold.optim.instance import FORWARD_MARK, InstanceRule, is_torchs
 from onefold.optim.low_bit_classes import LowBitClass, low_bit_class

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from onefold.config import ConfigError
 from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, SGDParams
 from onefold.config.read import meant_key
+from onefold.errors import ConfigError
 from onefold.optim.instance import is_torchs, plain_number
 from onefold.optim.signature import check_arguments
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.config import ConfigError
+from onefold.errors import ConfigError
 from onefold.plan.state_formats import BLOCK
 
 _MODULES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from onefold.config import ConfigError
+from onefold.errors import ConfigError
 from onefold.plan.matrices import Splits
 from onefold.runtime.param_handle import unsharded_shape
 

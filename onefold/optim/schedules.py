@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from onefold.config import ConfigError
 from onefold.config.keys import SectionKey, entries, free_object, read_value
 from onefold.config.params import SCHEDULES
 from onefold.config.read import meant_key, read_params
+from onefold.errors import ConfigError
 from onefold.log import logger
 from onefold.optim.signature import build, read_arguments
 

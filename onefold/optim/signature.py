@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from onefold.config import ConfigError
-from onefold.config.keys import Key, fill_absent, is_readable, read_as, shown
+from onefold.config.keys import Key, fill_absent, is_readable, read_as
 from onefold.config.read import unknown_param
+from onefold.errors import ConfigError, shown
 
 # Ranges that torch's classes do not check, by argument name. Values outside divide by zero or ascend the gradient.
 _RATES = ("lr", "weight_decay", "gamma", "eta_min", "min_lr", "base_lr", "max_lr", "factor", "power")

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "onefold"
 FLOORS = {
     "log": 0,
     "config": 0,
+    "errors": 0,
     "pool": 0,
     "allocator": 0,
     "gpu_kernels": 0,
