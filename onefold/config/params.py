@@ -1,7 +1,7 @@
 """The keys of `optimizer.params` and `scheduler.params` for onefold's optimizers and schedules.
 
 They are declared and checked like other sections. The defaults are those of the optimizer. The parameters of torch
-classes are checked against their signatures instead (`optim.signature`).
+classes are checked against their signatures instead (`signature.py`).
 """
 # ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule requires.
 

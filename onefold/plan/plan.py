@@ -14,6 +14,7 @@ from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
 from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats
 
@@ -196,6 +197,10 @@ class Plan:
     scaling: Scaling = field(default_factory=Scaling)
     offload: Offload = field(default_factory=Offload)
     loop: Loop = field(default_factory=Loop)
+    optimizer: OptimizerSpec | None = None
+    scheduler: SchedulerSpec | None = None
+    allows_untested_optimizer: bool = False
+    """Optimizers of unknown classes may step shards."""
     collective: Literal["auto", "native", "exchange"] = "auto"
     num_shards: int = 1
     """The number of neighbouring ranks that together store one copy of the model state."""
@@ -324,6 +329,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
             record_folder=own.report,
             monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
         ),
+        optimizer=make_optimizer_spec(config),
+        scheduler=make_scheduler_spec(config),
+        allows_untested_optimizer=config.zero_allow_untested_optimizer,
         collective=own.collective,
         num_shards=world_size // replicas,
         num_replicas=replicas,

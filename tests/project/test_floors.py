@@ -195,6 +195,13 @@ def test_config_ends_at_the_plan():
                 assert "Config" not in {alias.name for alias in node.names}, path
 
 
+def test_the_optimizer_is_chosen_by_the_specs_of_the_plan():
+    """`optim` imports nothing of `config`: the sections of optimizer and scheduler end in the plan, as all keys do."""
+    for path in FILES:
+        if room(path) == "optim":
+            assert "config" not in imported_rooms(path), path
+
+
 def test_only_a_store_asks_for_the_tier_of_a_shard():
     """Files of the runtime, the engine and checkpoints that name a tier: they count bytes in it, and nothing else."""
     for path in FILES:
