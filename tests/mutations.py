@@ -1003,7 +1003,7 @@ MUTATIONS = [
     Mutation(
         "states-name-that-is-not-built",
         "onefold/start.py",
-        "settings = replace(settings, optimizer=None)  # the section is not read, and its type decides nothing",
+        "settings = replace(settings, optimizer=None)",
         "pass",
         "test_states.py -k not_built",
     ),

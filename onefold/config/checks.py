@@ -11,10 +11,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from onefold.config.keys import ConfigError, SectionKey, walk, wrong
+from onefold.config.keys import SectionKey, walk, wrong
 from onefold.config.params import is_8bit
 from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
+from onefold.errors import ConfigError
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 

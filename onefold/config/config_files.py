@@ -14,20 +14,18 @@ from typing import Any
 import yaml
 
 from onefold.config.keys import (
-    MAX_DIGITS,
-    ConfigError,
     Key,
     as_number,
     is_absent,
     is_comment,
     join,
     read_as,
-    shown,
     spellings,
     without_comments,
     wrong,
 )
 from onefold.config.zero_optimization import ZeroOptimization
+from onefold.errors import MAX_DIGITS, ConfigError, shown
 
 _MAX_DEPTH = 50
 _MAX_BYTES = 1 << 26

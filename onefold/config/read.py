@@ -10,7 +10,6 @@ from typing import Any, get_args
 from onefold.config.checks import GivenKeys, check, find_notices, find_refusals, settle_old_spellings
 from onefold.config.config_files import Translation, check_depth, is_accelerate, read_source, translate_accelerate
 from onefold.config.keys import (
-    ConfigError,
     Key,
     SectionKey,
     as_number,
@@ -27,6 +26,7 @@ from onefold.config.keys import (
 )
 from onefold.config.params import OPTIMIZERS, SCHEDULES, check_together, params_of
 from onefold.config.schema import FREE_KEYS, Config
+from onefold.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.comm import Item
 from onefold.config import Batch
-from onefold.optim.choose import Chosen
+from onefold.optim.chosen import Chosen
 from onefold.plan import Plan, cut
 from onefold.runtime import unsharded_shape
 

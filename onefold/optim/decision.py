@@ -38,7 +38,7 @@ class StepDecision:
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._scaling = plan.scaling
         self.scales_loss = plan.scaling.loss_scale.enabled
-        self.loss_scale = build_loss_scale(plan.scaling.loss_scale)
+        self.loss_scale = build_loss_scale(plan.scaling)
         # A description of the gradients that were not finite in the last skipped step.
         self.problem = ""
         # The losses of the backward passes since the last step, as far as the engine received them.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.config.precision import Fp16
+from onefold.plan.plan import Scaling
 
 
 class LossScaleError(FloatingPointError):
@@ -104,8 +104,9 @@ class DynamicLossScale:
 LossScale = StaticLossScale | DynamicLossScale
 
 
-def build_loss_scale(fp16: Fp16) -> LossScale:
-    """Build the loss scale of a config: 1 without fp16, a static one, or a dynamic one if `loss_scale` is 0."""
+def build_loss_scale(scaling: Scaling) -> LossScale:
+    """Build the loss scale of a plan: 1 without fp16, a static one, or a dynamic one if `loss_scale` is 0."""
+    fp16 = scaling.loss_scale
     if not fp16.enabled or fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale if fp16.enabled else 1.0)
     return DynamicLossScale(

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from onefold.comm import PeerExchange
-from onefold.config.keys import shown
+from onefold.errors import shown
 from onefold.offload.param_shard import Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_exchange import ExchangedMatrices, MatrixExchange, MatrixRoute

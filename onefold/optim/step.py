@@ -16,7 +16,7 @@ import torch
 from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.choose import Chosen
+from onefold.optim.chosen import Chosen
 from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.instance_step import InstanceStep
@@ -49,7 +49,7 @@ class ShardedStep:
         # The name of the exception that interrupted a step, if it was none derived from Exception.
         self.interrupted = ""
         # Whether a user-defined step may have added keys to its groups.
-        self.keeps_other_keys = chosen.is_stepped
+        self.keeps_other_keys = chosen.runs_user_class
         # Called before a state tensor is exposed for writing.
         self.wait_until_states_copied: Callable[[], None] = lambda: None
         # True while a method of the user's class runs, which calls its own methods and not the engine's.
@@ -73,7 +73,7 @@ class ShardedStep:
         # The attributes that steps have written to the user's instance.
         self.attributes = Attributes(chosen.instance)
         # A user-defined class may compute a value from the shards that it sees, which differ between ranks.
-        user_defined = chosen.is_stepped and not is_torchs(chosen.instance)
+        user_defined = chosen.runs_user_class and not is_torchs(chosen.instance)
         self._compares_groups = user_defined and sharded
         self._group_digest = None if user_defined else GroupDigest(self.groups)
         flags = [rule.flag for rule in chosen.rules if isinstance(rule, MatrixRule)]

@@ -1,12 +1,15 @@
 """All decisions about a run, computed without tensors.
 
 `plan` has the placement of model state, `layout` the offsets in flat parameters, `cut` the units of a model, `program`
-the order of collectives, `memory` bytes and traffic, and `tiers` the tier of each flat parameter.
+the order of collectives, `memory` bytes and traffic, `tiers` the tier of each flat parameter, and `optimizer_spec` the
+optimizer and the scheduler of the config.
 """
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
+from onefold.config.hyperparameters import HYPERPARAMETERS, READ_NAMES, check_names, read_schedule_param
+from onefold.config.signature import check_arguments
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import (
@@ -21,6 +24,7 @@ from onefold.plan.memory import (
     count_offload_traffic,
     count_unit_in_use,
 )
+from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec
 from onefold.plan.plan import (
     Feedback,
     Loop,

@@ -14,6 +14,7 @@ from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
 from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats
 
@@ -196,6 +197,10 @@ class Plan:
     scaling: Scaling = field(default_factory=Scaling)
     offload: Offload = field(default_factory=Offload)
     loop: Loop = field(default_factory=Loop)
+    optimizer: OptimizerSpec | None = None
+    scheduler: SchedulerSpec | None = None
+    allows_untested_optimizer: bool = False
+    """Optimizers of unknown classes may step shards."""
     collective: Literal["auto", "native", "exchange"] = "auto"
     num_shards: int = 1
     """The number of neighbouring ranks that together store one copy of the model state."""
@@ -247,51 +252,6 @@ class Plan:
     def wire_of(self, *, trainable: bool) -> Wire:
         """Return the wire format in which trainable or frozen parameters are gathered."""
         return self.parameters.wire if trainable else self.frozen_wire
-
-    def describe(self, persistent: int = 0, num_parameters: int = 0) -> list[str]:
-        """Describe the placement of parameters, gradients and optimizer states in one line each.
-
-        `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
-        """
-        if self.num_shards == 1 and self.num_replicas == 1:
-            parameters = gradients = states = "not sharded: there is 1 rank"
-        else:
-            parameters, gradients, states = self._placements(persistent, num_parameters)
-        if not self.formats.are_plain:
-            states += f", masters as {self.formats.masters}, states as {self.formats.states}"
-        if self.delays_host:
-            states += ", stepped during the next forward and backward (INEXACT: delayed_host_step)"
-        frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
-        return [
-            f"parameters        {parameters}, {_describe_tier(self.parameters)}{frozen}",
-            f"gradients         {gradients}, {_describe_tier(self.gradients)}",
-            f"optimizer states  {states}, {_describe_tier(self.states)}",
-        ]
-
-    def _placements(self, persistent: int, num_parameters: int) -> tuple[str, str, str]:
-        parameters = "replicated: every rank holds all of them"
-        if self.shards_parameters:
-            over = f" over every {self.num_shards} ranks" if self.num_replicas > 1 else ""
-            parameters = f"sharded{over}: unsharded only while they are used"
-            if self.node_shard_size > 1:
-                parameters += f", a secondary shard among every {self.node_shard_size} ranks"
-            if 0 < persistent < num_parameters:
-                parameters += f", but for {persistent:,} below the persistence threshold"
-            elif persistent:
-                parameters = "unsharded: all are below the persistence threshold, and every rank holds all of them"
-        gradients = "sharded after every micro-step"
-        if self.keeps_unsharded_gradient:
-            gradients = "unsharded until the accumulation boundary, then "
-            gradients += "sharded" if self.shards_states else "averaged"
-        states = "replicated: every rank steps everything"
-        if self.shards_states:
-            states = "sharded: every rank holds and steps its own part"
-        return parameters, gradients, states
-
-
-def _describe_tier(state: StatePlan) -> str:
-    tier = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[state.tier]
-    return tier if state.wire is Wire.NATIVE else f"{tier}, communicated as {state.wire.value}"
 
 
 # stage -> (parameters, gradients, states)
@@ -369,6 +329,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
             record_folder=own.report,
             monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
         ),
+        optimizer=make_optimizer_spec(config),
+        scheduler=make_scheduler_spec(config),
+        allows_untested_optimizer=config.zero_allow_untested_optimizer,
         collective=own.collective,
         num_shards=world_size // replicas,
         num_replicas=replicas,

@@ -5,13 +5,17 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "tools"))  # the generator is not installed
+
+from config_page import document
+
 from onefold.config import Batch, Config, ConfigError, check_built, load_config, solve_batch
-from onefold.config.document import document
 from onefold.config.keys import entries, walk
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,9 @@ from torch import nn
 from onefold.config import ConfigError, check_built, load_config
 from onefold.config.keys import Key, as_number, entries, read_as
 from onefold.config.params import OPTIMIZERS
-from onefold.optim.choose import Chosen, choose
+from onefold.optim.choose import choose
+from onefold.optim.chosen import Chosen
+from onefold.plan.optimizer_spec import make_optimizer_spec
 
 LIKE_TORCH = {
     "adam": torch.optim.Adam,
@@ -30,7 +32,8 @@ def parameters() -> list[nn.Parameter]:
 def named(name: str, params: dict[str, Any], *groups: dict[str, Any]) -> Chosen:
     config = load_config({"optimizer": {"type": name, "params": params}})
     check_built(config)
-    chosen = choose(None, config.optimizer, [{"params": parameters(), **group} for group in groups] or parameters())
+    spec = make_optimizer_spec(config)
+    chosen = choose(None, spec, [{"params": parameters(), **group} for group in groups] or parameters())
     assert chosen is not None
     return chosen
 

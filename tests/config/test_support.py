@@ -197,7 +197,9 @@ def test_a_key_that_is_honoured_is_read_by_something() -> None:
     ],
 )
 def test_every_parameter_of_a_config_is_taken_or_told(section: str, name: str, kind: type) -> None:
-    rules = "".join((PACKAGE / "optim" / f"{file}.py").read_text() for file in ("rules", "matrix_rules", "choose"))
+    rules = "".join(
+        (PACKAGE / "optim" / f"{file}.py").read_text() for file in ("rules", "matrix_rules", "matrix_groups")
+    )
     for path, entry in walk(kind, f"{section}.params"):
         given: dict[str, Any] = {entry.name: [0.5, 0.6] if entry.name == "betas" else another(entry)}
         if entry.name == "nesterov":

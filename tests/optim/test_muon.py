@@ -31,12 +31,13 @@ from models import (
 from torch import nn
 
 import onefold
-from onefold.config import ConfigError
+from onefold.config import ConfigError, load_config
 from onefold.optim import offloaded_step
 from onefold.optim.choose import check_shardable, choose
 from onefold.optim.matrix_rules import POLAR_EXPRESS, QUINTIC, orthogonalize
 from onefold.plan import Layout
 from onefold.plan.matrices import Matrix, MatrixError, choose_owners, count_sent, holders, matrices_of
+from onefold.plan.optimizer_spec import OptimizerSpec, make_optimizer_spec
 from onefold.tools.estimate.forecast import forecast
 from onefold.tools.estimate.machines import adjust, find_machine
 from onefold.tools.estimate.models import find_model
@@ -468,16 +469,13 @@ def test_singular_values_come_near_one(shape, coefficients, limit, near):
 # -- who is taken ------------------------------------------------------------------------------------------------------
 
 
-class Section:
-    type = "Muon"
-
-    def __init__(self, **params: Any) -> None:
-        self.params = params
+def section(kind: str = "Muon", **params: Any) -> OptimizerSpec | None:
+    return make_optimizer_spec(load_config({"optimizer": {"type": kind, "params": params}}))
 
 
 def taken(model: nn.Module, groups: Any = None, **params: Any) -> dict[bool, list[str]]:
     names = {id(p): name for name, p in model.named_parameters()}
-    chosen = choose(None, Section(**params), groups or list(model.parameters()), model)
+    chosen = choose(None, section(**params), groups or list(model.parameters()), model)
     found: dict[bool, list[str]] = {True: [], False: []}
     for group in chosen.groups:
         found[group["use_muon"]] += [names[id(p)] for p in group["params"]]
@@ -499,7 +497,7 @@ def test_hidden_matrices_are_taken_and_nothing_else():
 
 def test_rates_and_constants_of_both_kinds():
     model = Net(depth=1)
-    chosen = choose(None, Section(lr=3e-3, muon_lr=0.02, eps=1e-6), list(model.parameters()), model)
+    chosen = choose(None, section(lr=3e-3, muon_lr=0.02, eps=1e-6), list(model.parameters()), model)
     matrices, others = chosen.groups
     assert (matrices["lr"], others["lr"]) == (0.02, 3e-3)
     assert (matrices["eps"], others["eps"]) == (1e-7, 1e-6)
@@ -515,19 +513,17 @@ def test_rates_and_constants_of_both_kinds():
 ])  # fmt: skip
 def test_what_is_left_out_is_deepspeeds(params, rates):
     model = Net(depth=1)
-    matrices, others = choose(None, Section(**params), list(model.parameters()), model).groups
+    matrices, others = choose(None, section(**params), list(model.parameters()), model).groups
     assert (matrices["lr"], others["lr"]) == rates
     assert (matrices["momentum"], others["betas"], others["eps"]) == (0.95, (0.9, 0.95), 1e-10)
     grouped = [{"params": [model.head.weight], "use_muon": True, "lr": 0.5}]
-    assert choose(None, Section(**params), grouped, model).groups[0]["lr"] == 0.5
+    assert choose(None, section(**params), grouped, model).groups[0]["lr"] == 0.5
 
 
 def test_shampoo_has_one_rate_unless_two_are_given():
-    model, section = Net(depth=1), Section()
-    section.type = "Shampoo"
+    model = Net(depth=1)
     for params, rates in (({}, (1e-3, 1e-3)), ({"lr": 0.1}, (0.1, 0.1)), ({"adam_lr": 1e-4}, (1e-3, 1e-4))):
-        section.params = params
-        matrices, others = choose(None, section, list(model.parameters()), model).groups
+        matrices, others = choose(None, section("Shampoo", **params), list(model.parameters()), model).groups
         assert (matrices["lr"], others["lr"]) == rates
 
 
@@ -886,10 +882,9 @@ def test_what_is_kept_of_other_matrices_is_refused(on_ranks, tmp_path, saved, sp
 
 
 def divided(more_given: dict[str, Any], params: dict[str, Any], kind: str = "Muon") -> list[dict[str, Any]]:
-    model, section = Net(depth=1), Section(**params)
-    section.type = kind
+    model = Net(depth=1)
     matrices = [model.blocks[0].up.weight, model.blocks[0].down.weight]
-    chosen = choose(None, section, [{"params": matrices, **more_given}], model)
+    chosen = choose(None, section(kind, **params), [{"params": matrices, **more_given}], model)
     names = {id(p): name.removeprefix("blocks.0.") for name, p in model.named_parameters()}
     return [{**g, "params": [names[id(p)] for p in g["params"]], "splits": chosen.splits} for g in chosen.groups]
 

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "onefold"
 FLOORS = {
     "log": 0,
     "config": 0,
+    "errors": 0,
     "pool": 0,
     "allocator": 0,
     "gpu_kernels": 0,
@@ -192,6 +193,13 @@ def test_config_ends_at_the_plan():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onefold.config"):
                 assert "Config" not in {alias.name for alias in node.names}, path
+
+
+def test_the_optimizer_is_chosen_by_the_specs_of_the_plan():
+    """`optim` imports nothing of `config`: the sections of optimizer and scheduler end in the plan, as all keys do."""
+    for path in FILES:
+        if room(path) == "optim":
+            assert "config" not in imported_rooms(path), path
 
 
 def test_only_a_store_asks_for_the_tier_of_a_shard():

@@ -70,7 +70,7 @@ def dry_run(
     settings = _on_device(config)
     plan = make_plan(settings, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = choose(None, settings.optimizer, trained, model) if trained and settings.optimizer is not None else None
+    chosen = choose(None, plan.optimizer, trained, model) if trained else None
     group = FakeGroup.of(nodes, plan.num_replicas, as_nccl=uses_nccl)
     offloads = config.zero_optimization.offload_optimizer.device != "none"
     if offloads:

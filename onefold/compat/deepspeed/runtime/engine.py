@@ -29,7 +29,8 @@ from onefold.config import Batch, ConfigError
 from onefold.config.monitoring import ThroughputTimer as ThroughputSettings
 from onefold.config.params import plain_name
 from onefold.log import logger
-from onefold.optim.choose import NOT_ELEMENTWISE, Chosen, check_shardable
+from onefold.optim.choose import check_shardable
+from onefold.optim.chosen import NOT_ELEMENTWISE, Chosen
 from onefold.plan import Plan
 
 install()  # the ds_* attributes of parameters
@@ -304,7 +305,7 @@ def _check_as_deepspeed(plan: Plan, chosen: Chosen | None, config: DeepSpeedConf
         return
     settings = config.settings
     if plan.shards_states and not chosen.elementwise and chosen.name.lower() not in NOT_ELEMENTWISE:
-        check_shardable(chosen, allow_untested=settings.zero_allow_untested_optimizer)
+        check_shardable(chosen, allow_untested=plan.allows_untested_optimizer)
     accumulate = settings.data_types.grad_accum_dtype
     compute = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
     if not plan.shards_states and accumulate not in (None, compute):

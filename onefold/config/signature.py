@@ -1,4 +1,4 @@
-"""Config parameters of torch's optimizers and schedulers, read and checked by the signature of the class."""
+"""The parameters of torch's optimizers and schedulers, read and checked by the signature of the class."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from onefold.config import ConfigError
-from onefold.config.keys import Key, fill_absent, is_readable, read_as, shown
+from onefold.config.keys import Key, fill_absent, is_readable, read_as
 from onefold.config.read import unknown_param
+from onefold.errors import ConfigError, shown
 
 # Ranges that torch's classes do not check, by argument name. Values outside divide by zero or ascend the gradient.
 _RATES = ("lr", "weight_decay", "gamma", "eta_min", "min_lr", "base_lr", "max_lr", "factor", "power")
@@ -38,10 +38,16 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
         read[name] = (
             read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, Key(""))) if name in hints else value
         )
-    missing = [n for n, argument in known.items() if argument.default is inspect.Parameter.empty and n not in read]
-    if missing:
-        raise ConfigError(f"{path}.{missing[0]} is missing: {kind.__name__} needs it; known: {', '.join(known)}")
+    check_required(kind, read, path, first)
     return read
+
+
+def check_required(kind: type, params: Mapping[str, Any], path: str, first: str) -> None:
+    """Raise if `params` lacks an argument without a default."""
+    known = {name: argument for name, argument in inspect.signature(kind).parameters.items() if name != first}
+    for name, argument in known.items():
+        if argument.default is inspect.Parameter.empty and name not in params:
+            raise ConfigError(f"{path}.{name} is missing: {kind.__name__} needs it; known: {', '.join(known)}")
 
 
 def check_arguments(kind: type, values: Mapping[str, Any], path: str) -> None:
