@@ -14,6 +14,8 @@ Three tables, read by `finder.py`. Paths of DeepSpeed are below `deepspeed`: "ru
 
 from __future__ import annotations
 
+from onefold.compat.constants import CHECKPOINT
+
 MODULES = {
     "accelerator": "accelerator.abstract_accelerator accelerator.real_accelerator",
     "activation_checkpointing": "runtime.activation_checkpointing.checkpointing",
@@ -110,17 +112,7 @@ NAMES: dict[str, dict[str, str]] = {
         "checkpoint_files": """
             clone_tensors_for_torch_save get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         """,
-        "constants": """
-            BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP BF16_ZERO_FILE_PREFIX BUFFER_NAMES CAT_DIM CLIP_GRAD
-            DS_VERSION FP16_ZERO_FILE_PREFIX FP32_FLAT_GROUPS FP32_GROUPS FP32_WEIGHT_KEY FROZEN_PARAM_FRAGMENTS
-            FROZEN_PARAM_SHAPES GROUP_PADDINGS LAYER_FILE_PREFIX LOSS_SCALER MODEL_FILE_PREFIX MODEL_FILE_SUFFIX
-            OPTIMIZER_STATE_DICT OPTIM_FILE_SUFFIX ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAM
-            PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
-            PARAMETER_WITH_SUB_PARAMS PARAM_GROUPS PARAM_N_SUB_PARAMS PARAM_SHAPES PARAM_SLICE_MAPPINGS PARTITION_COUNT
-            PIPELINE_REPLICATED_PARAMETER_PATTERNS SINGLE_PARTITION_OF_FP32_GROUPS SUB_PARAMS_SHAPE SUB_PARAM_SHAPE
-            TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY
-            UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS VOCAB_TENSOR ZERO_FILE_PREFIX ZERO_STAGE
-        """,
+        "constants": " ".join(CHECKPOINT),
     },
     "comm": {
         "comm": """
@@ -226,15 +218,20 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "utils.tensor_fragment": _ACCESS,
     "utils.z3_leaf_module": {"onefold.utils": _LEAF_MODULES},
+    "utils.zero_to_fp32": {
+        "onefold.utils.zero_to_fp32": """
+            convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
+            load_state_dict_from_zero_checkpoint
+        """,
+    },
 }
 
-# What is not offered: its modules, and the names of them that others import.
+# What is not offered: its modules, separated by spaces, and the names that others import from any of them.
 NOT_OFFERED: dict[str, dict[str, str]] = {
     "1-bit optimizers": {
-        "runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
-        "runtime.fp16.onebit.adam": "OnebitAdam",
-        "runtime.fp16.onebit.lamb": "OnebitLamb",
-        "runtime.fp16.onebit.zoadam": "ZeroOneAdam",
+        "runtime.fp16.onebit runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam": """
+            OnebitAdam OnebitLamb ZeroOneAdam
+        """,
     },
     "DeepSpeed's quantized linear layers": {"linear": "OptimizedLinear LoRAConfig QuantizationConfig"},
     "DeepSpeed's transformer kernels": {
@@ -243,12 +240,10 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         """,
     },
     "LAMB (its trust ratio needs whole tensors, and shards are parts of them)": {
-        "ops.lamb": "FusedLamb",
-        "ops.lamb.fused_lamb": "FusedLamb",
+        "ops.lamb ops.lamb.fused_lamb": "FusedLamb",
     },
     "a search for a config inside training (`onefold tune` searches before it)": {
-        "autotuning": "Autotuner",
-        "autotuning.autotuner": "Autotuner",
+        "autotuning autotuning.autotuner": "Autotuner",
     },
     "asynchronous optimizer steps (zenflow)": {
         "ops.adam.zenflow_cpu_adam": "ZenFlowCPUAdam",
@@ -271,9 +266,8 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "runtime.comm.nccl": "NcclBackend",
     },
     "compression": {
-        "compression": "init_compression redundancy_clean student_initialization",
+        "compression compression.compress": "init_compression redundancy_clean student_initialization",
         "compression.basic_layer": "Embedding_Compress LinearLayer_Compress",
-        "compression.compress": "init_compression redundancy_clean student_initialization",
     },
     "compiler passes over a graph (compile the blocks, or call engine.compile)": {
         "compile.passes": "run_opt_passes",
@@ -282,12 +276,10 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         """,
     },
     "elastic batch sizes (any checkpoint loads on any number of ranks: set the batch keys for the new number)": {
-        "elasticity": """
+        "elasticity elasticity.config elasticity.elasticity": """
             compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent ElasticityConfig
             ElasticityConfigError ElasticityError
         """,
-        "elasticity.config": "ElasticityConfig ElasticityConfigError ElasticityError",
-        "elasticity.elasticity": "compute_elastic_config elasticity_enabled",
     },
     "dropping layers while training": {"runtime.progressive_layer_drop": "ProgressiveLayerDrop"},
     "estimates of curvature": {"runtime.eigenvalue": "Eigenvalue"},
@@ -300,16 +292,11 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     "generation inside training by inference kernels": {"runtime.hybrid_engine": "DeepSpeedHybridEngine"},
     "inference kernels": {"inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig"},
     "kernel injection and automatic tensor parallelism": {
-        "module_inject": """
+        "module_inject module_inject.auto_tp module_inject.layers module_inject.policy": """
             replace_transformer_layer replace_policies ReplaceWithTensorSlicing LinearLayer LinearAllreduce DSPolicy
-            HFBertLayerPolicy
+            HFBertLayerPolicy AutoTP EmbeddingLayer LmHeadLinearAllreduce Normalize OPTEmbedding RMSNormalize
+            TensorParallel_Layer TransformerPolicy
         """,
-        "module_inject.auto_tp": "AutoTP ReplaceWithTensorSlicing",
-        "module_inject.layers": """
-            EmbeddingLayer LinearAllreduce LinearLayer LmHeadLinearAllreduce Normalize OPTEmbedding RMSNormalize
-            TensorParallel_Layer
-        """,
-        "module_inject.policy": "DSPolicy TransformerPolicy",
         "module_inject.replace_module": "ReplaceWithTensorSlicing replace_transformer_layer",
         "module_inject.replace_policy": "replace_policies",
     },
@@ -319,32 +306,31 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         """,
     },
     "pipeline parallelism": {
-        "pipe": "PipelineModule LayerSpec TiedLayerSpec",
-        "runtime.pipe": "PipelineModule LayerSpec ProcessTopology TiedLayerSpec",
+        "pipe runtime.pipe runtime.pipe.module runtime.pipe.topology": """
+            PipelineModule LayerSpec TiedLayerSpec ProcessTopology PipelineError PipeDataParallelTopology
+            PipeModelDataParallelTopology PipelineParallelGrid
+        """,
         "runtime.pipe.engine": "PipelineEngine",
-        "runtime.pipe.module": "PipelineError PipelineModule LayerSpec TiedLayerSpec",
         "runtime.pipe.p2p": "can_send_recv init_process_groups recv recv_obj send send_obj wait",
         "runtime.pipe.schedule": """
             BackwardPass DataParallelSchedule ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction
             PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule
         """,
-        "runtime.pipe.topology": """
-            PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology
-        """,
     },
     "optimizers by hand for Muon (write the optimizer type Muon, or pass torch.optim.Muon with torch.optim.AdamW)": {
-        "runtime.zero.muon.muon_optimizer": "MuonWithAuxAdam",
-        "runtime.zero.muon.original_muon": "Muon MuonWithAuxAdam SingleDeviceMuon adam_update muon_update",
+        "runtime.zero.muon.muon_optimizer runtime.zero.muon.original_muon": """
+            MuonWithAuxAdam Muon SingleDeviceMuon adam_update muon_update
+        """,
     },
     "quantization while training": {
-        "ops.fp_quantizer": "FP_Quantize Quantizer",
+        "ops.fp_quantizer runtime.quantize": "FP_Quantize Quantizer",
         "ops.quantizer": "ds_quantizer",
-        "runtime.quantize": "Quantizer",
         "runtime.weight_quantizer": "WeightQuantization",
     },
     "random token dropping": {
-        "runtime.data_pipeline.data_routing": "RandomLayerTokenDrop RandomLTDScheduler",
-        "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
+        "runtime.data_pipeline.data_routing runtime.data_pipeline.data_routing.basic_layer": """
+            RandomLayerTokenDrop RandomLTDScheduler
+        """,
         "runtime.data_pipeline.data_routing.helper": """
             convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd
         """,
@@ -357,8 +343,9 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     },
     "sampling by difficulty": {
         "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
-        "runtime.data_pipeline.data_sampling": "DeepSpeedDataSampler DataAnalyzer",
-        "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
+        "runtime.data_pipeline.data_sampling runtime.data_pipeline.data_sampling.data_analyzer": """
+            DeepSpeedDataSampler DataAnalyzer DistributedDataAnalyzer
+        """,
         "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
     },
     "sparse gradients": {"runtime.sparse_tensor": "SparseTensor"},
@@ -376,20 +363,15 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "sequence.layer": "DistributedAttention",
     },
     "sparse attention kernels": {
-        "ops.sparse_attention": """
+        "ops.sparse_attention ops.sparse_attention.sparsity_config": """
             BertSparseSelfAttention BigBirdSparsityConfig BSLongformerSparsityConfig DenseSparsityConfig
             FixedSparsityConfig LocalSlidingWindowSparsityConfig MatMul Softmax SparseAttentionUtils SparseSelfAttention
             SparsityConfig VariableSparsityConfig
         """,
-        "ops.sparse_attention.sparsity_config": """
-            BigBirdSparsityConfig BSLongformerSparsityConfig DenseSparsityConfig FixedSparsityConfig
-            LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig
-        """,
     },
     "tensor parallelism": {"runtime.tensor_parallel": "tp_model_init TpTrainingManager get_tensor_parallel_config"},
     "the flops profiler (onefold.Profiling times a loop)": {
-        "profiling.flops_profiler": "FlopsProfiler get_model_profile",
-        "profiling.flops_profiler.profiler": "FlopsProfiler get_model_profile",
+        "profiling.flops_profiler profiling.flops_profiler.profiler": "FlopsProfiler get_model_profile",
     },
     "the kernels of DeepSpeed4Science": {"ops.deepspeed4science": "DS4Sci_EvoformerAttention EvoformerFusedAttention"},
     "the internals of DeepSpeed's stage 3 (onefold.zero.GatheredParameters gathers, the engine prefetches)": {

@@ -321,19 +321,36 @@ def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: read(self._config.settings)
 
 
+# Keys at the top of a config, in `flops_profiler` and in `zero_optimization` whose getter has their name.
+_TOP = """
+    dataloader_drop_last dump_state gradient_predivide_factor log_level managed_gradient_accumulation memory_breakdown
+    steps_per_print wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+"""
+_FLOPS_PROFILER = "detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules"
+_ZERO = """
+    allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint ignore_unused_parameters
+    legacy_stage1 load_from_fp32_weights log_trace_cache_warnings reduce_bucket_size reduce_scatter
+    round_robin_gradients save_muon_momentum_buffer_in_memory stage3_allgather_sequential stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold
+    stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
+    zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+"""
+
+
+def _getter_of_zero(key: str) -> str:
+    """Return DeepSpeed's getter of a key of `zero_optimization`: `zero_reduce_scatter` for `reduce_scatter`."""
+    return f"zero_{key.removeprefix('zero_').removeprefix('stage3_')}"
+
+
 # Getters that return a key of the config.
 _KEYS = {
+    **{key: key for key in _TOP.split()},
+    **{f"flops_profiler_{key}": f"flops_profiler.{key}" for key in _FLOPS_PROFILER.split()},
+    **{_getter_of_zero(key): f"zero_optimization.{key}" for key in _ZERO.split()},
     "aio_config": "aio",
     "autotuning_enabled": "autotuning.enabled",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
     "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-    "flops_profiler_detailed": "flops_profiler.detailed",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "flops_profiler_module_depth": "flops_profiler.module_depth",
-    "flops_profiler_output_file": "flops_profiler.output_file",
-    "flops_profiler_profile_step": "flops_profiler.profile_step",
-    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    "flops_profiler_top_modules": "flops_profiler.top_modules",
     "is_deepcompile_enabled": "compile.deepcompile",
     "super_offload": "zero_optimization.offload_optimizer.super_offload",
     "swap_tensor_config": "aio",
@@ -341,51 +358,17 @@ _KEYS = {
     "torch_autocast_dtype": "torch_autocast.dtype",
     "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "zenflow_config": "zero_optimization.zenflow",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "dump_state": "dump_state",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "gradient_predivide_factor": "gradient_predivide_factor",
     "load_universal_checkpoint": "checkpoint.load_universal",
-    "log_level": "log_level",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "memory_breakdown": "memory_breakdown",
-    "steps_per_print": "steps_per_print",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
-    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
     "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
 }
 for _name, _path in _KEYS.items():

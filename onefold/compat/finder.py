@@ -20,7 +20,10 @@ from onefold.compat import deepspeed_names, not_offered
 ROOT = "onefold.compat.deepspeed"
 MODULES = {path: module for module, paths in deepspeed_names.MODULES.items() for path in paths.split()}
 NOT_OFFERED = {
-    path: (what, names.split()) for what, paths in deepspeed_names.NOT_OFFERED.items() for path, names in paths.items()
+    path: (what, names.split())
+    for what, rows in deepspeed_names.NOT_OFFERED.items()
+    for paths, names in rows.items()
+    for path in paths.split()
 }
 PATHS = {*MODULES, *deepspeed_names.NAMES, *NOT_OFFERED}
 
@@ -38,50 +41,67 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         name = fullname.removeprefix(f"{ROOT}.")
-        is_package = _is_package(name)
-        if name == fullname or not (name in PATHS or is_package):
+        if name == fullname or not (name in PATHS or _is_package(name)):
             return None
-        file = _spec_of(name).origin if name in MODULES else deepspeed_names.__file__
-        spec = importlib.machinery.ModuleSpec(fullname, _Loader(name), origin=file, is_package=is_package)
+        loader = AliasLoader(f"onefold.compat.{MODULES[name]}", name) if name in MODULES else _NamesLoader(name)
+        spec = importlib.machinery.ModuleSpec(fullname, loader, origin=loader.file, is_package=_is_package(name))
         spec.has_location = True  # modules have a `__file__`
         return spec
 
 
-class _Loader(Loader):
-    """Returns the module of `onefold.compat` that a path stands for, or makes one that has only names."""
+class AliasLoader(Loader):
+    """Loads a module under a second name, so that there is one module and one set of classes.
+
+    A `path` of the table adds the names that it lists for this module.
+    """
+
+    def __init__(self, module: str, path: str | None = None) -> None:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        self._spec, self._path = spec, path
+        self.file = spec.origin
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._spec.name)
+        self._first_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._first_spec  # the import system has set that of the second name
+        if self._path is not None:
+            _add_names(module, self._path)
+
+    def get_code(self, fullname: str) -> Any:
+        """Return the code that `python -m deepspeed.launcher.runner` runs."""
+        return self._spec.loader.get_code(self._spec.name)  # type: ignore[union-attr]
+
+
+class _NamesLoader(Loader):
+    """Makes a module that has only names."""
+
+    file = deepspeed_names.__file__
 
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        if self._path not in MODULES:
-            return None  # a plain module
-        module = importlib.import_module(f"onefold.compat.{MODULES[self._path]}")
-        self._own_spec = module.__spec__
-        return module
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None  # a plain module
 
     def exec_module(self, module: ModuleType) -> None:
-        path = self._path
-        if path in MODULES:
-            module.__spec__ = self._own_spec  # the import system has replaced it
-        else:
-            module.__doc__ = f"Names of `deepspeed.{path}` that live in other modules."
-        if path in NOT_OFFERED:
-            what, names = NOT_OFFERED[path]
-            module.__doc__ = f"Not offered: {what}."
-            for name in names:
-                setattr(module, name, not_offered.class_of(name, what, module.__name__))
-        if path in deepspeed_names.NAMES or _is_package(path):
-            vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_names(module, path)
-        if path not in MODULES:
-            vars(module)["__all__"] = [name for name in dir(module) if not name.startswith("_")]
+        what, names = NOT_OFFERED.get(self._path, ("", []))
+        module.__doc__ = f"Not offered: {what}." if what else "Names that live in other modules."
+        for name in names:
+            setattr(module, name, not_offered.class_of(name, what, module.__name__))
+        _add_names(module, self._path)
+        vars(module)["__all__"] = [name for name in dir(module) if not name.startswith("_")]
 
-    def get_code(self, fullname: str) -> Any:
-        """Return the code that `python -m` runs, or None for a module that has only names."""
-        if self._path not in MODULES:
-            return None
-        spec = _spec_of(self._path)
-        return spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+    def get_code(self, fullname: str) -> None:
+        return None  # nothing for `python -m` to run
+
+
+def _add_names(module: ModuleType, path: str) -> None:
+    if path in deepspeed_names.NAMES or _is_package(path):
+        vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_names(module, path)
 
 
 def lazy_names(module: ModuleType, path: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -120,9 +140,3 @@ def _absolute(source: str) -> str:
 
 def _is_package(path: str) -> bool:
     return any(other.startswith(f"{path}.") for other in PATHS)
-
-
-def _spec_of(path: str) -> importlib.machinery.ModuleSpec:
-    spec = importlib.util.find_spec(f"onefold.compat.{MODULES[path]}")
-    assert spec is not None
-    return spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,44 +82,14 @@ class DynamicLossScaler(LossScalerBase):
         scale.value = _positive(f"dynamic_loss_args['{INITIAL_LOSS_SCALE}']", init_scale)
         super().__init__(scale)
 
-    @property
-    def _dynamic(self) -> DynamicLossScale:
-        assert isinstance(self._scale, DynamicLossScale)
-        return self._scale
-
-    @property
-    def cur_iter(self) -> int:
-        return self._dynamic.iteration
-
-    @property
-    def last_overflow_iter(self) -> int:
-        return self._dynamic.last_overflow_iteration
-
-    @property
-    def scale_window(self) -> int:
-        return self._dynamic.window
-
-    @property
-    def scale_factor(self) -> float:
-        return 2.0
-
-    @property
-    def min_scale(self) -> float:
-        return self._dynamic.min_scale
-
-    min_loss_scale = min_scale
-
-    @property
-    def delayed_shift(self) -> int:
-        return self._dynamic.hysteresis
-
-    @property
-    def cur_hysteresis(self) -> int:
-        return self._dynamic.remaining_hysteresis
-
-    @property
-    def consecutive_hysteresis(self) -> bool:
-        return self._dynamic.consecutive_hysteresis
+    scale_factor = 2.0
+    cur_iter = property(attrgetter("_scale.iteration"))
+    last_overflow_iter = property(attrgetter("_scale.last_overflow_iteration"))
+    scale_window = property(attrgetter("_scale.window"))
+    min_scale = min_loss_scale = property(attrgetter("_scale.min_scale"))
+    delayed_shift = property(attrgetter("_scale.hysteresis"))
+    cur_hysteresis = property(attrgetter("_scale.remaining_hysteresis"))
+    consecutive_hysteresis = property(attrgetter("_scale.consecutive_hysteresis"))
 
 
 def scaler_of(scale: LossScale) -> LossScalerBase:
@@ -156,9 +127,3 @@ def _positive(name: str, value: float) -> float:
     if value <= 0:
         raise ValueError(f"{name} must be greater than 0, not {value}")
     return float(value)
-
-
-__all__ = [
-    "CreateLossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler", "LossScalerBase",
-    "scaler_of",
-]  # fmt: skip

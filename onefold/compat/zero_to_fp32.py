@@ -1,4 +1,4 @@
-"""Whole weights of a checkpoint, one of onefold's or one of DeepSpeed's."""
+"""The functions of DeepSpeed's zero_to_fp32 that `onefold.utils.zero_to_fp32` does not have."""
 
 from __future__ import annotations
 
@@ -18,27 +18,12 @@ from onefold.compat.as_deepspeed import VERSION
 from onefold.compat.config import read_config
 from onefold.compat.config_models import ZeroStageEnum
 from onefold.compat.not_offered import NotOffered
-from onefold.utils.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    main,
-)
+from onefold.utils.zero_to_fp32 import main
 
-__all__ = [
-    "OUTPUT_DTYPE_NAMES",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_model_state_files",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-    "main",
-    "to_torch_tensor",
-]
-
-OUTPUT_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()} | DTYPES
+_LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+EXPORT_DTYPES = _LONG_NAMES | {name: name for name in DTYPES}
+"""Dtypes of `export` by the names that DeepSpeed has for them."""
+OUTPUT_DTYPE_NAMES = {name: DTYPES[known] for name, known in EXPORT_DTYPES.items()}
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -55,7 +40,7 @@ def convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
         tag=tag,
-        dtype=next(name for name, known in DTYPES.items() if known is _output_dtype(dtype)),
+        dtype=EXPORT_DTYPES[_dtype_name(dtype)],
         file_format="safetensors" if safe_serialization else "bin",
         max_shard_size=max_shard_size,
         exclude_frozen=exclude_frozen_parameters,
@@ -66,7 +51,7 @@ def to_torch_tensor(
     state_dict: dict[str, Any], return_empty_tensor: bool = False, dtype: str | torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Return a state dict of tensors, read from disk and cast. Tied names remain tied."""
-    wanted = None if dtype is None else _output_dtype(dtype)
+    wanted = None if dtype is None else OUTPUT_DTYPE_NAMES[_dtype_name(dtype)]
     made: dict[int, torch.Tensor] = {}
     for tensor in state_dict.values():
         if id(tensor) not in made:
@@ -77,11 +62,11 @@ def to_torch_tensor(
     return {name: made[id(tensor)] for name, tensor in state_dict.items()}
 
 
-def _output_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    found = OUTPUT_DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
-    if found is None:
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.").lower()
+    if name not in OUTPUT_DTYPE_NAMES:
         raise ValueError(f"Unsupported output dtype {dtype!r}: it is one of {', '.join(OUTPUT_DTYPE_NAMES)}")
-    return found
+    return name
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
