@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,17 +106,21 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line of zero_to_fp32.py."""
+def main(
+    argv: Sequence[str] | None = None, *, prog: str = "zero_to_fp32.py", dtypes: Mapping[str, str] | None = None
+) -> None:
+    """Run the command line of zero_to_fp32.py. `dtypes` adds --dtype, with the names that users type for dtypes."""
     parser = argparse.ArgumentParser(
-        prog="zero_to_fp32.py",
-        description="Write the weights of a checkpoint, whole and in fp32. No GPU is needed, and little memory.",
+        prog=prog,
+        description="Write the unsharded weights of a checkpoint, in fp32. No GPU is needed, and little memory.",
         epilog="example: python zero_to_fp32.py . fp32_weights --tag global_step100. `onefold export` also writes bf16 "
         "and fp16.",
     )
     add = parser.add_argument
     add("checkpoint_dir", help="the folder with `latest` and the tags' folders, or a tag's folder")
     add("output_dir", help="the folder to write to")
+    if dtypes is not None:
+        add("--dtype", required=True, choices=sorted(dtypes), help="the dtype of floating-point weights")
     add("--max_shard_size", default="5GB", help="where to cut into several files: 500MB, 5GB (default), 2GiB")
     add("--safe_serialization", action="store_true", help="safetensors (streamed) instead of pytorch_model.bin")
     add("-t", "--tag", help="which checkpoint (default: what `latest` names)")
@@ -132,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.checkpoint_dir,
             options.output_dir,
             tag=options.tag,
+            dtype="fp32" if dtypes is None else dtypes[options.dtype],
             file_format="safetensors" if options.safe_serialization else "bin",
             max_shard_size=options.max_shard_size,
             exclude_frozen=options.exclude_frozen_parameters,
@@ -140,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (CheckpointError, ExportError, OSError) as error:
         if options.debug:
             raise
-        sys.exit(f"zero_to_fp32.py: {error}")
+        sys.exit(f"{prog}: {error}")
     print(f"{exported.num_tensors} tensors of {exported.checkpoint} in {', '.join(map(str, exported.files))}")
 
 

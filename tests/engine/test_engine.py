@@ -29,13 +29,13 @@ from models import (
     train,
     weights_of,
 )
+from onefold.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
 from onefold import ConfigError
 from onefold.compat import deepspeed
-from onefold.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from onefold.compat.engine_getters import EngineGetters
 from onefold.runtime import handle_of
 from onefold.utils import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from covering import covering
 from models import batches, config, first_difference, more, net, precision, start, train, weights_of
+from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 import onefold
 from onefold.compat import deepspeed
-from onefold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from onefold.utils import safe_get_full_fp32_param
 
 
