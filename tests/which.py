@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # Modules without their folder `onefold/`; tests by folder and name, without `test_` and `.py`. Tests that need a GPU
 # are named for kernels: `make test-gpu` runs them.
 ELSEWHERE = {
-    "__init__.py": "project/floors engine/engine",
+    "__init__.py": "project/architecture engine/engine",
     "allocator.py": "offload/resident_memory",
     "checkpoint/loading/load.py": "engine/loader offload/offload_cases",
     "checkpoint/state/random_states.py": "engine/loader",

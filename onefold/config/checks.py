@@ -50,7 +50,7 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         param = replace(param, device="cpu", **pins)
     if pins and not (zero.cpu_offload or zero.cpu_offload_param):
         given.old_spellings.append(
-            "zero_optimization.cpu_offload_use_pin_memory: nothing reads it without zero_optimization.cpu_offload"
+            "zero_optimization.cpu_offload_use_pin_memory: it has no effect without zero_optimization.cpu_offload"
         )
     optimizer = replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True))
     param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
@@ -61,7 +61,7 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         asked = given.values.get("onefold.state_dtype", "int8")
         if asked != "int8":
             raise ConfigError(
-                f"optimizer.type = {config.optimizer.type} has states of 8 bits, and onefold.state_dtype = {asked}; "
+                f"optimizer.type = {config.optimizer.type} selects 8-bit states, but onefold.state_dtype = {asked}; "
                 "keep one of them"
             )
     return replace(
@@ -91,8 +91,8 @@ def _folder(path: str, given: str) -> str:
         raise wrong(path, given, "the name of a folder")
     if "$" in folder or folder.startswith("~"):
         raise ConfigError(
-            f"{path} = {given!r}: {folder!r} is left of it, so it names a variable or a user that is not known here; "
-            "export the variable on every node, or write the folder out"
+            f"{path} = {given!r}: {folder!r} contains a variable or a user that is not known on this node; export the "
+            "variable on every node, or write the whole path"
         )
     return folder
 
@@ -146,7 +146,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     others = {"zero_optimization.zenflow": zero.zenflow, "compile.deepcompile": config.compile.deepcompile}
     for name, asked in others.items():
         if asked and config.gradient_allreduce_op == "sum":
-            yield f"gradient_allreduce_op = sum does not go with {name}; write mean, and scale the loss"
+            yield f"gradient_allreduce_op = sum cannot be combined with {name}; write mean, and scale the loss"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         yield (
             "zero_optimization.offload_optimizer needs stage 1, 2 or 3 (stage is 0); "
@@ -184,8 +184,8 @@ def _state_contradictions(config: Config) -> Iterator[str]:
     own, bf16 = config.onefold, config.bf16
     if own.master_dtype != "fp32" and not bf16.enabled:
         yield (
-            f"onefold.master_dtype = {own.master_dtype} is of bf16 weights, and bf16.enabled is not true; "
-            "set it, or leave master_dtype out"
+            f"onefold.master_dtype = {own.master_dtype} needs bf16 weights; set bf16.enabled to true, or leave "
+            "master_dtype out"
         )
     if bf16.enabled and bf16.bf16_master_weights_and_grads and own.master_dtype not in ("fp32", "bf16"):
         yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ; keep one"
@@ -193,7 +193,7 @@ def _state_contradictions(config: Config) -> Iterator[str]:
         yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ; keep one of them"
     name = config.optimizer.type if config.optimizer is not None else ""
     if is_8bit(name) and bf16.enabled and bf16.bf16_optimizer_states:
-        yield f"optimizer.type = {name} has states of 8 bits, and bf16.bf16_optimizer_states is set; keep one of them"
+        yield f"optimizer.type = {name} selects 8-bit states, but bf16.bf16_optimizer_states is set; keep one of them"
 
 
 # -- notices and refusals for the given keys -------------------------------------------------------------------------
@@ -218,10 +218,12 @@ def find_notices(config: Config, given: GivenKeys) -> list[str]:
         if uses_nvme or not path.startswith("aio."):
             lines += _notice(config, given, path, entry, value)
     if not uses_nvme and any(path.startswith("aio.") for path in given.values):
-        lines.append("aio: nothing is offloaded to NVMe, so nothing reads it")
+        lines.append("aio: it has no effect unless states are offloaded to NVMe")
     for name, device in devices.items():
         if getattr(zero, name).nvme_path and device != "nvme":
-            lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {device})")
+            lines.append(
+                f"zero_optimization.{name}.nvme_path: it has no effect unless device is nvme (device is {device})"
+            )
     lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.is_requested(value)})
     return lines
 
@@ -234,46 +236,46 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
     zero, own = config.zero_optimization, config.onefold
     if zero.stage == 3 and zero.offload_param.device != "none" and zero.offload_optimizer.device == "none":
         yield (
-            "zero_optimization.offload_param: shards are cast from masters, which are stored on the device without "
+            "zero_optimization.offload_param: shards are cast from master weights, which stay on the device without "
             "zero_optimization.offload_optimizer; only frozen parameters are offloaded"
         )
     if config.data_types.keep_in_fp32_modules and config.compute_dtype == "fp32":
-        yield "data_types.keep_in_fp32_modules: buffers follow no other format without bf16.enabled or fp16.enabled"
+        yield "data_types.keep_in_fp32_modules: it has no effect without bf16.enabled or fp16.enabled"
     fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
     for name in ("device_memory", "host_memory"):
         if getattr(own, name) is not None and not fills_tiers:
-            yield f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it'
+            yield f'onefold.{name}: it has no effect unless zero_optimization.offload_optimizer.ratio is "auto"'
     if fills_tiers and zero.offload_optimizer.max_in_cpu:
         yield (
-            "zero_optimization.offload_optimizer.max_in_cpu: with ratio "
-            '"auto" the host is filled up to onefold.host_memory'
+            'zero_optimization.offload_optimizer.max_in_cpu: it has no effect with ratio "auto", which fills host '
+            "memory up to onefold.host_memory"
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
-        yield "onefold.trace.path: nothing is written without onefold.trace.steps or onefold.trace.memory_snapshot"
+        yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
     if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
-        yield f"onefold.int8_min_numel: nothing reads it without onefold.state_dtype = int8 (it is {own.state_dtype})"
+        yield f"onefold.int8_min_numel: it has no effect without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and config.state_dtype == "fp32":
-        yield "onefold.fp32_state_names: all states are fp32 without onefold.state_dtype"
+        yield "onefold.fp32_state_names: it has no effect, because all states are fp32 without onefold.state_dtype"
     if own.offloaded_step != "auto" and (zero.offload_optimizer.device == "none" or own.delayed_host_step):
         cause = "with" if own.delayed_host_step else "without"
         other = "onefold.delayed_host_step" if own.delayed_host_step else "zero_optimization.offload_optimizer"
-        yield f"onefold.offloaded_step: nothing reads it {cause} {other}"
+        yield f"onefold.offloaded_step: it has no effect {cause} {other}"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
-        yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
+        yield "onefold.delayed_host_step: it has no effect without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
-        yield "communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers"
+        yield "communication_data_type: it has no effect with zero_optimization.zero_quantized_gradients"
     if "onefold.node_sums_dtype" in asked and (own.collective != "auto" or zero.zero_quantized_gradients):
         cause = "zero_optimization.zero_quantized_gradients" if own.collective == "auto" else "onefold.collective"
-        yield f"onefold.node_sums_dtype: with this {cause} node sums have no data type"
+        yield f"onefold.node_sums_dtype: it has no effect with this {cause}"
     if zero.mics_shard_size == 0:
         yield "zero_optimization.mics_shard_size = 0: states are sharded over all ranks, as with -1"
     if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:
-        yield "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead where overlap_comm is false"
+        yield "zero_optimization.stage3_prefetch_bucket_size: it has no effect if overlap_comm is false"
     if config.gradient_allreduce_op == "sum":
         divides = ("prescale_gradients", "gradient_predivide_factor")
-        yield from (f"{name}: gradient_allreduce_op sum divides nothing" for name in divides if name in asked)
+        yield from (f"{name}: it has no effect with gradient_allreduce_op sum" for name in divides if name in asked)
     elif config.prescale_gradients and "gradient_predivide_factor" in asked:
-        yield "gradient_predivide_factor: prescale_gradients divides by the number of ranks before adding"
+        yield "gradient_predivide_factor: it has no effect with prescale_gradients, which divides by all ranks"
     if config.fp16.loss_scale > 0 and _scales_loss(config):
         fixed = (f"fp16.{name}" for name in _DYNAMIC)
         yield from (f"{path}: it has no effect with a fixed fp16.loss_scale" for path in fixed if path in asked)
@@ -294,15 +296,14 @@ def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, valu
     if key.notice is not None and entry.is_requested(value):
         yield f"{shown}: {key.notice}"
     elif key.from_stage > stage and _is_intended(entry, value):
-        stages = "stage 3 reads it" if key.from_stage == 3 else f"stages {key.from_stage} to 3 read it"
-        yield f"{shown}: only {stages} (stage is {stage})"
+        yield f"{shown}: it has no effect below stage {key.from_stage} (stage is {stage})"
     elif key.switch is not None and entry.is_requested(value) and not _is_on(config, path, entry):
         switch = f"{path.rpartition('.')[0]}.{key.switch}"
         needed = switch if key.needs is None else f"{switch} = {key.needs}"
         has = f" (it is {json.dumps(attrgetter(switch)(config))})" if switch in given.mentioned else ""
-        yield f"{shown}: nothing reads it without {needed}{has}"
+        yield f"{shown}: it has no effect without {needed}{has}"
     elif entry.is_free and key.refused is not None and value and not _only_switches(value):
-        yield f"{path}: it is off, so nothing else in it is read"
+        yield f"{path}: the feature is off, so its other keys have no effect"
 
 
 def _is_on(config: Config, path: str, entry: SectionKey) -> bool:
@@ -360,7 +361,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     the accumulation is 1.
     """
     if world_size < 1:
-        raise ConfigError(f"world size {world_size}: there is at least one rank")
+        raise ConfigError(f"world size {world_size}: expected at least 1")
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -429,13 +430,13 @@ def check_topology(config: Config, world_size: int) -> None:
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:
-        raise ConfigError("zero_optimization.mics_shard_size = 1 shards nothing: that is stage 0")
+        raise ConfigError("zero_optimization.mics_shard_size = 1 does not shard anything; use stage 0")
     hpz, quantized = zero.zero_hpz_partition_size > 1, zero.zero_quantized_gradients
     for name, asked in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
         if asked:
             raise ConfigError(
-                f"zero_optimization.mics_shard_size keeps gathers inside its groups and adds gradients in two hops of "
-                f"its own: leave out {name}, or mics_shard_size"
+                f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
+                f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
             )
 
 

@@ -53,7 +53,9 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
         if decoded is not None:
             return parse_json(decoded, "base64 config")
         if isinstance(source, str) and source.lstrip().startswith("{"):
-            raise ConfigError("the config is JSON text; pass its path, or json.loads of it") from error
+            raise ConfigError(
+                "the config is JSON text; pass the path of a file, or the result of json.loads"
+            ) from error
         raise ConfigError(f"{path}: cannot read the config ({error.strerror or error})") from error
     if path.suffix.lower() in (".yaml", ".yml"):
         return parse_yaml(text, str(path))
@@ -123,7 +125,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _too_deep(name: str) -> ConfigError:
     return ConfigError(
         f"{name}: nested more than {_MAX_DEPTH} levels deep, or with more than {_MAX_VALUES} values on one level; "
-        "no config is"
+        "check the file"
     )
 
 
@@ -180,7 +182,7 @@ def _without_duplicates(value: Any, path: str, name: str) -> Any:
 
 def _top(parsed: Any, name: str) -> dict[str, Any]:
     if not isinstance(parsed, Mapping):
-        raise ConfigError(f"{name}: a config is an object of keys and values, this is {shown(parsed)}")
+        raise ConfigError(f"{name}: expected an object of keys and values, not {shown(parsed)}")
     return {str(key): value for key, value in without_comments(parsed).items()}
 
 
@@ -280,7 +282,7 @@ def translate_accelerate(document: Mapping[str, Any], folder: str | None = None)
         _top_key(result, name, value)
     launcher = _non_default(inner, _DEEPSPEED_LAUNCHER, "deepspeed_config.") + _non_default(document, _LAUNCHER, "")
     if launcher:
-        result.notices.append(f"{', '.join(launcher)}: the launcher reads what starts processes; a config does not")
+        result.notices.append(f"{', '.join(launcher)}: these keys are for the launcher, and have no effect in a config")
     return result
 
 

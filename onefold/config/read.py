@@ -133,7 +133,7 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
         value = _read_scalar(entry, written or present)
         for item in (item for item in present if written and item.dotted):
             if read_value(item.path, item.value, entry) != value:  # TRL adds such keys; DeepSpeed never reads them
-                given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section says {value!r}, which counts')
+                given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section has {value!r}, which is used')
         if entry.key.fraction and as_number(present[0].value) != value:
             given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
         given.names_in_file[path] = present[0].path

@@ -141,7 +141,7 @@ def _placements(plan: Plan, persistent: int, num_parameters: int) -> tuple[str, 
     parameters = "replicated: every rank holds all of them"
     if plan.shards_parameters:
         over = f" over every {plan.num_shards} ranks" if plan.num_replicas > 1 else ""
-        parameters = f"sharded{over}: whole only while they are used"
+        parameters = f"sharded{over}: unsharded only while they are used"
         if plan.node_shard_size > 1:
             parameters += f", a secondary shard among every {plan.node_shard_size} ranks"
         if 0 < persistent < num_parameters:
@@ -150,7 +150,7 @@ def _placements(plan: Plan, persistent: int, num_parameters: int) -> tuple[str, 
             parameters = "unsharded: all are below the persistence threshold, and every rank holds all of them"
     gradients = "sharded after every micro-step"
     if plan.keeps_unsharded_gradient:
-        gradients = "whole until the accumulation boundary, then "
+        gradients = "unsharded until the accumulation boundary, then "
         gradients += "sharded" if plan.shards_states else "averaged"
     states = "replicated: every rank steps everything"
     if plan.shards_states:
@@ -160,4 +160,4 @@ def _placements(plan: Plan, persistent: int, num_parameters: int) -> tuple[str, 
 
 def _stored(part: StatePlan) -> str:
     place = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[part.tier]
-    return place if part.wire is Wire.NATIVE else f"{place}, travelling as {part.wire.value}"
+    return place if part.wire is Wire.NATIVE else f"{place}, communicated as {part.wire.value}"

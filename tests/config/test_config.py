@@ -120,7 +120,7 @@ def test_every_default_written_out_loads_and_refuses_nothing() -> None:
     config = load_config(written(Config))
     assert config.refusals == ()
     # What only some stages or NVMe read is said even at its default; nothing else is.
-    assert all("only stage" in line or line.startswith("aio") for line in config.notices), config.notices
+    assert all("below stage" in line or line.startswith("aio") for line in config.notices), config.notices
 
 
 def test_config_is_frozen_and_passes_through() -> None:
@@ -238,9 +238,9 @@ def test_a_section_counts_more_than_a_dotted_key_beside_it() -> None:
     key = "zero_optimization.stage3_param_persistence_threshold"
     config = load_config({key: 320, **zero(stage=3, stage3_param_persistence_threshold=0)})
     assert config.zero_optimization.stage3_param_persistence_threshold == 0
-    assert f'"{key}" = 320: the section says 0, which counts' in config.notices
+    assert f'"{key}" = 320: the section has 0, which is used' in config.notices
     assert load_config({key: 320}).zero_optimization.stage3_param_persistence_threshold == 320
-    assert not any("which counts" in line for line in load_config({key: 0, **zero(stage=3)}).notices)
+    assert not any("which is used" in line for line in load_config({key: 0, **zero(stage=3)}).notices)
 
 
 @pytest.mark.parametrize("name", ["stage3_prefetch_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters"])
@@ -630,29 +630,35 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         (zero(stage=2, cpu_offload=True), "zero_optimization.cpu_offload"),
         (
             {"communication_data_type": "fp32", **zero(stage=3, zero_quantized_gradients=True)},
-            "communication_data_type: with zero_optimization.zero_quantized_gradients",
+            "communication_data_type: it has no effect with zero_optimization.zero_quantized_gradients",
         ),
-        (zero(zero_quantized_weights=True, stage=2), "zero_optimization.zero_quantized_weights = true: only stage 3"),
-        (zero(zeropp_loco_param={"err_beta": 0.5}), "zero_optimization.zeropp_loco_param: nothing reads it without"),
+        (
+            zero(zero_quantized_weights=True, stage=2),
+            "zero_optimization.zero_quantized_weights = true: it has no effect below stage 3",
+        ),
+        (zero(zeropp_loco_param={"err_beta": 0.5}), "zero_optimization.zeropp_loco_param: it has no effect without"),
         (zero(stage=2, stage3_max_live_parameters=1e9), "zero_optimization.stage3_max_live_parameters"),
         (zero(stage=2, stage3_gather_16bit_weights_on_model_save=True), "zero_optimization.stage3_gather"),
         (zero(stage=2, leaf_module={"classes": ["Expert"]}), "zero_optimization.leaf_module.classes"),
         (
             zero(stage=2, offload_param={"device": "cpu"}),
-            'zero_optimization.offload_param.device = "cpu": only stage 3',
+            'zero_optimization.offload_param.device = "cpu": it has no effect below stage 3',
         ),
         (
             zero(stage=3, offload_param={"device": "cpu"}),
-            "zero_optimization.offload_param: shards are cast from masters",
+            "zero_optimization.offload_param: shards are cast from master weights",
         ),
         (
             {"onefold": {"device_memory": 4}},
-            'onefold.device_memory: only zero_optimization.offload_optimizer.ratio "auto"',
+            'onefold.device_memory: it has no effect unless zero_optimization.offload_optimizer.ratio is "auto"',
         ),
-        (zero(stage=2, offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio = 0.5: nothing"),
+        (
+            zero(stage=2, offload_optimizer={"ratio": 0.5}),
+            "zero_optimization.offload_optimizer.ratio = 0.5: it has no effect",
+        ),
         (
             zero(offload_optimizer={"ratio": "auto"}),
-            'zero_optimization.offload_optimizer.ratio = "auto": nothing reads',
+            'zero_optimization.offload_optimizer.ratio = "auto": it has no effect',
         ),
         (zero(stage=2, offload_optimizer={"buffer_size": 5}), "zero_optimization.offload_optimizer.buffer_size"),
         (zero(stage=2, offload_optimizer={"pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_read"),
@@ -660,20 +666,23 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         (zero(stage=2, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_off"),
         (zero(stage=2, offload_optimizer={"max_in_cpu": 1e9}), "zero_optimization.offload_optimizer.max_in_cpu"),
         (zero(offload_optimizer={"nvme_path": "/nvme"}), "zero_optimization.offload_optimizer.nvme_path"),
-        (zero(offload_param={"nvme_path": ["/nvme"]}), "zero_optimization.offload_param.nvme_path: only device nvme"),
-        ({"onefold": {"delayed_host_step": True}}, "onefold.delayed_host_step: nothing reads it without zero_optim"),
+        (
+            zero(offload_param={"nvme_path": ["/nvme"]}),
+            "zero_optimization.offload_param.nvme_path: it has no effect unless",
+        ),
+        ({"onefold": {"delayed_host_step": True}}, "onefold.delayed_host_step: it has no effect without zero_optim"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
-        ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.enabled"),
-        ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.en"),
-        ({"fp16": {"enabled": "auto", "hysteresis": 3}}, "fp16.hysteresis = 3: nothing reads it without fp16.enabled"),
+        ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: it has no effect without fp16.enabled"),
+        ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp16.loss_scale = 128.0: it has no effect without fp16.en"),
+        ({"fp16": {"enabled": "auto", "hysteresis": 3}}, "fp16.hysteresis = 3: it has no effect without fp16.enabled"),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"hysteresis": 3}},
-            "fp16.hysteresis = 3: nothing reads it without fp16.enabled",
+            "fp16.hysteresis = 3: it has no effect without fp16.enabled",
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"auto_cast": True}},
-            "fp16.auto_cast = true: nothing reads it without fp16.enabled",
+            "fp16.auto_cast = true: it has no effect without fp16.enabled",
         ),
         (
             {"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}},
@@ -683,54 +692,66 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}},
             "fp16.min_loss_scale: it has no effect with a fixed",
         ),
-        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: it is off"),
-        ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: it is off"),
-        ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: it is off"),
-        ({"tensorboard": {"enabled": False, "output_path": "logs"}}, 'tensorboard.output_path = "logs": nothing'),
-        ({"checkpoint": {"keep_every": 10}}, "checkpoint.keep_every = 10: nothing reads it without checkpoint.keep_l"),
+        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: the feature is off"),
+        ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: the feature is off"),
+        ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: the feature is off"),
+        (
+            {"tensorboard": {"enabled": False, "output_path": "logs"}},
+            'tensorboard.output_path = "logs": it has no effect',
+        ),
+        ({"checkpoint": {"keep_every": 10}}, "checkpoint.keep_every = 10: it has no effect without checkpoint.keep_l"),
         (
             zero(stage=2, offload_optimizer={"device": "none", "ratio": 0.5}),
-            "zero_optimization.offload_optimizer.ratio = 0.5: nothing reads it without zero_optimization.offload_"
+            "zero_optimization.offload_optimizer.ratio = 0.5: it has no effect without zero_optimization.offload_"
             'optimizer.device (it is "none")',
         ),
         (
             zero(stage=2, offload_optimizer={"device": "none", "pin_memory": False}),
-            "zero_optimization.offload_optimizer.pin_memory = false: nothing reads it",
+            "zero_optimization.offload_optimizer.pin_memory = false: it has no effect",
         ),
         (
             zero(stage=2, offload_optimizer={"device": "cpu", "buffer_count": 7}),
-            "zero_optimization.offload_optimizer.buffer_count = 7: nothing reads it without zero_optimization.offload_"
+            "zero_optimization.offload_optimizer.buffer_count = 7: it has no effect without zero_optimization.offload_"
             "optimizer.device = nvme",
         ),
         (
             zero(stage=2, offload_param={"pin_memory": False}),
-            "zero_optimization.offload_param.pin_memory = false: only",
+            "zero_optimization.offload_param.pin_memory = false: it has no effect",
         ),
         (
             zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 5}),
-            "zero_optimization.offload_param.max_in_cpu = 5: nothing reads it without",
+            "zero_optimization.offload_param.max_in_cpu = 5: it has no effect without",
         ),
         (
             zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/a", "ratio": "auto", "max_in_cpu": 5}),
-            "zero_optimization.offload_optimizer.max_in_cpu: with ratio",
+            "zero_optimization.offload_optimizer.max_in_cpu: it has no effect with ratio",
         ),
         (
             zero(stage=2, offload_param={"device": "nvme", "nvme_path": "/a", "buffer_count": 7}),
-            "zero_optimization.offload_param.buffer_count = 7: only stage 3 reads it",
+            "zero_optimization.offload_param.buffer_count = 7: it has no effect below stage 3",
         ),
         (zero(stage=3, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: states are sharded over all ranks"),
         (zero(stage=2, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: states are sharded over all ranks"),
         (
             zero(stage=3, overlap_comm=False, stage3_prefetch_bucket_size=5),
-            "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead",
+            "zero_optimization.stage3_prefetch_bucket_size: it has no effect if overlap_comm",
         ),
-        (zero(stage=0, allgather_bucket_size=5), "zero_optimization.allgather_bucket_size = 5: only stages 1 to 3"),
-        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer = true: only stages 1 to 3"),
+        (
+            zero(stage=0, allgather_bucket_size=5),
+            "zero_optimization.allgather_bucket_size = 5: it has no effect below stage 1",
+        ),
+        (
+            {"zero_allow_untested_optimizer": True},
+            "zero_allow_untested_optimizer = true: it has no effect below stage 1",
+        ),
         (
             {"prescale_gradients": True, "gradient_predivide_factor": 2},
-            "gradient_predivide_factor: prescale_gradients divides",
+            "gradient_predivide_factor: it has no effect with prescale_gradients",
         ),
-        ({"gradient_allreduce_op": "sum", "prescale_gradients": True}, "prescale_gradients: gradient_allreduce_op sum"),
+        (
+            {"gradient_allreduce_op": "sum", "prescale_gradients": True},
+            "prescale_gradients: it has no effect with gradient_allreduce_op sum",
+        ),
         (
             {"optimizer": {"type": "AdamW", "params": {"fused": True}}},
             "optimizer.params.fused = true: onefold uses one fused kernel",
@@ -931,12 +952,12 @@ def test_comments_commas_and_numbers(tmp_path: Path) -> None:
     [
         ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "zero_optimization.stage is given twice"),
         ("a.json", '// hello\n{\n  "stage" 1\n}', "line 3, column 11: Expecting ':' delimiter\n      \"stage\" 1"),
-        ("a.json", "[1]", "a config is an object"),
+        ("a.json", "[1]", "expected an object"),
         ("a.json", "", "line 1, column 1"),
         ("a.json", '{"a": 1_000 2}', "column 13"),
         ("a.yaml", "zero_optimization:\n  stage: 1\n  stage: 2\n", "line 3, column 3: the key 'stage' is given twice"),
         ("a.yaml", "a: [1, 2\n", "line 2"),
-        ("a.yaml", "just words", "a config is an object"),
+        ("a.yaml", "just words", "expected an object"),
         ("a.json", '{"a":' * 100_000 + "1" + "}" * 100_000, "nested more than 50 levels deep"),
         ("a.json", '{"a":' * 60 + "1" + "}" * 60, "nested more than 50 levels deep"),
         ("a.json", "[" * 100_000 + "]" * 100_000, "nested more than 50 levels deep"),
@@ -1054,7 +1075,7 @@ def test_accelerate_keys_become_deepspeed_keys() -> None:
     assert config.notices == (
         "deepspeed_config.zero3_init_flag = true: the script that builds the model reads it",
         "deepspeed_config.deepspeed_multinode_launcher, num_processes, num_machines: "
-        "the launcher reads what starts processes; a config does not",
+        "these keys are for the launcher, and have no effect in a config",
     )
 
 

@@ -1,4 +1,4 @@
-"""The house: floors import downwards only, a stage number lives in config and plan, files stay rooms."""
+"""Architecture rules: imports go down the layers, only config and plan compare stages, files stay small."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import structure
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "onefold"
 
-# The floor of each room; a file at the top of the package is a room of its own, and so is each package of `tools`.
-FLOORS = {
+# The layer of each package. Modules directly below `onefold` and the packages of `tools` have entries of their own.
+LAYERS = {
     "log": 0,
     "config": 0,
     "errors": 0,
@@ -50,18 +50,18 @@ FLOORS = {
     "compat": 9,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-# Modules at the top that only run a tool by the name that users type.
+# Modules that only run a tool under its command-line name, such as `python -m onefold.train`.
 ALIASES = {PACKAGE / "env_report.py", PACKAGE / "train.py"}
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module, as in `onefold.comm.exchange` or `onefold.tools.cli.main`."""
+def package_of_module(module: str) -> str:
+    """Return the package of a module as in `LAYERS`: `comm` for `onefold.comm.exchange`."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2] if parts[0] == "tools" else parts[:1])
 
 
-def room(path: Path) -> str:
-    return room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+def package_of(path: Path) -> str:
+    return package_of_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def area(path: Path) -> str:
@@ -82,13 +82,13 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-def imported_rooms(path: Path) -> set[str]:
-    return {room_of(module) for module in imported_modules(path)}
+def imported_packages(path: Path) -> set[str]:
+    return {package_of_module(module) for module in imported_modules(path)}
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if area(path) == "library"], ids=lambda path: path.name)
 def test_the_library_imports_neither_tools_nor_compat(path):
-    """Neither by a statement, at the top or in a function, nor by a string that names a module."""
+    """Check import statements, in functions as well, and strings that name a module."""
     strings = {
         node.value
         for node in ast.walk(ast.parse(path.read_text()))
@@ -106,15 +106,15 @@ def test_tools_do_not_import_compat():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_floors_import_downwards_only(path):
-    if room(path) == "__init__":
-        pytest.skip("the front door opens every floor, lazily")
-    for other in imported_rooms(path) & FLOORS.keys():
-        assert FLOORS[other] <= FLOORS[room(path)], f"{path} imports upwards: {other}"
+def test_packages_import_only_from_their_own_or_lower_layers(path):
+    if package_of(path) == "__init__":
+        pytest.skip("onefold/__init__.py imports the public names of all layers lazily")
+    for other in imported_packages(path) & LAYERS.keys():
+        assert LAYERS[other] <= LAYERS[package_of(path)], f"{path} imports from a higher layer: {other}"
 
 
-def test_nothing_but_one_name_leads_to_compat():
-    """The library does not import `onefold.compat`, by a string either: only `register_as_deepspeed` comes from it."""
+def test_only_register_as_deepspeed_refers_to_compat():
+    """Check that no other module of the library or the tools names `onefold.compat`, in a string either."""
     naming = {path for path in OURS if "onefold.compat" in path.read_text()}
     assert naming == {PACKAGE / "__init__.py"}
     named = [line for line in (PACKAGE / "__init__.py").read_text().splitlines() if "onefold.compat" in line]
@@ -122,15 +122,14 @@ def test_nothing_but_one_name_leads_to_compat():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_rooms(path):
+def test_files_have_at_most_500_lines(path):
     assert len(path.read_text().splitlines()) <= 500
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_stage_number_above_the_plan(path):
-    """Nobody above `plan` compares a stage with a number."""
-    if room(path) in ("config", "plan"):
-        pytest.skip("this is where stages are known")
+def test_only_config_and_plan_compare_a_stage_number(path):
+    if package_of(path) in ("config", "plan"):
+        pytest.skip("config and plan may compare stage numbers")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -144,7 +143,7 @@ def top_level_classes(path: Path) -> list[ast.ClassDef]:
     return [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
 
 
-OURS = [path for path in FILES if room(path) != "compat" and path not in ALIASES]
+OURS = [path for path in FILES if package_of(path) != "compat" and path not in ALIASES]
 
 
 def test_no_two_classes_have_one_name():
@@ -163,32 +162,33 @@ def test_no_two_modules_have_one_name():
     assert many.keys() <= {"__init__.py", "__main__.py"}, many
 
 
-# Seams that classes of other files fill in; and collectives that `comm/fake_group.py` runs without sending.
-SEAMS = {"CollectiveWrapper", "Group", "Exchange", "Native", "AllToAll"}
+# Base classes for other files, and collectives that `comm/fake_group.py` overrides to send nothing.
+SHARED_BASES = {"CollectiveWrapper", "Group", "Exchange", "Native", "AllToAll"}
 
 
-def test_no_class_inherits_across_files():
-    """What belongs together stands together; what does not is composed. Protocols and errors are seams."""
+def test_only_shared_bases_have_subclasses_in_other_files():
+    """Allow inheritance across files for protocols, errors and `SHARED_BASES`. All other parts are composed."""
     here = {found.name: path for path in OURS for found in top_level_classes(path)}
-    seams = SEAMS | {name for name, path in here.items() if is_seam(name, path)}
+    shared = SHARED_BASES | {name for name, path in here.items() if is_protocol_or_error(name, path)}
     for path in OURS:
         for found in top_level_classes(path):
             for base in (base.id for base in found.bases if isinstance(base, ast.Name)):
-                assert here.get(base, path) == path or base in seams, f"{path}: {found.name} inherits {base}"
+                assert here.get(base, path) == path or base in shared, f"{path}: {found.name} inherits {base}"
 
 
-def is_seam(name: str, path: Path) -> bool:
+def is_protocol_or_error(name: str, path: Path) -> bool:
     (found,) = (node for node in top_level_classes(path) if node.name == name)
     bases = {base.id for base in found.bases if isinstance(base, ast.Name)}
     return "Protocol" in bases or name.endswith("Error")
 
 
-def test_config_ends_at_the_plan():
-    """Above `plan` only `initialize`, `zero.Init`, activation checkpointing and the dry run of a step, each an
-    entrance, read a Config.
+def test_only_entry_points_read_a_config():
+    """Check that code above `plan` reads the plan instead of the config.
+
+    The exceptions are `initialize`, `zero.Init`, activation checkpointing and the dry run of a step.
     """
     for path in FILES:
-        if room(path) in ("config", "plan", "start", "zero", "checkpointing", "tools.estimate"):
+        if package_of(path) in ("config", "plan", "start", "zero", "checkpointing", "tools.estimate"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onefold.config"):
@@ -196,25 +196,28 @@ def test_config_ends_at_the_plan():
 
 
 def test_the_optimizer_is_chosen_by_the_specs_of_the_plan():
-    """`optim` imports nothing of `config`: the sections of optimizer and scheduler end in the plan, as all keys do."""
+    """Check that `optim` does not import `config`: the plan carries the optimizer and scheduler sections."""
     for path in FILES:
-        if room(path) == "optim":
-            assert "config" not in imported_rooms(path), path
+        if package_of(path) == "optim":
+            assert "config" not in imported_packages(path), path
 
 
-def test_only_a_store_asks_for_the_tier_of_a_shard():
-    """Files of the runtime, the engine and checkpoints that name a tier: they count bytes in it, and nothing else."""
+def test_the_runtime_does_not_depend_on_the_tier_of_a_shard():
+    """Check that these packages neither use tensors on NVMe nor ask whether states are offloaded."""
     for path in FILES:
-        if room(path) in ("runtime", "engine", "zero", "utils", "compat"):
+        if package_of(path) in ("runtime", "engine", "zero", "utils", "compat"):
             text = path.read_text()
             assert "DiskTensor" not in text, path
             assert "offloads_states" not in text, path
 
 
-def test_masters_are_read_through_the_step():
-    """Between steps, `ShardedStep.master_of` and `sync_masters` bring in-place writes into masters before a read."""
+def test_master_weights_are_read_through_the_optimizer_step():
+    """Check for direct reads of `store.master`.
+
+    `ShardedStep.master_of` and `sync_masters` first copy in-place writes to parameters into the master weights.
+    """
     for path in FILES:
-        if room(path) in ("engine", "zero", "utils", "compat", "runtime", "report"):
+        if package_of(path) in ("engine", "zero", "utils", "compat", "runtime", "report"):
             for node in ast.walk(ast.parse(path.read_text())):
                 read = isinstance(node, ast.Attribute) and node.attr == "master" and isinstance(node.ctx, ast.Load)
                 of_store = read and ast.unparse(node.value).endswith("store")
@@ -222,8 +225,9 @@ def test_masters_are_read_through_the_step():
                 assert not of_store or allowed, f"{path}:{node.lineno}"
 
 
-# Lines that each package may have; "top" is all modules directly below `onefold`. DeepSpeed's names (`compat`) have no
-# budget: they are as many as its modules that others import. Raise a number in a commit of its own that says why.
+# Maximum number of lines of each package; "top" counts the modules directly below `onefold`. `compat` has no budget,
+# because its size follows the modules of DeepSpeed that other projects import. Raise a number in a separate commit that
+# gives the reason.
 BUDGETS = {
     "checkpoint": 5_000,
     "comm": 3_950,
@@ -242,7 +246,6 @@ BUDGETS = {
 
 @pytest.mark.parametrize("package", BUDGETS)
 def test_packages_stay_within_their_budgets(package):
-    """Adding means deleting elsewhere in the package, or deciding that the package may grow."""
     folder = PACKAGE if package == "top" else PACKAGE / package
     files = folder.glob("*.py") if package == "top" else folder.rglob("*.py")
     assert sum(len(path.read_text().splitlines()) for path in files) <= BUDGETS[package]
@@ -253,8 +256,8 @@ def test_every_package_has_a_budget():
     assert packages - BUDGETS.keys() == {"compat"}
 
 
-def test_importing_onefold_does_nothing():
-    """No torch.distributed group, no logging handler, no compiler, no plotting, no output."""
+def test_importing_onefold_has_no_side_effects():
+    """Check that the import loads no heavy package, adds no logging handler and prints nothing."""
     code = (
         "import sys, logging, onefold\n"
         "heavy = {'matplotlib', 'rich', 'torch._dynamo', 'onefold.engine'} & set(sys.modules)\n"
@@ -267,7 +270,7 @@ def test_importing_onefold_does_nothing():
 
 @pytest.mark.program
 def test_training_needs_no_compiler_at_run_time():
-    """Initialising and stepping imports neither torch's compiler nor a C++ toolchain."""
+    """Check that `initialize` and a step import neither torch's compiler nor its C++ extension builder."""
     code = (
         "import sys, torch, onefold\n"
         "model = torch.nn.Linear(4, 4)\n"
@@ -282,7 +285,7 @@ def test_training_needs_no_compiler_at_run_time():
 
 
 def test_there_are_no_import_cycles():
-    """Neither between modules nor between packages. Imports inside functions and for types only count as well."""
+    """Check modules and packages, including imports in functions and imports for type checking."""
     edges = structure.graph()
     assert structure.cycles(edges) == []
     assert structure.cycles(structure.packages(edges)) == []
@@ -295,8 +298,8 @@ def test_only_a_unit_writes_its_use_counts():
             assert not writes.search(path.read_text()), path
 
 
-def test_collectives_in_flight_know_tensors_and_names():
-    """`InFlightCollectives` is below units, and the order tells units to launch instead of reaching through them."""
+def test_in_flight_and_order_do_not_access_the_fields_of_units():
+    """Check that `InFlightCollectives` imports nothing of the runtime, and that `Order` only calls methods of units."""
     in_flight, order = ((PACKAGE / "runtime" / name).read_text() for name in ("in_flight.py", "order.py"))
     assert "onefold.runtime" not in in_flight
     assert not re.search(r"\.(params|store|full|grad)\b", order)
