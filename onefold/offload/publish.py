@@ -12,7 +12,7 @@ import torch
 
 from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.nvme import DiskTensor, Transfer
-from onefold.plan.memory import master_dtype
+from onefold.plan.buffers import master_dtype
 
 LastUse = torch.cuda.Event | None
 """Recorded after the last use of a model weight on the device. None if the device is the host."""

@@ -42,7 +42,7 @@ from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
 from onefold.optim.pipeline import StateWindow, Windows, step_shard, whole_window
 from onefold.optim.tiles import Step, Tiler
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import is_streamed
+from onefold.plan.traffic import is_streamed
 from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.
