@@ -932,8 +932,8 @@ MUTATIONS = [
     Mutation(
         "what-fits-masters",
         "docs/tools/formulas.py",
-        "whole = 0 if is_parameter else 4 * updated_elements(case)",
-        "whole = 4 * updated_elements(case)",
+        "return on_every_rank + sharded / world(case)",
+        "return on_every_rank + sharded",
         "test_what_fits.py -k model_states",
     ),
     Mutation(
