@@ -19,7 +19,7 @@ from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room
 from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
-from onefold.plan.memory import stays_unsharded
+from onefold.plan.buffers import PARAMETER
 from onefold.plan.plan import Offload
 from onefold.pool import Pool
 
@@ -90,17 +90,13 @@ class Needs:
     @staticmethod
     def of(specs: Sequence[FlatParamSpec], plan: Plan) -> Needs:
         """Compute the needs of the given flat parameters."""
-        states: list[Need] = []
-        parameters: list[Need] = []
-        for spec in specs:
-            if spec.trainable and spec.residency.states is Tier.NVME:
-                # A master that is the parameter shard, or contains it, is reserved among the parameters.
-                parts = () if spec.master_is_shard else spec.parts_of_master()
-                size = spec.layout.shard_size
-                states += [(part.numel(size), part.dtype) for part in (*parts, *spec.parts_of_states())]
-            if not stays_unsharded(plan, spec) and spec.residency.parameters is Tier.NVME:
-                parameters.append((spec.layout.shard_size, spec.dtype))
-        return Needs(count_bytes(specs, plan, Tier.HOST).total, states, parameters)
+        stored = [buffer for spec in specs for buffer in spec.buffers(plan) if buffer.alias_of is None]
+        on_disk = [buffer for buffer in stored if buffer.tier is Tier.NVME]
+        return Needs(
+            sum(buffer.nbytes for buffer in stored if buffer.tier is Tier.HOST),
+            [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name != PARAMETER],
+            [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name == PARAMETER],
+        )
 
 
 class OffloadMemory:

@@ -25,7 +25,7 @@ from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.plan import Tier
-from onefold.plan.memory import master_dtype
+from onefold.plan.buffers import master_dtype
 
 # Elements of a master that are copied to the device and cast at once. The device holds an fp32 copy of them meanwhile.
 _CAST_SIZE = 1 << 23

@@ -43,7 +43,7 @@ Kept = dict[str, Any]
 """The states of one whole matrix: tensors and plain numbers, by name."""
 
 
-# The dtype in which pieces of matrices are exchanged (`plan.memory.MATRIX_ITEMSIZE` bytes).
+# The dtype in which pieces of matrices are exchanged (`plan.traffic.MATRIX_ITEMSIZE` bytes).
 WIRE = torch.bfloat16
 
 _kernels = kernels_of("onefold.optim.matrix_kernels", "the elementwise parts of Muon and Shampoo")

@@ -41,7 +41,7 @@ from onefold.optim.matrix_steps import MatrixUpdate
 from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step, Windows, step_shard, whole_window
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import is_streamed
+from onefold.plan.traffic import is_streamed
 from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.

@@ -28,7 +28,7 @@ from onefold.optim.pipeline import ElementwiseStep, Step, whole_window
 from onefold.optim.rule_states import RuleStates
 from onefold.optim.rules import Hyper
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import master_dtype
+from onefold.plan.buffers import master_dtype
 from onefold.recorder import Track, recorded
 from onefold.runtime import Schedule, Unit
 

@@ -21,7 +21,7 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
-from onefold.plan.memory import is_streamed
+from onefold.plan.traffic import is_streamed
 from onefold.runtime import Schedule, Unit
 
 

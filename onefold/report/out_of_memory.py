@@ -165,7 +165,7 @@ def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     """Return the remedy against units that are prefetched or stay unsharded between two uses."""
-    sizes = [sum(spec.layout.total * spec.dtype.itemsize for spec in unit) for unit in run.units]
+    sizes = [sum(spec.unsharded_bytes for spec in unit) for unit in run.units]
     elements = [sum(spec.layout.total for spec in unit) for unit in run.units]
     largest = max(sizes, default=0)
     live = max(elements, default=0)

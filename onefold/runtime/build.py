@@ -16,7 +16,7 @@ from onefold.comm import Agreement, Group, Ledger, broadcast_from
 from onefold.config import ConfigError
 from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_memory
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
-from onefold.plan.memory import OffloadedStepSplit
+from onefold.plan.traffic import OffloadedStepSplit
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class

@@ -8,7 +8,7 @@ from torch import nn
 from onefold.comm import ErrorFeedback, Reduction
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
-from onefold.plan.memory import reduces_in_place
+from onefold.plan.buffers import reduces_in_place
 from onefold.pool import Pool
 from onefold.runtime.parameter_proxy import GradientPlaceholder, raw_grad, set_raw_grad
 

@@ -14,7 +14,7 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
-from onefold.plan.memory import stays_unsharded
+from onefold.plan.buffers import stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad
 from onefold.runtime.parameter_proxy import set_data, set_proxy_class
 

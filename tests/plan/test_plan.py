@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.config import ConfigError, load_config
 from onefold.plan import Layout, Placement, StateSpec, Tier, Wire, cut, make_plan, plan_every_stage
-from onefold.plan.memory import OffloadedStepSplit, is_streamed
+from onefold.plan.traffic import OffloadedStepSplit, is_streamed
 from onefold.report.describe import describe_placement
 from onefold.runtime.build import plan_units
 

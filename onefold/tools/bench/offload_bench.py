@@ -43,7 +43,7 @@ from onefold.plan import (
     make_plan,
 )
 from onefold.plan.layout import Segment
-from onefold.plan.memory import OffloadedStepSplit, is_streamed
+from onefold.plan.traffic import OffloadedStepSplit, is_streamed
 from onefold.tools.bench.link_bench import LinkRates, measure_links
 
 Progress = Callable[[str, int, int], None]
