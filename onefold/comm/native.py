@@ -12,8 +12,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Ledger, Pending, Reduction
 from onefold.comm.exchange import Exchange, count_sent
 from onefold.comm.mesh import ACROSS, Group
-from onefold.comm.reduce_chunks import GradChunk, split_into_rounds
-from onefold.comm.tree import add_tree
+from onefold.comm.tree import GradChunk, add_tree, split_into_rounds
 
 
 class Native(CollectiveWrapper):

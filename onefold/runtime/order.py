@@ -1,7 +1,7 @@
 """The order of collectives, which is the same on every rank.
 
 [Note: one order for all ranks]
-The first pass is negotiated. Before an all-gather every rank publishes the unit that it needs. All ranks gather the
+The first pass is negotiated. Before an all-gather every rank sends the unit that it needs. All ranks gather the
 first of these in module order, and a rank that needs another one requests it again. Units whose gradients are ready on
 all ranks are reduced. Ranks may therefore diverge in any way without blocking each other. The granted collectives are
 recorded, and the record becomes the program of later passes, which all ranks follow without communication. A rank that
@@ -81,9 +81,8 @@ class Order:
         self.reduces = False
         self.agreement = agreement
         self._guard = agreement.guard
-        self._guard.number_passes_from(
-            next(_orders) * 1_000_000_000
-        )  # passes of two engines never have the same number
+        # Passes of two engines never have the same number.
+        self._guard.number_passes_from(next(_orders) * 1_000_000_000)
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
@@ -95,7 +94,7 @@ class Order:
         self._reduced: set[Unit] = set()
         self._recording = True
         self._records_left = MAX_RETRACES
-        self._record_is_whole = True
+        self._record_is_complete = True
         self._events: list[Event] = []
         self._used: dict[Unit, None] = {}
         self._next_event = 0
@@ -132,7 +131,7 @@ class Order:
         self._ready.clear()
         self._reduced.clear()
         self._events.clear()
-        self._record_is_whole = True
+        self._record_is_complete = True
 
     def record_use(self, unit: int) -> None:
         """Record the order in which units are first used, which is the order of steps."""
@@ -202,7 +201,7 @@ class Order:
         if self.reduces:
             self._reduce(self.reduction_batches)
             self._in_flight.finish_reductions()
-            if self._recording and self._record_is_whole:
+            if self._recording and self._record_is_complete:
                 self._adopt_record(aborted)
         self._in_flight.finish_gathers()
         self.open = False
@@ -268,7 +267,7 @@ class Order:
     def _drop_program(self) -> None:
         self._guard.answer_request()
         if self.program is not None:
-            self.program, self._programs, self._record_is_whole = None, [], False
+            self.program, self._programs, self._record_is_complete = None, [], False
             self._records_left -= 1
             self._recording = self._records_left > 0
 
@@ -295,9 +294,9 @@ class Order:
                 self._events += [(Moment.REDUCE, index) for index in finished]
             gathers = {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}
             if not gathers:
-                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_whole):
+                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_complete):
                     return rows
-                if any(row[0] == Request.END for row in rows) and not self._record_is_whole:
+                if any(row[0] == Request.END for row in rows) and not self._record_is_complete:
                     continue  # ranks that diverged end their pass now; the others have ended it before
                 self._guard.fail(self._differ(rows))
             moment, index = min(gathers, key=_turn)
