@@ -52,7 +52,7 @@ class Hooks:
         owner = {id(p): unit.index for unit in schedule.units for param in unit.params for p in param.parameters}
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
-            for param in unit.trained:
+            for param in unit.trained_params:
                 for index, parameter in enumerate(param.parameters):
                     ready = while_alive(Hooks.gradient_ready, me, weakref.ref(unit), weakref.ref(param), index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
@@ -212,7 +212,7 @@ class Hooks:
         # A recomputation inside a backward belongs to that backward.
         if torch.is_grad_enabled() and not inside_backward() and not inside_transform():
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if tensors and self._schedule.trained:
+            if tensors and self._schedule.trained_units:
                 register_multi_grad_hook(tensors, while_alive(Hooks.expect_end, weakref.ref(self)), mode="any")
 
     # -- reads and writes outside of forwards -------------------------------------------------------------------

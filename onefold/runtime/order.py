@@ -89,7 +89,7 @@ class Order:
         self._gathers = any(unit.sharded_params for unit in units)
         # Whether shards are read from NVMe ahead of their all-gathers.
         self._reads_ahead = plan.parameters.tier is Tier.NVME
-        self._trained = [unit for unit in units if unit.trained]
+        self._trained = [unit for unit in units if unit.trained_params]
         self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
         self._recording = True
@@ -339,7 +339,7 @@ class Order:
         """Make rank 0's record of this pass the program of the next ones, unless its pass failed."""
         used = [*self._used, *self._trained]
         record = [] if aborted else [number for event in self._events for number in event]
-        firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
+        firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained_params]
         group = self.agreement.group
         device = group.device
         with self._guard.waiting_for("the record of the first pass"):

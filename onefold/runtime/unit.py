@@ -40,12 +40,12 @@ class Unit:
         self.name = name or "(root)"
         self.module = module
         self.params = list(params)
-        self.trained = [param for param in params if param.trainable]
+        self.trained_params = [param for param in params if param.trainable]
         self.sharded_params = [param for param in params if not param.stays_unsharded]
         # Sharded ones that other threads step: an all-gather waits for them.
         self.offloaded_params = [param for param in self.sharded_params if param.store.is_offloaded]
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
-        self.updated = [param for param in self.trained if param.stays_unsharded]
+        self.updated_params = [param for param in self.trained_params if param.stays_unsharded]
         self.index = index
         # Whether its module contains modules of other units.
         self.encloses = False
@@ -58,7 +58,7 @@ class Unit:
         self.is_updating = False
         # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
         self.num_gathers = 0
-        self.num_elements = sum(param.layout.total for param in self.trained)
+        self.num_elements = sum(param.layout.total for param in self.trained_params)
         self.num_gathered = sum(param.layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
@@ -107,7 +107,7 @@ class Unit:
                 hook_begin(node, while_alive(act, weakref.ref(self), call))
             if recompute:
                 self.mark_in_backward(call)
-            elif not produced and (self.trained or call > 0) and output is not None:
+            elif not produced and (self.trained_params or call > 0) and output is not None:
                 self.keep_for_pass()  # no hook shows when its backward begins
         self.end_use(recompute=recompute)
 
@@ -156,7 +156,7 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Count the parameters that may get a gradient, at the beginning of a backward."""
-        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained)
+        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained_params)
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
@@ -184,7 +184,7 @@ class Unit:
         uses.backwards -= ended
         uses.ended += len(ended)
         if ended and not uses.backwards:
-            if context.in_backward and self.trained and uses.ended >= uses.calls and not self.reduces_at_end:
+            if context.in_backward and self.trained_params and uses.ended >= uses.calls and not self.reduces_at_end:
                 context.order.request_reduce_scatter(self.index)
             if not context.order.keeps(uses.event):
                 self.reshard_unused()
@@ -335,7 +335,7 @@ class Unit:
     def _open_gradients(self) -> None:
         if self.grad_state is GradientState.EMPTY:
             pool = self.context.in_flight.pool
-            for param in self.trained:
+            for param in self.trained_params:
                 param.grad.take_slot(pool)
             self.grad_state = GradientState.OPEN
         assert self.grad_state is GradientState.OPEN, (self.name, self.grad_state)
@@ -349,7 +349,7 @@ class Unit:
         reductions = []
         for unit in units:
             unit.grad_state = GradientState.REDUCING
-            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained]
+            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained_params]
         return reductions
 
     @staticmethod
@@ -359,18 +359,18 @@ class Unit:
         for unit in units:
             assert unit.grad_state is GradientState.REDUCING, (unit.name, unit.grad_state)
             with within(unit.name):
-                for param in unit.trained:
+                for param in unit.trained_params:
                     param.grad.store_reduced(in_flight.pool)
                 unit.grad_state = GradientState.EMPTY
             if context.before_step and in_flight.collective.group.size > 1:
-                for param in unit.trained:
+                for param in unit.trained_params:
                     param.grad.shard.start_square_sum()
 
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""
         assert self.grad_state is not GradientState.REDUCING, self.name
         pool = self.context.in_flight.pool
-        for param in self.trained:
+        for param in self.trained_params:
             param.grad.drop(pool)
         self.grad_state = GradientState.EMPTY
 
@@ -385,7 +385,7 @@ class Unit:
         """
         context = units[0].context
         plan, in_flight = context.plan, context.in_flight
-        params = [param for unit in units for param in unit.updated]
+        params = [param for unit in units for param in unit.updated_params]
         is_gathered = plan.shards_states and in_flight.collective.group.size > 1
         if not params or not (is_gathered or any(param.store.is_stepping for param in params)):
             return
@@ -418,7 +418,7 @@ class Unit:
     def _set_updating(units: list[Unit], updating: bool) -> None:
         for unit in units:
             unit.is_updating = updating
-            for parameter in (parameter for param in unit.updated for parameter in param.parameters):
+            for parameter in (parameter for param in unit.updated_params for parameter in param.parameters):
                 if updating:
                     set_updating_class(parameter)
                 else:

@@ -222,7 +222,7 @@ def frozen_traffic() -> dict[str, int]:
         "gather": engine.ledger.bytes("gather"),
         "reduce": engine.ledger.bytes("reduce-scatter"),
         "sharded": elements(engine)[0],
-        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained),
+        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained_params),
     }
 
 
