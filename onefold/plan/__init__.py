@@ -35,6 +35,6 @@ from onefold.plan.plan import (
     plan_every_stage,
     plan_with_less,
 )
-from onefold.plan.program import Moment, Program, coalesce, compile_program
+from onefold.plan.program import PassPhase, Program, coalesce, compile_program
 from onefold.plan.state_formats import StateFormats
 from onefold.plan.tiers import assign_tiers

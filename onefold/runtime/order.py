@@ -30,7 +30,7 @@ import torch
 
 from onefold.comm import Agreement, Disagreement, Ledger, broadcast_from
 from onefold.comm.wait_notes import BEGIN, advice_on_divergence
-from onefold.plan import Moment, Plan, Program, Tier, coalesce, compile_program
+from onefold.plan import PassPhase, Plan, Program, Tier, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import Unit
@@ -102,7 +102,7 @@ class Order:
         self.program: Program | None = None
         self._programs: list[Program] = []
         if not self._gathers:
-            self._follow([(Moment.REDUCE, unit.index) for unit in self._trained[::-1]])
+            self._follow([(PassPhase.REDUCE, unit.index) for unit in self._trained[::-1]])
         # Units that are stepped, and gathered after the step, together: in the order of their first use.
         self.step_batches = self._batches(self._trained)
 
@@ -138,7 +138,7 @@ class Order:
         if self._recording:
             self._used[self.units[unit]] = None
 
-    def request_unshard(self, moment: Moment, unit: int) -> int | None:
+    def request_unshard(self, phase: PassPhase, unit: int) -> int | None:
         """Launch the all-gather of a unit that is used now, and whatever the order has before it.
 
         Return the event of the program that this use belongs to, or None without a program.
@@ -148,15 +148,15 @@ class Order:
             self._diverge(wanted)
         if not self.open or self.program is None:
             if wanted.needs_unshard:
-                self._negotiate(Request(moment), unit)
+                self._negotiate(Request(phase), unit)
             return None
-        event = _find((moment, unit), self.program, self._next_event)
+        event = _find((phase, unit), self.program, self._next_event)
         if event is not None:
             self._follow_to(self.program, event)
         if wanted.needs_unshard:
             self._guard.request_divergence()
             self._diverge(wanted)
-            self._negotiate(Request(moment), unit)
+            self._negotiate(Request(phase), unit)
         return event
 
     def keeps(self, event: int | None) -> bool:
@@ -182,7 +182,7 @@ class Order:
         if self.program is None:
             return
         if self._recording:
-            self._events.append((Moment.REDUCE, unit))
+            self._events.append((PassPhase.REDUCE, unit))
         launches = self.program.launches
         while self.reduces and self._launched < len(launches):
             launch = launches[self._launched]
@@ -211,8 +211,8 @@ class Order:
     def _follow_to(self, program: Program, event: int) -> None:
         """Launch everything up to an event, and reshard units that this rank has skipped."""
         for position in range(self._next_event, event):
-            moment, index = program.events[position]
-            if moment is not Moment.REDUCE:
+            phase, index = program.events[position]
+            if phase is not PassPhase.REDUCE:
                 self._launch_until(program, program.launched_at[position])
                 if not program.stays_unsharded[position]:
                     self.units[index].wait_for_unshard()
@@ -291,7 +291,7 @@ class Order:
             self._reduce(self._batches([self.units[index] for index in finished], self._plan.reduce_bucket))
             self._in_flight.finish_reductions()
             if self._recording and self.open:
-                self._events += [(Moment.REDUCE, index) for index in finished]
+                self._events += [(PassPhase.REDUCE, index) for index in finished]
             gathers = {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}
             if not gathers:
                 if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_complete):
@@ -299,13 +299,13 @@ class Order:
                 if any(row[0] == Request.END for row in rows) and not self._record_is_complete:
                     continue  # ranks that diverged end their pass now; the others have ended it before
                 self._guard.fail(self._differ(rows))
-            moment, index = min(gathers, key=_turn)
+            phase, index = min(gathers, key=_turn)
             unit = self.units[index]
             Unit.launch_all_gather([unit])
             self._in_flight.finish_gathers()
             if self.open and self._recording:
-                self._events.append((Moment(moment), index))
-            if (request, value) == (moment, index):
+                self._events.append((PassPhase(phase), index))
+            if (request, value) == (phase, index):
                 return rows
             unit.reshard_unused()
 
@@ -353,9 +353,9 @@ class Order:
             return
         flat = numbers.tolist()
         length = int(sizes[0])
-        events: list[Event] = [(Moment(flat[i]), flat[i + 1]) for i in range(0, length, 2)]
-        reduced = {unit for moment, unit in events if moment is Moment.REDUCE}
-        events += [(Moment.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
+        events: list[Event] = [(PassPhase(flat[i]), flat[i + 1]) for i in range(0, length, 2)]
+        reduced = {unit for phase, unit in events if phase is PassPhase.REDUCE}
+        events += [(PassPhase.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
         self._follow(events)
         self.step_batches = self._batches([self.units[index] for index in flat[length:]])
         self._recording = False
@@ -363,7 +363,7 @@ class Order:
 
     def _follow(self, events: list[Event]) -> None:
         """Compile one program for whole passes, and one for a backward that begins without a forward."""
-        backward = next((index for index, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
+        backward = next((index for index, (phase, _) in enumerate(events) if phase is not PassPhase.FORWARD), 0)
         self._programs = [
             compile_program(
                 part,
@@ -380,8 +380,8 @@ class Order:
     def close_last(self, unit: Unit) -> None:
         """Make a unit's reduction the last of each pass, because its gradients were late."""
         if self.program is not None and not self._recording:
-            events = [event for event in self._programs[0].events if event != (Moment.REDUCE, unit.index)]
-            self._follow([*events, (Moment.REDUCE, unit.index)])
+            events = [event for event in self._programs[0].events if event != (PassPhase.REDUCE, unit.index)]
+            self._follow([*events, (PassPhase.REDUCE, unit.index)])
 
     def _batches(self, units: Iterable[Unit], bucket: int | None = None) -> list[list[Unit]]:
         sizes = [unit.num_elements for unit in self.units]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp, Reduction
-from onefold.plan import Moment, Wire
+from onefold.plan import PassPhase, Wire
 from onefold.recorder import within
 from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
 from onefold.runtime.flat_param import FlatParam, unrecorded
@@ -81,7 +81,7 @@ class Unit:
     def pre_forward(self, *arguments: Any) -> None:
         """Unshard before a call of the unit's module, and register hooks on the end of the call's backward."""
         if not self.sharded_params:
-            self.unshard(Moment.FORWARD)
+            self.unshard(PassPhase.FORWARD)
             return
         recompute, uses = inside_backward(), self.uses
         self.begin_use(recompute=recompute)
@@ -119,7 +119,7 @@ class Unit:
         self.uses.forwards += 1
         context.depth += 1
         if self.uses.forwards == 1 or self.param_state is not ParameterState.UNSHARDED:
-            self.unshard(Moment.BACKWARD if recompute else Moment.FORWARD)
+            self.unshard(PassPhase.BACKWARD if recompute else PassPhase.FORWARD)
 
     def end_use(self, *, recompute: bool) -> None:
         """End a `begin_use`."""
@@ -145,7 +145,7 @@ class Unit:
         if is_lookup and not torch.is_grad_enabled():
             return
         if not self.uses.backwards:
-            self.unshard(Moment.BACKWARD)
+            self.unshard(PassPhase.BACKWARD)
         self.uses.backwards.add(call)
         if torch.is_grad_enabled():  # a backward that is itself recorded creates nodes without hooks
             self.keep_for_pass()
@@ -191,7 +191,7 @@ class Unit:
 
     # -- unshard ------------------------------------------------------------------------------------------------
 
-    def unshard(self, moment: Moment) -> None:
+    def unshard(self, phase: PassPhase) -> None:
         """All-gather the parameters, in the order that all ranks keep, and wait for them."""
         context = self.context
         self.wait_for_update()
@@ -200,11 +200,11 @@ class Unit:
             return
         if context.cached is not None:
             context.forget_cached()
-        begins_pass = not context.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
+        begins_pass = not context.order.open and (torch.is_grad_enabled() or phase is PassPhase.BACKWARD)
         with unrecorded():
             if begins_pass:
-                context.begin_sharded_pass(forward=moment is Moment.FORWARD)
-            event = context.order.request_unshard(moment, self.index)
+                context.begin_sharded_pass(forward=phase is PassPhase.FORWARD)
+            event = context.order.request_unshard(phase, self.index)
             if event is not None:
                 self.uses.event = event
             self.wait_for_unshard()
@@ -430,7 +430,7 @@ class Unit:
         """Unshard for a read of a parameter outside its module's forward, until the pass or the evaluation ends."""
         self.wait_for_update()
         if self.sharded_params and (within_pass or backward or self.context.in_pass) and not self.uses.any:
-            self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
+            self.unshard(PassPhase.BACKWARD if backward else PassPhase.FORWARD)
             self.keep_for_pass()
 
     def keep_for_pass(self) -> None:
@@ -447,7 +447,7 @@ class Unit:
         context = self.context
         context.check_present()
         if context.order.open:
-            self.unshard(Moment.FORWARD)
+            self.unshard(PassPhase.FORWARD)
         elif self.sharded_params:
             with unrecorded():
                 self.wait_for_update()

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from onefold.comm import Agreement
-from onefold.plan import Moment, Plan
+from onefold.plan import PassPhase, Plan
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives
 
@@ -79,7 +79,7 @@ class CollectiveOrder(Protocol):
     def record_use(self, unit: int) -> None:
         """Record the first use of a unit, for the order of the next steps."""
 
-    def request_unshard(self, moment: Moment, unit: int) -> int | None:
+    def request_unshard(self, phase: PassPhase, unit: int) -> int | None:
         """Launch the unit's all-gather, and everything before it. Return the event of the recorded order, if any."""
 
     def keeps(self, event: int | None) -> bool:

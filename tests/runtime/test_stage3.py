@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
-from onefold.plan import Moment
+from onefold.plan import PassPhase
 from onefold.runtime.unit import Unit
 from onefold.runtime.unit_state import ParameterState
 
@@ -1647,7 +1647,7 @@ def looked_up(stage: int, hooked: bool) -> tuple[Weights, list[str]]:
     run(engine, lambda model, step: model(data(step)).square().mean(), 3)
     order = engine.state.schedule.order
     events = order.program.events if order.program is not None else ()
-    gathered = [order.units[index].name for moment, index in events if moment is Moment.BACKWARD]
+    gathered = [order.units[index].name for moment, index in events if moment is PassPhase.BACKWARD]
     weights = weights_of(engine.module)
     engine.destroy()
     return weights, sorted(gathered)
