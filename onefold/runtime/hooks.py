@@ -228,13 +228,13 @@ class Hooks:
             self._schedule.units[unit].wait_for_update()
 
     def before_root_state_dict(self, *_: Any) -> None:
-        """Raise before a state dict of the whole model that would have placeholders."""
+        """Raise before a state dict of the model that would have placeholders."""
         self._schedule.check_present()
         units = self._schedule.units
         if not self.state_dicts_may_be_empty and not any(unit.is_gathered_by_user for unit in units):
-            self.check_whole([unit.index for unit in units], "state_dict()", _USE_MODULE_STATE_DICT)
+            self.check_unsharded([unit.index for unit in units], "state_dict()", _USE_MODULE_STATE_DICT)
 
-    def check_whole(self, units: list[int], what: str, instead: str) -> None:
+    def check_unsharded(self, units: list[int], what: str, instead: str) -> None:
         """Raise if parameters of some units are sharded."""
         for unit in (self._schedule.units[index] for index in units):
             unit.wait_for_update()
@@ -299,7 +299,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
     def __reduce__(self) -> Any:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.check_whole(self._units, "copying or pickling the model", _USE_GATHERED)
+            hooks.check_unsharded(self._units, "copying or pickling the model", _USE_GATHERED)
         return dict, (dict(super().items()),)
 
 

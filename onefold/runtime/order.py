@@ -76,6 +76,7 @@ class Order:
         self, units: Sequence[Unit], plan: Plan, in_flight: InFlightCollectives, agreement: Agreement, ledger: Ledger
     ) -> None:
         self.units = list(units)
+        # Whether a pass is under way.
         self.open = False
         # Whether gradients are reduced in the present backward.
         self.reduces = False
@@ -86,22 +87,26 @@ class Order:
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
-        self._gathers = any(unit.sharded_params for unit in units)
+        self._has_sharded_units = any(unit.sharded_params for unit in units)
         # Whether shards are read from NVMe ahead of their all-gathers.
         self._reads_ahead = plan.parameters.tier is Tier.NVME
         self._trained = [unit for unit in units if unit.trained_params]
+        # Units with all their gradients on this rank, and units whose reduction was launched, in this pass.
         self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
+        # The record of this pass, and units in the order of their first use.
         self._recording = True
         self._records_left = MAX_RETRACES
         self._record_is_complete = True
         self._events: list[Event] = []
         self._used: dict[Unit, None] = {}
+        # The program of this pass (None while it is negotiated), and this rank's position in its events and launches.
+        self.program: Program | None = None
         self._next_event = 0
         self._launched = 0
-        self.program: Program | None = None
+        # The programs of complete passes, and of backwards without a forward.
         self._programs: list[Program] = []
-        if not self._gathers:
+        if not self._has_sharded_units:
             self._follow([(PassPhase.REDUCE, unit.index) for unit in self._trained[::-1]])
         # Units that are stepped, and gathered after the step, together: in the order of their first use.
         self.step_batches = self._batches(self._trained)
@@ -115,7 +120,7 @@ class Order:
 
     def begin(self, *, forward: bool) -> None:
         """Begin a pass, with a forward or, if no forward of it was seen, with its backward."""
-        if self._gathers:
+        if self._has_sharded_units:
             rows = self._negotiate(Request.BEGIN, int(forward), [self._launched if self.open else 0])
             if self.open and self.program is not None:
                 # Ranks may have stopped at different launches.
@@ -196,7 +201,7 @@ class Order:
             self._diverge()
         if self.program is not None:
             self._follow_to(self.program, len(self.program.events))
-        elif self._gathers:
+        elif self._has_sharded_units:
             self._negotiate(Request.END, 0)
         if self.reduces:
             self._reduce(self.reduction_batches)
@@ -317,7 +322,7 @@ class Order:
     def _meanwhile(self) -> Callable[[], None] | None:
         """Return a function that launches what other ranks wait for, while this rank waits inside a program."""
         program = self.program
-        if program is None or not self.open or not self._gathers:
+        if program is None or not self.open or not self._has_sharded_units:
             return None
         return lambda: self._catch_up(program, self._guard.furthest_progress())
 
@@ -362,7 +367,7 @@ class Order:
         self._used.clear()
 
     def _follow(self, events: list[Event]) -> None:
-        """Compile one program for whole passes, and one for a backward that begins without a forward."""
+        """Compile one program for complete passes, and one for a backward that begins without a forward."""
         backward = next((index for index, (phase, _) in enumerate(events) if phase is not PassPhase.FORWARD), 0)
         self._programs = [
             compile_program(

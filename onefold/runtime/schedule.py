@@ -6,7 +6,7 @@
 A gradient may arrive after its unit's reduce-scatter was launched: a module that runs twice under reentrant
 checkpointing produces gradients in each run, and a rank that got past a unit may use it after all. Such gradients stay
 in the unit's slots and are reduced with the unit's next reduction. If the step comes first, the scalars that ranks
-exchange at every step say so, and all ranks reduce these units once more (`reduce_late`).
+exchange at every step show it, and all ranks reduce these units once more (`reduce_late`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Units: parameters that are unsharded, resharded, reduced and stepped together, usually those of one block.
 
-`Unit` has the whole lifecycle, in the order of a training step: forward, backward, unshard, reshard, reduce, and the
+`Unit` has the lifecycle in the order of a training step: forward, backward, unshard, reshard, reduce, and the
 all-gather of updated parameters. `Order` decides when collectives are launched, in the same order on every rank: a unit
-requests to be unsharded, and the order tells it, and the units before it, to launch. `InFlightCollectives` launches.
+requests its all-gather, and the order launches those before it first. `InFlightCollectives` starts and awaits them.
 
 [Note: when a unit may be resharded]
 After its forward, unless the recorded order keeps it unsharded. In backward, when no operation will read it any more:
@@ -334,9 +334,8 @@ class Unit:
 
     def _open_gradients(self) -> None:
         if self.grad_state is GradientState.EMPTY:
-            pool = self.context.in_flight.pool
             for param in self.trained_params:
-                param.grad.take_slot(pool)
+                param.grad.take_slot(self.context.in_flight.pool)
             self.grad_state = GradientState.OPEN
         assert self.grad_state is GradientState.OPEN, (self.name, self.grad_state)
 
@@ -369,9 +368,8 @@ class Unit:
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""
         assert self.grad_state is not GradientState.REDUCING, self.name
-        pool = self.context.in_flight.pool
         for param in self.trained_params:
-            param.grad.drop(pool)
+            param.grad.drop(self.context.in_flight.pool)
         self.grad_state = GradientState.EMPTY
 
     # -- all-gather of updated parameters, after a step ---------------------------------------------------------
