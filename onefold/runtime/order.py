@@ -372,8 +372,8 @@ class Order:
         self._programs = [
             compile_program(
                 part,
-                [unit.num_gathered for unit in self.units],
-                [unit.num_elements for unit in self.units],
+                [unit.num_sharded_elements for unit in self.units],
+                [unit.num_trained_elements for unit in self.units],
                 self._plan.limits,
                 self._plan.reduce_bucket,
                 {unit.index for unit in self.units if unit.encloses},
@@ -389,7 +389,7 @@ class Order:
             self._follow([*events, (PassPhase.REDUCE, unit.index)])
 
     def _batches(self, units: Iterable[Unit], bucket: int | None = None) -> list[list[Unit]]:
-        sizes = [unit.num_elements for unit in self.units]
+        sizes = [unit.num_trained_elements for unit in self.units]
         batches = coalesce([unit.index for unit in units], sizes, bucket or self._plan.gather_bucket)
         return [[self.units[index] for index in batch] for batch in batches]
 

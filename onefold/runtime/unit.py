@@ -57,9 +57,9 @@ class Unit:
         # Whether the all-gather of its updated parameters is in flight.
         self.is_updating = False
         # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
-        self.num_gathers = 0
-        self.num_elements = sum(param.layout.total for param in self.trained_params)
-        self.num_gathered = sum(param.layout.total for param in self.sharded_params)
+        self.num_gathers_in_flight = 0
+        self.num_trained_elements = sum(param.layout.total for param in self.trained_params)
+        self.num_sharded_elements = sum(param.layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit = self.name
@@ -211,7 +211,7 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Wait for the unit's all-gathers in flight, and those launched before them."""
-        while self.num_gathers:
+        while self.num_gathers_in_flight:
             self.context.in_flight.finish_gather()
 
     @staticmethod
@@ -237,7 +237,7 @@ class Unit:
             context.in_flight.enqueue_all_gather(
                 [unit.name for unit in units],
                 prepare,
-                num_elements=sum(unit.num_gathered for unit in units),
+                num_elements=sum(unit.num_sharded_elements for unit in units),
                 wire=Wire.NATIVE if lossless else plan.parameters.wire,
                 on_finish=partial(Unit._finish_all_gather, units),
             )
@@ -255,7 +255,7 @@ class Unit:
                     return
 
     def _prepare_all_gather(self, *, lossless: bool, use_secondary: bool) -> list[AllGatherOp]:
-        self.num_gathers += 1
+        self.num_gathers_in_flight += 1
         if self.param_state is ParameterState.SHARDED:
             self.param_state = ParameterState.UNSHARDING
         return [p.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for p in self.sharded_params]
@@ -264,8 +264,8 @@ class Unit:
         """Roll back `_prepare_all_gather` after its collective failed to launch."""
         for param in self.sharded_params:
             param.invalidate_secondary()
-        self.num_gathers -= 1
-        if self.param_state is ParameterState.UNSHARDING and not self.num_gathers:
+        self.num_gathers_in_flight -= 1
+        if self.param_state is ParameterState.UNSHARDING and not self.num_gathers_in_flight:
             self.param_state = ParameterState.SHARDED
             for param in self.sharded_params:
                 param.free_unsharded()
@@ -273,7 +273,7 @@ class Unit:
     @staticmethod
     def _finish_all_gather(units: list[Unit]) -> None:
         for unit in units:
-            unit.num_gathers -= 1
+            unit.num_gathers_in_flight -= 1
             # A unit that was unsharded when another rank requested it stays as it is.
             if unit.param_state is ParameterState.UNSHARDING:
                 for param in unit.sharded_params:
@@ -307,7 +307,7 @@ class Unit:
     def reshard(self, *, drop: bool = False) -> None:
         """Free the unsharded parameters. `drop`: no graph needs the next values in the same memory."""
         assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
-        assert not self.num_gathers, self.name
+        assert not self.num_gathers_in_flight, self.name
         if self.sharded_params:
             for param in self.sharded_params:
                 param.free_unsharded(drop=drop)
@@ -328,7 +328,7 @@ class Unit:
         units[0].context.in_flight.enqueue_reduce_scatter(
             [unit.name for unit in units],
             partial(Unit._prepare_reduce_scatter, units),
-            num_elements=sum(unit.num_elements for unit in units),
+            num_elements=sum(unit.num_trained_elements for unit in units),
             on_finish=partial(Unit._finish_reduce_scatter, units),
         )
 

@@ -267,7 +267,7 @@ def watching(engine: Any) -> Iterator[list[Seen]]:
             u for u in engine.state.schedule.units if u.sharded_params and u.param_state is not ParameterState.SHARDED
         ]
         others = [u.name for u in whole if u is not unit and not u.encloses]
-        seen.append(Seen(unit.name, backward, others, sum(u.num_gathered for u in whole)))
+        seen.append(Seen(unit.name, backward, others, sum(u.num_sharded_elements for u in whole)))
 
     handles = []
     for unit in engine.state.schedule.units:
@@ -309,12 +309,12 @@ def knobs(zero: dict[str, Any], build: Callable[[], nn.Module] = Uneven) -> dict
     engine.ledger.clear()
     with watching(engine) as seen, most_live(engine) as most:
         run(engine, square, 1)
-    sizes = {unit.name: unit.num_gathered for unit in engine.state.schedule.units}
+    sizes = {unit.name: unit.num_sharded_elements for unit in engine.state.schedule.units}
     return {
         "seen": seen,
         "most": most[0],
         "sizes": sizes,
-        "root": sum(unit.num_gathered for unit in engine.state.schedule.units if unit.encloses),
+        "root": sum(unit.num_sharded_elements for unit in engine.state.schedule.units if unit.encloses),
         "gather": engine.ledger.bytes("gather"),
         "gathers": engine.ledger.calls("gather"),
         "reductions": engine.ledger.calls("reduce-scatter"),
